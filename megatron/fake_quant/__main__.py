@@ -1,4 +1,4 @@
-"""Show the number formats.
+"""Show the number formats as tables, descriptions or pictures.
 
 python -m megatron.fake_quant list                            every named format, a Markdown table
 python -m megatron.fake_quant list mxfp8:2d mx:e3m4:b16:rceil

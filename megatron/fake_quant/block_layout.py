@@ -1,6 +1,7 @@
-"""Convert a tensor to blocks, `[..., blocks, values]`, and back, for any axis, shape and strides.
+"""Split a tensor into quantization blocks, `[..., blocks, values]`, and join them again.
 
-Scaling and rounding work on blocks only. This module converts between blocks and two other orders
+The tensor can have any shape and strides, and blocks can run along any axis. Scaling and rounding
+work on blocks only. This module converts between blocks and two other orders
 of the same values: the order of the tensor, and *rows*, in which codes are stored. In rows, the
 axis along which blocks run is the last one, as tensor cores read it (for an operand of a matmul,
 the reduction axis is contiguous).
@@ -29,7 +30,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "BlockLayout":
-        """Return the layout of the blocks of `fmt` in a tensor. `axis` may be negative.
+        """Return the layout of a format's blocks in a tensor of this shape; `axis` may be negative.
 
         Raises:
             ValueError: if the axis is out of range, or if the tensor lacks the dimensions that the
@@ -56,15 +57,15 @@ class BlockLayout:
         return cls(shape, axis % dims, fmt.block_size, fmt.square)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Return a view of `x` with the axis along which blocks run moved to the end."""
+        """Return a view of `x` whose last axis is the one along which blocks run."""
         return x.movedim(self.axis, -1) if self.shape else x
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Undo `to_rows`."""
+        """Undo `to_rows`: move the last axis of `rows` back to its position in the tensor."""
         return rows.movedim(-1, self.axis) if self.shape else rows
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """Return `x` as blocks, `[..., blocks, values]`. A square block becomes one row of values.
+        """Return `x` as blocks, `[..., blocks, values]`; square blocks are flattened.
 
         The last block along an axis is padded with zeros.
         """
@@ -79,7 +80,7 @@ class BlockLayout:
         return tiles.transpose(-3, -2).flatten(-2)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
-        """Convert blocks to rows, from which `from_rows` restores the tensor."""
+        """Convert blocks to rows without the padding; `from_rows` then restores the tensor."""
         if self.size is None:
             return self.to_rows(blocks.reshape(self.shape))
         rows = blocks.flatten(-2)
@@ -91,7 +92,7 @@ class BlockLayout:
 
     @property
     def from_end(self) -> int:
-        """Axis counted from the end, a negative number; 0 for a tensor without dimensions."""
+        """Axis along which blocks run, as a negative index; 0 for a tensor without dimensions."""
         return self.axis - len(self.shape)
 
     @property

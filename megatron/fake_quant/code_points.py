@@ -1,4 +1,4 @@
-"""Convert between the codes of an element type and the values that they stand for."""
+"""Convert between the codes (bit patterns) of an element type and the values they stand for."""
 
 import functools
 import math
@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.fake_quant.formats import Element, ElementFormat, HiFloat8
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
-#: First code, number of exponent bits and number of mantissa bits for each value of HiFloat8's dot
-#: field that is followed by exponent bits; see `hifloat8.py`.
+#: One entry per HiFloat8 dot field that is followed by exponent bits: first code, number of
+#: exponent bits, and number of mantissa bits. See `hifloat8.py`.
 HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
-_DENORMAL_DOT = 4  #: number of bits of HiFloat8's longest dot fields, which no exponent follows
+_DENORMAL_DOT = 4  #: length in bits of HiFloat8's longest dot fields, which no exponent follows
 
 
 @functools.cache
@@ -87,8 +87,8 @@ def _hifloat8_widths(code: int, element: HiFloat8) -> tuple[int, ...]:
 class _Codes:
     """Functions that describe the codes of one class of element types."""
 
-    values: Callable[..., list[float]]  #: returns the values of all codes of an element type
-    widths: Callable[..., tuple[int, ...]]  #: returns the number of bits of each field of a code
+    values: Callable[..., list[float]]  #: function that returns the value of each code
+    widths: Callable[..., tuple[int, ...]]  #: function that returns the widths of a code's fields
 
 
 _CODES: Mapping[type, _Codes] = MappingProxyType(
@@ -130,7 +130,7 @@ def nan_code(element: ElementFormat | HiFloat8) -> int | None:
 
 
 def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
-    """Return the uint8 codes of float32 `values`; each one must be a value of the element type.
+    """Return the uint8 codes of float32 `values`, all of which the element type must represent.
 
     NaN becomes the code for NaN. If the element type has no NaN, it becomes the code for zero; the
     scale of its block is NaN in this case.

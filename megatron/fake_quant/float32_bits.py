@@ -12,5 +12,5 @@ INFINITY = 0x7F800000  #: bits of Inf, and also the mask of the exponent field
 
 
 def power_of_two_bits(exponent: int) -> int:
-    """Return the bits of the float32 2^exponent, for -126 <= exponent <= 127."""
+    """Return the float32 bits of 2^exponent, for -126 <= exponent <= 127."""
     return (exponent + BIAS) << MANTISSA_BITS

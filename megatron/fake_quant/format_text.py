@@ -1,4 +1,4 @@
-"""Convert a format to a string and back, so that a graph of operators can store a `Format`.
+"""Convert a format to a string and back, so that a traced graph can pass a `Format` to operators.
 
 Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` knows is
 written as its name. Any other one, built from `Format` itself, is written as JSON with all of its

@@ -197,11 +197,11 @@ class BlockScaling:
     square: bool = False  #: True for blocks of size x size over the last two axes, not 1 x size
 
     block_scale: ClassVar[str] = "E8M0"  #: number type of block scales; None if there are none
-    scale_bytes: ClassVar[int] = 1  #: number of bytes stored per block
-    finer_exponents: ClassVar[int] = 0  #: largest exponent added by scales within a block
+    scale_bytes: ClassVar[int] = 1  #: number of scale bytes stored per block
+    finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales in a block add
     #: value to which the tensor's scale maps the tensor's maximum; None without a tensor scale
     target: ClassVar[None] = None
-    by_class: ClassVar[bool] = True  #: True if value and scale byte determine the quantized value
+    by_class: ClassVar[bool] = True  #: True if a value and its scale byte determine the result
     #: variants that a format's name accepts, each after a colon
     variants: ClassVar[tuple[str, ...]] = (*get_args(ScaleRule), "2d")
 
@@ -229,7 +229,7 @@ class TwoLevelScaling:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling:
-    """The scaling of HiFloat4: an E6M2 scale per 64 values, an exponent bit per 8 and one per 4."""
+    """The scaling of HiFloat4: an E6M2 scale per 64 values and exponent bits per 8 and 4 values."""
 
     size: int = field(default=64, init=False)
     square: bool = field(default=False, init=False)
@@ -245,7 +245,7 @@ class GroupScaling:
 
 @dataclass(frozen=True, slots=True)
 class TensorScaling:
-    """A scaling with one float32 scale per tensor, which maps its largest magnitude to `target`."""
+    """A scaling whose single float32 scale maps a tensor's largest magnitude to `target`."""
 
     target: float
     power_of_two: bool = False  #: True if the scale is rounded down to a power of two

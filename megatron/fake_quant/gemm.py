@@ -62,7 +62,7 @@ class Operand:
         return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
 
     def __str__(self) -> str:
-        """Return the text for audits and records, such as `nvfp4:sr+H16:nvfp4` or `none`."""
+        """Return the format and the transform as text, such as `nvfp4:sr+H16:nvfp4` or `none`."""
         name = "none" if self.format is None else self.format.name
         transform = self.hadamard
         return name if transform is None else f"{name}+H{transform.size}:{transform.signs}"
@@ -80,7 +80,7 @@ SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 
 @dataclass(frozen=True, slots=True)
 class GemmFormats:
-    """Formats of the six operands in the GEMMs of one matmul and its two gradients.
+    """Formats of the six operands of three GEMMs, which compute a matmul and its two gradients.
 
     Raises:
         ValueError: if the two operands of a GEMM are transformed differently, which would change
@@ -88,17 +88,17 @@ class GemmFormats:
             set.
     """
 
-    fprop_a: Operand = AS_IT_IS  #: A quantized along K, to compute C
-    fprop_b: Operand = AS_IT_IS  #: B quantized along K, to compute C
-    dgrad_c: Operand = AS_IT_IS  #: dC quantized along N, to compute dA
-    dgrad_b: Operand = AS_IT_IS  #: B quantized along N, to compute dA
-    wgrad_c: Operand = AS_IT_IS  #: dC quantized along M, to compute dB
-    wgrad_a: Operand = AS_IT_IS  #: A quantized along M, to compute dB
+    fprop_a: Operand = AS_IT_IS  #: A in C = A B^T, quantized along K
+    fprop_b: Operand = AS_IT_IS  #: B in C = A B^T, quantized along K
+    dgrad_c: Operand = AS_IT_IS  #: dC in dA = dC B, quantized along N
+    dgrad_b: Operand = AS_IT_IS  #: B in dA = dC B, quantized along N
+    wgrad_c: Operand = AS_IT_IS  #: dC in dB = dC^T A, quantized along M
+    wgrad_a: Operand = AS_IT_IS  #: A in dB = dC^T A, quantized along M
     #: True if the backward pass uses the operands as the forward pass quantized them, as with a
     #: straight-through estimator; the backward operands must then not be set
     straight_through: bool = False
-    #: True if A, the probabilities P, is quantized before its rows are divided by their sums; see
-    #: `quantized_matmul`
+    #: True if A (the attention probabilities P) is quantized before its rows are divided by their
+    #: sums; see `quantized_matmul`
     unnormalized: bool = False
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class GemmFormats:
             )
 
     def effective(self, slot: str) -> Operand:
-        """Return the transform and the format that the operand in `slot` actually has.
+        """Return the transform and the format that the operand `slot`, such as dgrad_b, really has.
 
         In a straight-through backward pass, the gradient is not quantized. The other operand is the
         one that the forward pass quantized, along the forward pass's axis.
@@ -205,7 +205,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is enabled and its dtype, or None if the device has no autocast."""
+    """Return whether autocast is enabled, and its dtype; None if the device has no autocast."""
     if not torch.amp.is_autocast_available(device):
         return None
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -283,7 +283,7 @@ def quantized_matmul(
     unnormalized: tuple[Tensor, Tensor] | None = None,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Return `alpha * A @ B^T` with operands that are fake-quantized, forward and backward.
+    """Return `alpha * A @ B^T`, fake-quantizing the operands of the forward and backward GEMMs.
 
     Args:
         a_MK: A, with the shape `[..., M, K]`. All tokens form one axis, so blocks along M run over

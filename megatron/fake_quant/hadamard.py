@@ -57,7 +57,10 @@ class Hadamard:
             raise ValueError(f"unknown signs {self.signs!r}; choose none, nvfp4 or a seed")
 
     def matrix(self) -> Tensor:
-        """Return diag(s) H without the factor 1 / sqrt(d): float32 `[d, d]`, all +1 or -1."""
+        """Return the matrix diag(s) H without the factor 1 / sqrt(d), as float32 `[d, d]`.
+
+        All of its entries are +1 or -1.
+        """
         index = torch.arange(self.size)
         common = index.unsqueeze(1) & index
         odd = torch.zeros_like(common)
@@ -85,7 +88,7 @@ class Hadamard:
         return self._times(x, axis, inverse=False)
 
     def filled(self, x: Tensor, axis: int) -> Tensor:
-        """Return `x`, padded with zeros at the end of `axis` to a multiple of the size."""
+        """Return `x`, zero-padded at the end of `axis` to a multiple of the transform's size."""
         missing = -x.shape[axis] % self.size
         if missing == 0:
             return x
@@ -140,7 +143,10 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
 def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
-    """Transform `x` along `axis`, which is counted from the end. See `operators.py`."""
+    """Apply a Hadamard transform as a `torch.library` operator; see `operators.py`.
+
+    `axis` is counted from the end.
+    """
     transform = Hadamard(size, signs if signs in ("none", "nvfp4") else int(signs))  # type: ignore[arg-type]
     return _rotated(x, transform, axis, inverse=inverse)
 

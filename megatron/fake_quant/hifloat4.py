@@ -43,7 +43,7 @@ _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 
 def _e6m2_bytes(amax: Tensor) -> Tensor:
-    """Return the E6M2 bytes (int32) of groups with the largest magnitudes `amax` (float32)."""
+    """Return each group's E6M2 scale byte (int32) for its largest magnitude `amax` (float32)."""
     # The product is exact in float64. It is rounded to the 8 significand bits of bf16, then to 3.
     significand, exponent = torch.frexp(amax.double() * _SEVENTH)
     eight_bits = (significand * 256).round_()
@@ -60,7 +60,7 @@ def _e6m2_values(byte: Tensor) -> Tensor:
 
 
 def _e6m2_reciprocals(byte: Tensor) -> Tensor:
-    """Return R, the rounded reciprocals of E6M2 bytes (int32), as float64.
+    """Return R, the rounded reciprocals of the scales in E6M2 bytes (int32), as float64.
 
     R is finite even for the NaN byte; `scale_up` makes that group NaN.
     """

@@ -75,10 +75,10 @@ from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
-HYBRID_FROM = 4  #: smallest |E| at which hybrid rounding (HR) uses SR instead of TA
+HYBRID_FROM = 4  #: smallest |E| at which hybrid rounding uses a value's low bits (SR), not TA
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
-_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: 1.25 * 2^15
-_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: 2^16; overflows in every rounding mode
+_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: bits of 1.25 * 2^15, from which on TA overflows
+_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: bits of 2^16, which always overflows
 _SMALLEST = power_of_two_bits(SMALLEST_EXPONENT)
 _UNITS = 1 << RANDOM_BITS
 _UNITS_BELOW_SMALLEST = math.ldexp(_UNITS, -SMALLEST_EXPONENT)
@@ -86,7 +86,10 @@ _SMALLEST_NORMAL_FLOAT16 = power_of_two_bits(-14)
 
 
 class Position(NamedTuple):
-    """Position of each value between its two neighbors; all tensors except the mask are int32."""
+    """Position of each value between the nearest HiFloat8 values below and above it.
+
+    All tensors except the mask are int32.
+    """
 
     magnitude: Tensor  #: bits of the value's magnitude
     way: Tensor  #: distance from the neighbor below, in units of 2^-24 of the spacing
@@ -159,7 +162,10 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
 
 
 def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
-    """Return a mask of the values that SR14 (float32) or SR2 (other sources) rounds up."""
+    """Return a mask of the values that their own low bits round up.
+
+    The rule is SR14 for a float32 source and SR2 for others; see the module's docstring.
+    """
     magnitude, way, _ = position
     if source == torch.float32:
         threshold = magnitude & ((1 << 14) - 1)
@@ -174,7 +180,10 @@ def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
 
 
 def _steps(magnitude: Tensor) -> Tensor:
-    """Return the spacing of HiFloat8 at float32 bit patterns, in units of the last bit (int32)."""
+    """Return HiFloat8's spacing at each magnitude, in units of the last bit of a float32.
+
+    `magnitude` holds float32 bits; the result is int32.
+    """
     distance = ((magnitude >> MANTISSA_BITS) - BIAS).abs_().float().clamp_(2, 16)
     power = distance.view(torch.int32).bitwise_and_(INFINITY).view(torch.float32)
     return power.mul_(1 << (MANTISSA_BITS - 4)).int()

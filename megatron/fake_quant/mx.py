@@ -1,4 +1,4 @@
-"""Compute MX block scales: an E8M0 byte and its factor from each block's largest magnitude.
+"""Compute MX block scales: one E8M0 byte per block, from the block's largest magnitude.
 
 A scale is kept as its byte (exponent + 127, or 255 for NaN), which is what the format stores. The
 two ends of its range need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal is a
@@ -26,11 +26,11 @@ _HALF_POWER_BITS = 1 << (MANTISSA_BITS - 1)  #: bits of 2^-127, half the smalles
 _QUIET_NAN_BITS = 0x7FC00000
 _ULP = math.ldexp(1, -24)  #: spacing of float32 in [0.5, 1), where frexp puts significands
 
-#: Threshold of each scale rule. The rule doubles the scale of the floor rule (OCP v1.0, section
-#: 6.3) if the significand of the block maximum, in [0.5, 1), is at or above the threshold.
+#: Threshold of each scale rule. A rule's scale is twice the scale of the floor rule (OCP v1.0,
+#: section 6.3) if the significand of the block's maximum, in [0.5, 1), reaches the threshold.
 CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
-    # The scale is never doubled: the block's largest power of two maps to the element type's, and
-    # values above the element type's maximum saturate.
+    # The scale is never doubled: the power of two at or below amax maps to the element type's
+    # largest power of two. Values above the element type's maximum saturate.
     "floor": lambda element: 1.0,
     # The scale is doubled unless amax is a power of two, so that the scale's exponent is
     # ceil(log2 amax) - emax.
@@ -51,7 +51,10 @@ _RULES_IN_WORDS: dict[ScaleRule, str] = {
 
 
 def carry_from(fmt: Format) -> float:
-    """Return the threshold in `CARRY_FROM` for a format with E8M0 scales."""
+    """Return the significand of amax from which on the format's scale rule doubles the scale.
+
+    The format must have E8M0 scales. See `CARRY_FROM`.
+    """
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.scale_rule is not None
     return CARRY_FROM[fmt.scale_rule](fmt.element)
@@ -63,7 +66,7 @@ def carry_bits(fmt: Format) -> int:
 
 
 def scale_bytes(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
-    """Return the E8M0 bytes (int32) of blocks with the largest magnitudes `amax` (float32).
+    """Return each block's E8M0 scale byte (int32) for its largest magnitude `amax` (float32).
 
     `amax` may contain NaN and Inf. Scales out of range are clamped to 2^-127 and 2^127.
     """
@@ -94,7 +97,7 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Undo `scale_down`."""
+    """Multiply the elements by their block's scale, which undoes `scale_down`."""
     return elements * scale_values(scales.block().int()).unsqueeze(-1)
 
 

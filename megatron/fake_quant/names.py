@@ -1,4 +1,4 @@
-"""Convert a user's name into a `Format`: a named format, its variants, or one that is spelled out.
+"""Parse a format's name: a named format, optionally with variants, or a spelled-out MX format.
 
 mxfp8                 a named format, in upper or lower case; some have aliases
 mx:e3m4:b16:rceil     element, block size and scale rule of an MX format
@@ -110,7 +110,7 @@ def _spelled_out(match: re.Match[str]) -> Format:
 
 
 def _kind(variant: str) -> str:
-    """Return the property that a variant changes; a name may change each property only once."""
+    """Return the property that a variant such as `sr` changes; a name may change each one once."""
     if variant in RULES:
         return "rule"
     if variant in _ROUNDINGS:
@@ -160,7 +160,7 @@ def _accepts(fmt: Format, variant: str) -> bool:
 
 
 def _canonical(base: Format, fmt: Format) -> str:
-    """Return the canonical name of `fmt`: the name of `base` and the changes in a fixed order."""
+    """Return the canonical name of `fmt`: the name of `base`, and the changes in a fixed order."""
     changes: list[str] = []
     if fmt.scale_rule is not None and fmt.scale_rule != base.scale_rule:
         changes.append(fmt.scale_rule)
@@ -179,7 +179,7 @@ def _canonical(base: Format, fmt: Format) -> str:
 
 
 def _plain(x: float) -> str:
-    """Return a number with all of its digits and without an exponent, such as 15 or 0.0625."""
+    """Return a number as text with all of its digits and no exponent, such as 15 or 0.0625."""
     # Only strings are used, because torch.compile cannot trace the decimal module.
     digits, _, exponent = repr(x).partition("e")
     whole, _, fraction = digits.partition(".")

@@ -51,7 +51,7 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Undo `scale_down`."""
+    """Multiply the elements by both levels of scales, which undoes `scale_down`."""
     return elements * decode(scales.block(), E4M3).unsqueeze(-1) * scales.whole()
 
 

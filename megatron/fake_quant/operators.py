@@ -71,14 +71,17 @@ def seed_tensor(seed: int | Tensor) -> Tensor:
 
 
 def drawn(generator: torch.Generator | None) -> Tensor:
-    """Draw a seed. The argument `randomness` of `vmap` decides whether all samples share it."""
+    """Draw a seed as a tensor; `vmap`'s argument `randomness` decides whether samples share it."""
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(0, 1 << 62, (), generator=generator, device=device)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::derive_seed", mutates_args=())
 def derive_seed(seed: Tensor, slot: str) -> Tensor:
-    """Return seeds for `slot`, one per element of `seed`; see `random_bits.derive_seed`."""
+    """Return seeds for the operand `slot` of a matmul, one per element of `seed`.
+
+    See `random_bits.derive_seed`.
+    """
     derived = [random_bits.derive_seed(each, slot) for each in seed.flatten().tolist()]
     return torch.tensor(derived, dtype=torch.int64, device=seed.device).view(seed.shape)
 
@@ -97,7 +100,7 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
-    """Return whether the samples of a batch have to be quantized one by one."""
+    """Return whether the samples of a batch must be quantized one by one."""
     return seeds is not None or fmt.has_tensor_scale
 
 
@@ -115,12 +118,12 @@ def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
 
 
 def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return `x` with the mapped dimension in front; if `dim` is None, expand `x` to `size`."""
+    """Return `x` with the dimension of `vmap` in front; if `dim` is None, expand `x` to `size`."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
-    """Return the format and a sample's layout, or raise the same errors as `fake_quantize`."""
+    """Return the format and the block layout of one sample, or raise a ValueError."""
     check_tensor(x, "quantize")
     known = from_text(fmt)
     return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)

@@ -61,9 +61,9 @@ def quantize(
 ) -> QuantizedTensor:
     """Return the codes and scales of `x`.
 
-    `fake_quantize` has the same arguments and raises the same errors. In addition, a tensor without
-    values is refused unless the format is a cast. `dequantize` converts the result to exactly the
-    tensor that `fake_quantize` returns.
+    `fake_quantize` has the same arguments and raises the same errors. In addition, an empty
+    tensor raises ValueError unless the format is a cast. `dequantize` converts the result to
+    exactly the tensor that `fake_quantize` returns.
     """
     fmt, layout = checked(x, fmt, axis)
     if is_direct(x):

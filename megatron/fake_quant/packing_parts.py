@@ -22,7 +22,7 @@ Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales and ten
 
 
 def check_values(shape: tuple[int, ...], fmt: Format) -> None:
-    """Refuse a tensor without values, which has no maximum from which to compute a scale.
+    """Raise ValueError for an empty tensor, which has no maximum to compute a scale from.
 
     Raises:
         ValueError: if there are no values and the format is not a cast.
@@ -64,7 +64,7 @@ def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype)
 
 
 def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, ...]) -> Parts:
-    """Return uninitialized tensors with the shapes and dtypes of the tensors from `packed`.
+    """Return uninitialized tensors with the shapes and dtypes of the results of `packed`.
 
     `front` is the shape of the batch dimensions.
     """

@@ -1,4 +1,4 @@
-"""Parse quantization types: a format's name after a prefix that says where the format applies.
+"""Parse quantization types such as `FA_mxfp8`: a prefix (where to quantize) and a format.
 
 `mxfp8` applies to all matmuls (linear, QK^T and PV), `linear_mxfp8` to the linear layers,
 `FA_mxfp8` to QK^T, and `FA_linear_mxfp8` to both; `bf16` and `none` quantize nothing. Upper and
@@ -37,7 +37,7 @@ def split_type(name: str) -> tuple[str, str]:
 
 
 def parse_type(name: str) -> dict[str, Format | None]:
-    """Return the format that the quantization type `name` sets for each operation.
+    """Return the format that a quantization type sets for each operation (linear, qk and pv).
 
     Raises:
         ValueError: if there is no such quantization type.

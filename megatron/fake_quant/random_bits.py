@@ -15,7 +15,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
-RANDOM_BITS = 24  #: number of random bits per value that rounding uses; exact in a float32
+RANDOM_BITS = 24  #: number of random bits that rounding uses per value; float32 holds them exactly
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -39,7 +39,7 @@ from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
 Interval = tuple[float, float]  #: first and last iteration, from 1; the last may be math.inf
-# Longer numbers are mistakes, and Python refuses to parse numbers with thousands of digits.
+# Numbers of more than 12 digits are mistakes, and Python refuses to parse thousands of digits.
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _ENDS = re.compile(r"(first|last) ([0-9]{1,12})")
 _ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
@@ -55,7 +55,7 @@ class Layers:
     last: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Return whether a layer is selected; `place` is (its number, the number of layers).
+        """Return whether a layer is selected; `place` holds its number and the number of layers.
 
         The number -1 is never selected.
         """
@@ -68,7 +68,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A parsed matcher of a recipe."""
+    """A parsed matcher of a recipe, which says where and when a config applies."""
 
     name: str
     line: int

@@ -13,7 +13,7 @@ SIZE_LIMIT = 256 << 10  #: maximum size of a file, in bytes; parsing such a file
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; the longest are descriptions
+SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; descriptions are the longest
 MESSAGE_LIMIT = 500  #: maximum length of an error message, in characters
 
 
@@ -41,7 +41,7 @@ class Node:
         return RecipeError(f"line {self.line}: {printable(message, limit=MESSAGE_LIMIT)}")
 
     def only_keys(self, what: str, accepted: Sequence[str]) -> None:
-        """Raise an error unless the node is a mapping whose keys are all in `accepted`."""
+        """Raise RecipeError unless the node is a mapping whose keys are all in `accepted`."""
         if not isinstance(self.value, dict):
             raise self.error(f"{what} is {self.value!r}; it takes {', '.join(accepted)}")
         for key, node in self.items():
@@ -72,7 +72,7 @@ class Node:
 
 
 def load_yaml(path: Path) -> Node:
-    """Read a YAML file whose root is a mapping, and refuse tags that create Python objects.
+    """Read a YAML file whose root is a mapping; tags that create Python objects are errors.
 
     Raises:
         RecipeError: if the file cannot be read, is not plain YAML, is too large, is nested too
@@ -94,7 +94,7 @@ def load_yaml(path: Path) -> Node:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse deeply nested text, on which the recursive YAML composer would fail."""
+    """Raise RecipeError for deeply nested text, on which the recursive YAML composer would fail."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -114,11 +114,11 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 class _Builder:
-    """A converter from composed YAML to `Node` that limits how many values aliases can produce."""
+    """A converter of PyYAML nodes to `Node`, with a limit on the values that aliases produce."""
 
     def __init__(self) -> None:
         self._nodes = 0
-        self._open: set[int] = set()  # ids of the composed nodes that contain the current one
+        self._open: set[int] = set()  # ids of the PyYAML nodes that contain the current one
 
     def node(self, node: yaml.Node, line: int) -> Node:
         self._nodes += 1

@@ -55,10 +55,9 @@ def round_to(
 
 
 def check_rounding(rounding: str, implemented: Iterable[str], where: str) -> None:
-    """Refuse a rounding mode that is not in `implemented`.
+    """Raise ValueError if a rounding mode is not in `implemented`.
 
-    Raises:
-        ValueError: if the mode is refused; the message names the modes that `where` implements.
+    The message names the modes that `where` implements.
     """
     if rounding not in implemented:
         raise ValueError(
@@ -122,10 +121,9 @@ _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = M
 
 
 def check_tensor(x: Tensor, what: str) -> None:
-    """Refuse anything but a dense tensor of a supported dtype; `what` is the verb in the message.
+    """Raise ValueError unless `x` is a dense tensor of a supported dtype.
 
-    Raises:
-        ValueError: if the type, layout or dtype is wrong; the message names the accepted ones.
+    The message names the accepted types, layouts or dtypes; `what` is the verb in the message.
     """
     if not isinstance(x, Tensor):
         raise ValueError(

@@ -24,12 +24,12 @@ class Scales:
         return {name: part for name, part in both.items() if part is not None}
 
     def block(self) -> Tensor:
-        """Return `blocks`; the format must have block scales."""
+        """Return the block scales, which must exist."""
         assert self.blocks is not None
         return self.blocks
 
     def whole(self) -> Tensor:
-        """Return `tensor`; the format must have a tensor scale."""
+        """Return the whole tensor's scale, which must exist."""
         assert self.tensor is not None
         return self.tensor
 

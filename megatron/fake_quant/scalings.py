@@ -1,6 +1,7 @@
-"""Look up the module of a scaling, which contains all code that depends on the scaling.
+"""Find the module that implements a scaling, such as `mx.py` for MX block scales.
 
-Each module provides the functions of `ScalingModule`. To add a scaling, add its class to
+The module contains all code that depends on the scaling, and provides the functions of
+`ScalingModule`. To add a scaling, add its class to
 `formats.py` and one module to the table here. A format with the new scaling is computed by
 `reference.py`, and its statistics are measured value by value, until the fused kernels and the
 statistics by class support it.

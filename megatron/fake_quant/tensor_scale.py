@@ -36,7 +36,7 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def divide_by(amax: Tensor, target: float) -> Tensor:
-    """Return target / amax, clamped to 2^-126 and the largest float32; 1 where amax is 0.
+    """Return target / amax, clamped between 2^-126 and the largest float32; 1 if amax is 0.
 
     A subnormal quotient, which is possible for a target below 4, might have no finite reciprocal.
     The `/` operator would round twice, because torch divides a number by a tensor by multiplying
@@ -55,13 +55,13 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 
 
 def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tuple[Tensor, Scales]:
-    """Return the tensor scaled to the target, and `decode` as its stored scale."""
+    """Return the tensor scaled to the target, and its stored scale, `decode`."""
     encode = encode_scale(finite_amax(blocks), scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Undo `scale_down`."""
+    """Multiply the elements by the stored scale, which undoes `scale_down`."""
     return elements * scales.whole()
 
 

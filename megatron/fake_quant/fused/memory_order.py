@@ -4,9 +4,10 @@ from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """Return `x` without gaps in memory, and its dimensions in memory order, outermost first.
+    """Return `x`, or a copy without gaps in memory, and the order of its dimensions in memory.
 
-    `x` itself is returned if its memory has no gaps; otherwise, a contiguous copy is returned.
+    The dimensions are listed from the outermost to the innermost. `x` is copied if its memory has
+    gaps, or if `in_order` is True and the dimensions are in another order.
 
     in_order: True to keep the dimensions in order, because the position of a value matters (for
         random bits and square blocks).

@@ -22,7 +22,7 @@ SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
-#: Bits of 2^127: subtracting the bits of a power of two gives the bits of its reciprocal.
+#: Bits of 2^127. Subtracting the bits of a power of two from them gives the bits of its reciprocal.
 POWER_254 = np.int32(254 << 23)
 ZERO, ONE = np.int32(0), np.float32(1)
 UNITS = np.float32(1 << RANDOM_BITS)
@@ -41,7 +41,7 @@ class Element(NamedTuple):
 
 @functools.cache
 def element_bits(element: ElementFormat) -> Element:
-    """Return the parameters of an element type in the form that the kernels take."""
+    """Return the parameters of an element type as the integers that the kernels take."""
 
     def bits_of(x: float) -> Any:
         return np.float32(x).view(np.int32)
@@ -88,7 +88,7 @@ def widen(stored: Any) -> Any:
 
 
 def narrow(bits: Any, like: Any) -> Any:
-    """Convert float32 bits to the integer dtype of `like`, rounding to nearest even.
+    """Convert float32 bits to bits of the same width as `like`, rounding to nearest even.
 
     This function undoes `widen`. A NaN must be the canonical NaN.
     """
@@ -134,7 +134,7 @@ def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
 
 @inlined
 def fill_random(buffer: Any, index: Any, count: Any, random: Any) -> Any:
-    """Fill `buffer` with the random bits of `count` values, starting at value `index` (int64).
+    """Fill `buffer` with the random bits of `count` values, the first at position `index` (int64).
 
     Random bits are generated in groups of four values; see `random_bits.py`. Values before `index`
     may therefore precede it in the buffer, which must have room for `count + 7` numbers. Return the

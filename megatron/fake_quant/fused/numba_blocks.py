@@ -35,7 +35,7 @@ from megatron.fake_quant.tensor_scale import divide_by
 FRACTION = np.int32(0x7FFFFF)
 HALF_POWER = np.int32(1 << 22)  #: bits of 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
-COLUMNS = 512  #: width of a tile in values, so small that the tile's rows stay in the cache
+COLUMNS = 512  #: width of a tile in values; narrow, so that the tile's rows stay in the cache
 E4M3 = Element(
     np.int32((127 - 6) << 23),
     np.int32((127 + 8) << 23 | 6 << 20),
@@ -48,9 +48,9 @@ E4M3 = Element(
 class Rule(NamedTuple):
     """Constants for computing a block's scale from the block's largest magnitude."""
 
-    carry_from: np.int32  #: E8M0: minimum mantissa of a block's maximum that doubles the scale
-    encode: np.float32  #: NVFP4: the tensor's factor `encode`, divided by 6; 0 for E8M0
-    decode: np.float32  #: NVFP4: the tensor's factor `decode`; 1 for E8M0
+    carry_from: np.int32  #: E8M0: smallest mantissa of a block's maximum that doubles the scale
+    encode: np.float32  #: NVFP4: factor `encode` of `nvfp4.py`, divided by 6; 0 for E8M0
+    decode: np.float32  #: NVFP4: factor `decode` of `nvfp4.py`; 1 for E8M0
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
@@ -90,7 +90,7 @@ def power(byte: Any) -> Any:
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """Return the factors applied to a block before and after rounding, and a mask for sign bits.
+    """Return a block's factors before and after rounding, and the mask that keeps its sign bits.
 
     A block with an Inf or a NaN gets NaN factors and a mask of zero.
     """
@@ -135,7 +135,7 @@ def line(
     index: Any,
     buffer: Any,
 ) -> Any:
-    """Quantize consecutive values in memory, each with its own scale.
+    """Quantize consecutive values in memory; `down` and `up` hold the factors of each value.
 
     `index` is the position of the first value in the tensor. One call covers many blocks, because
     starting a loop takes time.

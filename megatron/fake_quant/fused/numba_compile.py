@@ -1,4 +1,4 @@
-"""Compilation of CPU kernels with numba, which caches them on disk."""
+"""Compile CPU kernels with numba and cache them on disk."""
 
 import functools
 import hashlib

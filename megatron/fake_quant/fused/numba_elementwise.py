@@ -39,7 +39,7 @@ FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
 def finite_amax(src: Any, start: Any, stop: Any) -> Any:
     """Return the bits of the largest finite magnitude in `src[start:stop]`."""
     amax = ZERO
-    part = src[start:stop]  # A loop from 0 needs no check for negative indices.
+    part = src[start:stop]  # A loop that starts at 0 needs no check for negative indices.
     for i in range(len(part)):
         magnitude = np.int32(widen(part[i]) & MAGNITUDE)
         amax = max(amax, magnitude if magnitude < INFINITY else ZERO)
@@ -105,9 +105,10 @@ def nearest_hifloat8(magnitude: Any) -> Any:
 
 @inlined
 def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
-    """Return whether SR14 (float32) or SR2 (other dtypes) rounds up; see `hifloat8.py`.
+    """Return whether a value's low bits round it up, as in HiFloat8's hybrid rounding.
 
-    `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
+    The rule is SR14 for float32 values and SR2 for other dtypes; see `hifloat8.py`. `way` is the
+    distance from the neighbor below, in units of 2^-24 of the spacing.
     """
     if source == FROM_FLOAT32:
         return (way >> (RANDOM_BITS - 14)) >= (magnitude & ((1 << 14) - 1))

@@ -57,7 +57,7 @@ def element(bits: Any, reciprocal: Any, up: Any) -> Any:
 
 @inlined
 def one_group(group: Any) -> Any:
-    """Quantize a group of 64 float32 values in place; the array holds their bits."""
+    """Quantize a group of 64 float32 values in place; `group` holds their bits."""
     amax = ZERO
     for j in range(GROUP):
         amax = max(amax, np.int32(group[j] & MAGNITUDE))
@@ -87,7 +87,7 @@ def one_group(group: Any) -> Any:
 
 @kernel
 def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
-    """Quantize groups along the middle axis of an `[outer, n, inner]` array.
+    """Quantize HiFloat4 groups along the middle axis of an `[outer, n, inner]` array.
 
     `start` and `stop` count groups of 64 rows; the groups of one matrix come before the groups of
     the next matrix.

@@ -61,7 +61,7 @@ def _random(seed: int | None) -> numba_bits.Random:
 def _groups(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
-    """Quantize `src` into `dst`, both viewed with `shape`, in HiFloat4's groups along `axis`."""
+    """Quantize the flat array `src` into `dst`, in HiFloat4 groups along `axis` of `shape`."""
     size = GROUP
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     tensors = (array.reshape(outer, n, inner) for array in (src, dst))
@@ -72,7 +72,7 @@ def _groups(
 def _blocks(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
-    """Quantize `src` into `dst`, both viewed with `shape`, in blocks along `axis`.
+    """Quantize the flat array `src` into `dst`, in blocks along `axis` of `shape`.
 
     Square blocks extend over the last two axes, regardless of `axis`.
     """
@@ -86,7 +86,7 @@ def _blocks(
     element = numba_bits.element_bits(fmt.element)
     rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
     if inner == 1 and not fmt.square:
-        # Rows that consist of whole blocks are cut between blocks, to give all threads equal parts.
+        # If rows consist of whole blocks, they are cut between blocks to give threads equal parts.
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))

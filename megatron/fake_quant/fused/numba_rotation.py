@@ -31,7 +31,7 @@ def finished(total: Any, factor: Any) -> Any:
 
 @kernel
 def rows(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) -> None:
-    """Multiply a `[blocks, d]` array by the `[d, d]` matrix and by `factor`.
+    """Multiply a `[blocks, d]` array by a `[d, d]` matrix and by `factor`.
 
     Only blocks `start` to `stop - 1` are computed.
     """
@@ -51,7 +51,7 @@ def rows(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) ->
 
 @kernel
 def columns(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) -> None:
-    """Do the same as `rows`, but along the middle axis of a `[blocks, d, inner]` array."""
+    """Multiply a `[blocks, d, inner]` array along the middle axis; see `rows`."""
     size, inner = matrix.shape[0], src.shape[2]
     total = np.empty(COLUMNS, np.float32)
     for block in range(start, stop):

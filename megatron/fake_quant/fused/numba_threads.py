@@ -75,7 +75,7 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
 
 @functools.cache
 def _openmp() -> Parallel | None:
-    """Return a function that runs work on torch's OpenMP threads, or None if torch has none."""
+    """Return a function that runs a callback on torch's OpenMP threads; None if torch has none."""
     if not sys.platform.startswith("linux") or "backend: OpenMP" not in _backend():
         return None
     try:

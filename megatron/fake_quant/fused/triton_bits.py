@@ -22,7 +22,7 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 NAN_FLOAT16 = tl.constexpr(0x7E00)
-#: Bits of 2^127: subtracting the bits of a power of two gives the bits of its reciprocal.
+#: Bits of 2^127. Subtracting the bits of a power of two from them gives the bits of its reciprocal.
 POWER_254 = tl.constexpr(254 << 23)
 UNITS = tl.constexpr(float(1 << random_bits.RANDOM_BITS))
 #: Number of low bits of a random word that are discarded.
@@ -36,7 +36,7 @@ KEY_STEP_1 = tl.constexpr(random_bits.KEY_STEPS[1])
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function for the GPU, or interpret it if TRITON_INTERPRET=1 is set at import."""
-    # Otherwise, Triton would compile another kernel for random keys that are multiples of 16.
+    # If Triton specialized kernels by the random keys, multiples of 16 would need another kernel.
     keys = [name for name in ("key0", "key1") if name in function.__code__.co_varnames]
     return triton.jit(function, do_not_specialize=keys)
 
@@ -112,7 +112,7 @@ def stochastic(
 
 @compiled
 def philox(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return the four random words of each 64-bit counter; see `random_bits.py`."""
+    """Return four random words for each 64-bit counter; see `random_bits.py`."""
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     k0, k1 = key0.to(tl.uint32, bitcast=True), key1.to(tl.uint32, bitcast=True)
@@ -135,9 +135,9 @@ def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor
 
 @compiled
 def random_fours(first: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return random bits for four consecutive values from each position on, as `[..., 2, 2]`.
+    """Return random bits for four consecutive values per position in `first`, as `[..., 2, 2]`.
 
-    The positions in `first` must be multiples of 4.
+    Each position is that of the first of four values, and it must be a multiple of 4.
     """
     w0, w1, w2, w3 = philox(first >> 2, key0, key1)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))

@@ -86,8 +86,8 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
     """
     lifted = tl.maximum(tl.minimum(magnitude | 1, LIMIT), SMALLEST)
     exponent = as_float((lifted >> 23) | TWO_TO_23) - (8388608.0 + 127.0)
-    # Where the mantissa has 3, 2, 1 and 0 bits, `square` is at least 8, 32, 128 and 512. On a GPU,
-    # float32 arithmetic is twice as fast as comparing and adding integers.
+    # `square` is at least 8, 32, 128 or 512 if HiFloat8's mantissa has 3, 2, 1 or 0 bits at this
+    # exponent. On a GPU, float32 arithmetic is twice as fast as comparing and adding integers.
     square = (exponent + exponent) * exponent + 8.0
     shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # from 2^20 to 2^23
     return round_by(lifted, as_float(lifted & INFINITY) * shift)
@@ -95,9 +95,10 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 @compiled
 def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return whether SR14 (float32) or SR2 (other dtypes) rounds up; see `hifloat8.py`.
+    """Return whether a value's low bits round it up, as in HiFloat8's hybrid rounding.
 
-    `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
+    The rule is SR14 for float32 values and SR2 for other dtypes; see `hifloat8.py`. `way` is the
+    distance from the neighbor below, in units of 2^-24 of the spacing.
     """
     if dtype == tl.float32:
         carries = (way >> (BITS - 14)) >= (magnitude & ((1 << 14) - 1))
@@ -194,7 +195,7 @@ def elements(
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Quantize value by value, for a format without block scales.
+    """Quantize a tensor value by value, for a format without block scales.
 
     If TARGET is not 0, every value is multiplied by the tensor's scale before rounding and by its
     reciprocal afterward.

@@ -31,7 +31,7 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings
 
-#: Size of the tile that a program holds in registers, in bytes, unless a block is larger.
+#: Size in bytes of the tile that a program holds in registers, unless a block is larger.
 TILE = 1 << 14
 _PER_WARP = TILE // 4  #: number of bytes of a tile per warp: 8 loads of 16 bytes per thread
 _WIDE = 32  #: desired width of a tile in values, if the tile then has at most `_MOST` values
@@ -81,9 +81,9 @@ def _power_of_two(least: int) -> int:
 def _plan(
     kernel: Any, programs: int, numbers: tuple[int, ...], constants: Constants, size: int
 ) -> LaunchConfig:
-    """Return the launch configuration for tiles of `size` bytes."""
+    """Return the launch configuration of a kernel with tiles of `size` bytes."""
     ordered = {name: constants[name] for name in kernel.arg_names if name in constants}
-    # FP fusion would merge a product and a sum into one operation that rounds only once.
+    # FP fusion is off: it would merge a product and a sum into one operation with one rounding.
     options = {"num_warps": min(max(size // _PER_WARP, 1), 16), "enable_fp_fusion": False}
     wants_amax = constants.get("TARGET", 0) != 0
     return LaunchConfig(kernel, programs, numbers, ordered, options, wants_amax, {})
@@ -192,7 +192,7 @@ def _key(seed: int | None) -> tuple[int, int]:
 
 
 def check() -> None:
-    """Raise Triton's own error if it cannot launch kernels on this machine."""
+    """Raise Triton's own error if Triton cannot launch kernels on this machine."""
     driver.active.get_current_target()
 
 

@@ -12,10 +12,10 @@ from megatron.fake_quant.inspect.format_table import markdown_table
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One code of an element type, as strings."""
+    """Description of one code (bit pattern) of an element type, as strings."""
 
     code: str  #: code as a hexadecimal number
-    bits: str  #: bit fields separated by spaces; HiFloat8 has its dot between sign and exponent
+    bits: str  #: bit fields separated by spaces; HiFloat8's dot field follows the sign
     value: str  #: shortest decimal that identifies the value
     scientific: str  #: value as a significand times a power of two; empty for zero, Inf and NaN
 

@@ -112,10 +112,10 @@ def infinite_from(element: Element) -> float:
 
 
 def _first(holds: Callable[[Tensor], Tensor], low: int) -> float:
-    """Return the smallest float32 above the one with bits `low` for which `holds` is true.
+    """Return the smallest float32 for which `holds` is true, above the number with bits `low`.
 
-    The search is a bisection, so `holds` must be true for all larger numbers, too. Return Inf if it
-    is true for no finite number.
+    The search is a bisection, so `holds` must be true for all larger numbers, too. Return Inf if
+    `holds` is true for no finite number.
     """
     high = INFINITY
     while high - low > 1:

@@ -24,7 +24,7 @@ HEADER = (
 
 
 def number(x: float) -> str:
-    """Format a number as a decimal, or as a power of two if it is one below 1 or above 1024."""
+    """Format a number as a decimal, but powers of two below 1 or above 1024 as `2^E`."""
     mantissa, exponent = math.frexp(x)
     return f"2^{exponent - 1}" if mantissa == 0.5 and not 1 <= x <= 1024 else f"{x:.9g}"
 

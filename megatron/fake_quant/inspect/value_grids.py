@@ -56,7 +56,7 @@ _RC: dict[Any, Any] = {
 
 
 def picture(formats: Sequence[Format], palette: Mapping[str, str] = COLORS) -> Figure:
-    """Draw the values of `formats` and, below them on the same axis, their relative spacing.
+    """Draw the values of `formats` and, below them on the same x-axis, their relative spacing.
 
     Raises:
         ValueError: if one of the formats is a cast, or if there are no formats.
@@ -155,7 +155,7 @@ def _steps(element: Element) -> list[tuple[float, float]]:
 
 
 def _span(formats: Sequence[Format]) -> tuple[int, int]:
-    """Return the exponents of the smallest and the largest positive value of all formats."""
+    """Return the exponents of the smallest and the largest positive value among all formats."""
     parts = [part for fmt in formats for part in format_properties.binades(fmt.element)]
     return min(part.first for part in parts), max(part.last for part in parts)
 
@@ -179,6 +179,6 @@ def _power(value: object) -> str:
 
 
 def _color(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
-    """Return the color of the format or of its base format; if both have none, a spare color."""
+    """Return the color of the format or of its base format, or a spare color if neither has one."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]

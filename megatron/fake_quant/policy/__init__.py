@@ -49,7 +49,7 @@ DEFAULT_SOURCE = "default"  #: source of a format that no flag, environment vari
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Format of one operation's operands, and the source that set it."""
+    """Format of one operation (linear, qk or pv), and the source that set it."""
 
     format: Format | None  #: number format; None if the operands stay in high precision
     source: str  #: source of the format, such as "environment variable CUSTOM_QUANT_TYPE"
@@ -62,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class OperationPolicy:
-    """Formats of one operation in one module, for all iterations of a run."""
+    """Formats of one operation (linear, qk or pv) in one module, for all iterations of a run."""
 
     operation: str
     fixed: GemmFormats | None  #: formats in every iteration; unused if there are rules
@@ -94,7 +94,7 @@ class OperationPolicy:
         return quantized
 
     def source_at(self, iteration: int) -> str:
-        """Return the source that set the formats of an iteration."""
+        """Return the source of an iteration's formats, such as a flag or a line of a recipe."""
         if self.rules is None:
             return self.source
         rule = self._rule(iteration)
@@ -108,7 +108,7 @@ class OperationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Formats to which this process quantizes the operands of each operation."""
+    """Formats to which this process quantizes the operands of linear layers, QK^T and PV."""
 
     choices: Mapping[str, Choice]  #: format of each operation; ignored for those in `by_recipe`
     recipe: Recipe | None = None
@@ -278,7 +278,7 @@ def configure(
     pv: str | None = None,
     recipe: str | None = None,
 ) -> Policy:
-    """Set this process's policy from the training flags, and return it.
+    """Set this process's quantization policy from the training flags, and return it.
 
     Call this function before the model is built.
 
@@ -292,7 +292,7 @@ def configure(
 
 
 def current() -> Policy:
-    """Return this process's policy.
+    """Return this process's quantization policy.
 
     If none is configured, resolve one from the environment and the settings file.
     """
