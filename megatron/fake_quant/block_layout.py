@@ -1,10 +1,10 @@
 """Split a tensor into quantization blocks, `[..., blocks, values]`, and join them again.
 
 The tensor can have any shape and strides, and blocks can run along any axis. Scaling and rounding
-work on blocks only. This module converts between blocks and two other orders
-of the same values: the order of the tensor, and *rows*, in which codes are stored. In rows, the
-axis along which blocks run is the last one, as tensor cores read it (for an operand of a matmul,
-the reduction axis is contiguous).
+work on blocks only. This module converts between blocks and two other orders of the same values:
+the order of the tensor, and *rows*, in which codes are stored. In rows, the axis along which blocks
+run is the last one, as tensor cores read it (for an operand of a matmul, the reduction axis is
+contiguous).
 
 If the block size does not divide the axis, the last block is padded with zeros, which do not change
 its maximum.

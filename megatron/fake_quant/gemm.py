@@ -120,7 +120,7 @@ class GemmFormats:
             )
 
     def effective(self, slot: str) -> Operand:
-        """Return the transform and the format that the operand `slot`, such as dgrad_b, really has.
+        """Return the transform and the format in use for the operand `slot`, such as dgrad_b.
 
         In a straight-through backward pass, the gradient is not quantized. The other operand is the
         one that the forward pass quantized, along the forward pass's axis.

@@ -75,7 +75,9 @@ from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
-HYBRID_FROM = 4  #: smallest |E| at which hybrid rounding uses a value's low bits (SR), not TA
+#: Magnitude of the exponent from which on hybrid rounding uses a value's low bits (SR). Below it,
+#: values are rounded to nearest, with ties away from zero (TA).
+HYBRID_FROM = 4
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
 _OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: bits of 1.25 * 2^15, from which on TA overflows
 _BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: bits of 2^16, which always overflows
@@ -93,7 +95,7 @@ class Position(NamedTuple):
 
     magnitude: Tensor  #: bits of the value's magnitude
     way: Tensor  #: distance from the neighbor below, in units of 2^-24 of the spacing
-    small: Tensor  #: mask of the values below HiFloat8's smallest magnitude, 2^-22
+    small: Tensor  #: mask of magnitudes below 2^-22, HiFloat8's smallest positive number
 
 
 def round_between_neighbors(
@@ -154,7 +156,7 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
     """
     magnitude, _, small = position
     up = nearest_up(position, random, source)
-    # The ends of the range are rounded as in TA: to zero below 2^-23, and to Inf from 40960 on.
+    # Both ends of the range are rounded to nearest: to zero below 2^-23, to Inf from 40960 on.
     by_low_bits = _low_bits_up(position, source) & (up | ~small)
     by_low_bits |= magnitude >= _OVERFLOW
     uses_low_bits = ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM

@@ -38,8 +38,8 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     # The scale is doubled if amax would exceed the element type's maximum. The result is the
     # smallest scale at which nothing saturates (arXiv 2506.08027).
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
-    # The scale is doubled if amax, rounded half up to the element type's significand bits, is the
-    # next power of two.
+    # The scale is doubled if amax reaches the next power of two when it is rounded half up to the
+    # element type's number of significand bits.
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),
 }
 _RULES_IN_WORDS: dict[ScaleRule, str] = {
@@ -51,7 +51,7 @@ _RULES_IN_WORDS: dict[ScaleRule, str] = {
 
 
 def carry_from(fmt: Format) -> float:
-    """Return the significand of amax from which on the format's scale rule doubles the scale.
+    """Return the significand of amax at or above which the format's rule doubles the scale.
 
     The format must have E8M0 scales. See `CARRY_FROM`.
     """

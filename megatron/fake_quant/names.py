@@ -55,7 +55,7 @@ _ELEMENT_BITS = 8
 _ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {mode.suffix: rounding for rounding, mode in ROUNDINGS.items() if mode.suffix}
 )
-#: All variants, in the order in which help and error messages list them.
+#: All variants of format names, in the order in which help and error messages list them.
 _VARIANTS = (*RULES, "2d", *_ROUNDINGS, "inf", _TARGET_HELP, "pow2")
 
 

@@ -100,7 +100,7 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
-    """Return whether the samples of a batch must be quantized one by one."""
+    """Return whether samples need separate calls, because each has its own seed or tensor scale."""
     return seeds is not None or fmt.has_tensor_scale
 
 
@@ -118,7 +118,7 @@ def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
 
 
 def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return `x` with the dimension of `vmap` in front; if `dim` is None, expand `x` to `size`."""
+    """Return `x` with its `vmap` dimension first; if `dim` is None, expand `x` to `size`."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 

@@ -91,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe as read from a file."""
+    """A quantization recipe, as read from a file."""
 
     path: Path
     rules: tuple[Rule, ...]
@@ -151,7 +151,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
-    """Parse a matcher and return its rule, or None if the matcher is disabled."""
+    """Parse a recipe's matcher and return its rule, or None if the matcher is disabled."""
     what = f"matcher {name!r}"
     node.only_keys(what, _MATCHER_KEYS)
     enabled = node.scalar("enabled", what)

@@ -1,10 +1,9 @@
 """Find the module that implements a scaling, such as `mx.py` for MX block scales.
 
 The module contains all code that depends on the scaling, and provides the functions of
-`ScalingModule`. To add a scaling, add its class to
-`formats.py` and one module to the table here. A format with the new scaling is computed by
-`reference.py`, and its statistics are measured value by value, until the fused kernels and the
-statistics by class support it.
+`ScalingModule`. To add a scaling, add its class to `formats.py` and one module to the table here. A
+format with the new scaling is computed by `reference.py`, and its statistics are measured value by
+value, until the fused kernels and the statistics by class support it.
 """
 
 from collections.abc import Mapping
@@ -64,7 +63,7 @@ def module_of(scaling: Scaling) -> ScalingModule:
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
-    """Return the factor that each scale code stands for; HiFloat4 has 512, see `hifloat4.py`."""
+    """Return the factor that each scale code stands for; HiFloat4 has 512 factors."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
 
 

@@ -177,7 +177,7 @@ def hifloat8(
     `beyond` holds the bits of the magnitude that replaces an overflow.
     """
     read, written = src[start:stop], dst[start:stop]
-    # Twice the largest number overflows in every rounding mode.
+    # Clamping at twice the largest number is safe: it overflows in every rounding mode.
     limit = np.int32(min(beyond, np.int32(LARGEST + (1 << 23))))
     if rounding == NEAREST:
         for i in range(len(read)):

@@ -36,7 +36,7 @@ KEY_STEP_1 = tl.constexpr(random_bits.KEY_STEPS[1])
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function for the GPU, or interpret it if TRITON_INTERPRET=1 is set at import."""
-    # If Triton specialized kernels by the random keys, multiples of 16 would need another kernel.
+    # Without `do_not_specialize`, Triton compiles another kernel for keys that 16 divides.
     keys = [name for name in ("key0", "key1") if name in function.__code__.co_varnames]
     return triton.jit(function, do_not_specialize=keys)
 

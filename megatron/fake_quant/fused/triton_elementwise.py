@@ -166,7 +166,7 @@ def hifloat8(
     If ROUNDING is "nearest", the result for a magnitude below 2^-23 is undefined, and the caller
     must replace it by zero.
     """
-    # Twice the largest number overflows in every rounding mode.
+    # Clamping at twice the largest number is safe: it overflows in every rounding mode.
     LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
     if ROUNDING == "nearest":
         rounded = nearest_hifloat8(magnitude, LIMIT)

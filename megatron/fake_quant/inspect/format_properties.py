@@ -188,5 +188,5 @@ def effect(fmt: Format, special: float) -> str:
 
 
 def _nearest(fmt: Format) -> Format:
-    """Return a copy of the format that rounds to nearest, which needs no random numbers."""
+    """Return a copy of the format that rounds to nearest and so needs no random numbers."""
     return replace(fmt, rounding="nearest")

@@ -81,7 +81,7 @@ def source(fmt: Format) -> str:
 
 
 def scientific(x: float) -> str:
-    """Return a positive number as text, also as a significand times a power of two.
+    """Return a positive number as text, followed by its significand times a power of two.
 
     The second form is left out for powers of two and for numbers from 1 to 2.
     """
@@ -140,7 +140,7 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Return a note on where hybrid rounding overflows to Inf; published sources disagree."""
+    """Return a note on where hybrid rounding overflows to Inf; the sources disagree on it."""
     if fmt.rounding != "hybrid" or format_properties.saturates(fmt.element):
         return []
     return [
@@ -199,7 +199,7 @@ def _scale(fmt: Format) -> list[Line]:
 
 
 def _whole(fmt: Format) -> list[Line]:
-    """Return lines on the range of values including scales, and on the effect of NaN and Inf."""
+    """Return the lines that describe the range including scales and the effect of NaN and Inf."""
     low, high = format_properties.whole_range(fmt)
     lines: list[Line] = []
     if fmt.block_size is not None:

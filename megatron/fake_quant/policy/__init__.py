@@ -148,7 +148,7 @@ class Policy:
     def plan(
         self, operation: str, module: str, layer: int, num_layers: int, *, is_lm_head: bool = False
     ) -> OperationPolicy:
-        """Return the formats of one operation in one module.
+        """Return the formats of one operation (linear, qk or pv) in one module.
 
         Args:
             operation: one of `OPERATIONS`.

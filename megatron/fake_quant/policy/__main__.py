@@ -1,4 +1,4 @@
-"""Check quantization types and recipes, and print the resolved quantization type.
+"""Check quantization types and recipes, and print the quantization type of a run.
 
 The command is `python -m megatron.fake_quant.policy`; shell scripts call it.
 """
@@ -25,7 +25,7 @@ def _flags(words: list[str]) -> dict[str, str | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check a quantization type or a recipe, or print the resolved quantization type.
+    """Check a quantization type or a recipe, or print the quantization type of a run.
 
     Example: `python -m megatron.fake_quant.policy --check-type mxfp8`.
     """
