@@ -116,8 +116,8 @@ class ElementFormat:
 class HiFloat8:
     """The HiFloat8 element type, which has tapered precision; see `hifloat8.py`."""
 
-    #: "saturate" rounds values that are too large to +-32768; "inf", the paper's other option,
-    #: rounds them to +-Inf
+    #: result of an overflow: +-32768 for "saturate", or +-Inf for "inf", which is the paper's other
+    #: option
     overflow: Overflow = "saturate"
     name: str = field(default="hif8", init=False)
     bits: int = field(default=8, init=False)

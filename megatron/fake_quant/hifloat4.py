@@ -37,7 +37,7 @@ NAN_BYTE = 255
 _BIAS = 48
 _LARGEST_BYTE = 254
 _SEVENTH = float(torch.tensor(1 / 7).bfloat16())
-#: bf16(1 / (1 + m / 4)) for m = 0, 1, 2 and 3. Multiplying by a power of two is exact.
+#: bf16(1 / (1 + m / 4)) for m = 0, 1, 2 and 3. Multiplying them by a power of two is exact.
 _RECIPROCALS = (1 / (1 + torch.arange(4) / 4)).bfloat16().double()
 _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 

@@ -97,7 +97,7 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Multiply the elements by their block's scale, which undoes `scale_down`."""
+    """Multiply the elements by the scales of their blocks, which undoes `scale_down`."""
     return elements * scale_values(scales.block().int()).unsqueeze(-1)
 
 

@@ -123,7 +123,7 @@ def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
-    """Return the format and the block layout of one sample, or raise a ValueError."""
+    """Return the format and the block layout of one sample; errors are as in `fake_quantize`."""
     check_tensor(x, "quantize")
     known = from_text(fmt)
     return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)

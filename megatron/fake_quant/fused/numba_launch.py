@@ -99,7 +99,7 @@ def _blocks(
         numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
 
 
-#: Functions that quantize formats with block scales, by the number type of the scales.
+#: Functions that quantize to formats with block scales, by the number type of the scales.
 _BLOCK_KERNELS = {"E8M0": _blocks, "E4M3": _blocks, "E6M2": _groups}
 
 
