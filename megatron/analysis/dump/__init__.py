@@ -1,1 +1,1 @@
-"""Read a dump: its files, their metadata, and tensors reassembled from their shards."""
+"""Read a dump (a folder of saved tensors), and join tensors whose shards lie in several files."""

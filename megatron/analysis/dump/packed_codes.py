@@ -1,4 +1,4 @@
-"""Read the codes and scales of matmul operands saved with `--collect-tensors codes`."""
+"""Read matmul operands that `--collect-tensors codes` saved as quantized codes and scales."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.fake_quant.scales import Scales
 
 
 def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
-    """Return the quantized operand in a `..._codes` file, memory-mapped.
+    """Return the quantized operand in a file of codes and scales, memory-mapped.
 
-    Its method `dequantize` computes the values.
+    The method `dequantize` of the result computes the values.
 
     Args:
         metadata: the fields `codes` and `format` of the file's record.

@@ -1,4 +1,4 @@
-"""Select rows of a dump's table by conditions on its columns.
+"""Select tensors of a dump by conditions on the columns of its table.
 
 The table has one row per tensor. Its columns are the fields of `TensorRecord`, the coordinates of
 the rank, and the location of the file; see `record_columns`. An unknown value is None, or NA in a
@@ -17,7 +17,7 @@ import pandas as pd
 from megatron.analysis.dump.record_columns import COLUMNS, WHOLE
 from megatron.tensor_record import COMPONENTS, TENSOR_NAMES
 
-#: Condition names that are not column names, with the column that each one selects.
+#: Short names of columns that conditions may use, mapped to the names of the columns.
 _ALIASES = {"layer": "layer_idx", "world": "rank"}
 #: Valid values of some columns; the other columns accept any value.
 _ACCEPTED: Mapping[str, Collection[str]] = {
@@ -43,7 +43,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
                 f"no condition {condition!r}; choose from {', '.join(_ALIASES)}, "
                 f"{', '.join(COLUMNS)}"
             )
-        if isinstance(wanted, range) and name in WHOLE:  # a range may be too long to list
+        if isinstance(wanted, range) and name in WHOLE:  # may be too long for a list
             keep &= _in_range(records[name], wanted)
             continue
         several = isinstance(wanted, Collection) and not isinstance(wanted, str)
@@ -54,7 +54,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
 
 
 def _in_range(column: pd.Series[Any], wanted: range) -> Any:
-    """Return a mask of the rows whose value is in a range; unknown values are never in it."""
+    """Return a mask of the rows whose value is in a range; it is False for unknown values."""
     if not wanted:
         return np.zeros(len(column), dtype=bool)
     known = column.notna().to_numpy()
@@ -76,7 +76,7 @@ def _check(name: str, values: list[Any]) -> None:
 
 
 def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
-    """Return a mask of the rows whose value is one of `values`; None stands for unknown."""
+    """Return a mask of the rows whose value is in `values`; None selects unknown values."""
     if name == "module":
         modules = {module for module in column.unique() if isinstance(module, str)}
         matches = [
@@ -98,5 +98,5 @@ def _is_size(values: list[Any]) -> bool:
 
 
 def is_module(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern matches a module name, or its part after any of its dots."""
+    """Return whether a shell pattern matches a module name, or what follows one of its dots."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

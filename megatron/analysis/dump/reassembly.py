@@ -40,7 +40,7 @@ _LETTER = re.compile(
 )
 _PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
 NAMED = 8  #: maximum number of missing shards listed in a message
-_EXPERT = r"\blocal_experts\.\d+\b"  # matches the module names of experts
+_EXPERT = r"\blocal_experts\.\d+\b"  # matches the names of modules that belong to an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Cut:
     group: str
     axis: int | None  #: dimension that is divided; None if the ranks hold partial sums
     zigzag: bool = False  #: whether each rank holds one chunk of each half of the dimension
-    copies: int = 1  #: number of consecutive ranks that hold the same part
-    summed: bool = False  #: whether these ranks hold partial sums of the part, not equal copies
+    copies: int = 1  #: number of consecutive ranks that share one part
+    summed: bool = False  #: True if ranks that share a part hold partial sums of it, not copies
 
 
 def parse_dims(dims: str) -> list[Cut]:
@@ -85,7 +85,7 @@ def parse_dims(dims: str) -> list[Cut]:
 
 
 def data_ranks(records: pd.DataFrame) -> Any:
-    """Return the data-parallel rank of each record; it is 0 for weights, which all ranks share.
+    """Return the data-parallel rank of each record; it is 0 for weights, which are replicated.
 
     For experts, the result is the expert-data-parallel rank. In Megatron's numbering of ranks, etp
     varies fastest, then ep, then expert data parallel, then pp.
@@ -224,7 +224,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:
-    """Combine the shards into one tensor, undoing one cut at a time from the last to the first."""
+    """Combine the shards into one tensor; the cuts are undone one by one, the last one first."""
     for cut in reversed(cuts):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for index in sorted(shards):
@@ -260,7 +260,7 @@ def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
 
 
 def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
-    """Combine the parts that the ranks of one parallel group hold; `parts` is in rank order."""
+    """Combine the parts that the ranks of one parallel group hold; `parts` is sorted by rank."""
     if cut.axis is None:
         return _sum(parts)
     if cut.copies > 1:

@@ -23,12 +23,13 @@ import pandas as pd
 from megatron.bounded_files import printable
 from megatron.tensor_record import TensorRecord
 
-#: Record of one tensor: the fields of `TensorRecord`, and `bytes`. A field whose value is unknown
-#: is None or missing.
+#: Record of one tensor: a dictionary of the fields of `TensorRecord` and the file size `bytes`. An
+#: unknown field is None, or its key is missing.
 Row = dict[str, Any]
 
-GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups; a record has a rank in each
-#: Columns with the coordinates of the rank. A record calls the coordinate `rank` "world".
+GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: names of the parallel groups
+#: Columns with the rank and size of each parallel group. `rank` is the global rank, which a record
+#: stores under the key "world".
 RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
 FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
 COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
@@ -48,14 +49,14 @@ def _types() -> dict[str, tuple[type, ...]]:
 _TYPES = _types()
 #: Columns that contain integers.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
-_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of a rank's coordinates in a record
+_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: keys of a rank's coordinates in a record
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Coordinates = tuple[int | None, ...]  #: coordinates of a rank in the order of _IN_RECORD
-_LOWEST = {"layer_idx": -1}  #: minimum values of integer fields, where they are not 0
+_LOWEST = {"layer_idx": -1}  #: minimum values of integer fields whose minimum is not 0
 _TEXT_LIMIT = 1000  #: maximum length of a string in characters; module names have about 60
 _AXES_LIMIT = 64  #: maximum number of dimensions in a shape
-_TOO_LARGE = 2**63  #: numbers in a record must be smaller, to fit into int64
+_TOO_LARGE = 2**63  #: limit of the numbers in a record, which must fit into int64
 
 
 class WrongTypeError(ValueError):
@@ -63,7 +64,7 @@ class WrongTypeError(ValueError):
 
 
 class _Texts(dict[Any, Any]):
-    """A cache that maps equal strings to one shared printable copy, and None to None.
+    """A cache that maps each string to one shared printable copy, and None to None.
 
     Control characters are escaped here, before a string reaches a table, log, figure or page.
     Otherwise, a module name with a newline could forge a line of output.
@@ -105,8 +106,8 @@ class Columns:
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._coordinates: dict[_Coordinates, int] = {}  #: index of each rank's coordinates
-        self._rank_of_row: list[int] = []  #: index of each row's rank coordinates
+        self._coordinates: dict[_Coordinates, int] = {}  #: coordinates of each rank, with index
+        self._rank_of_row: list[int] = []  #: index in `_coordinates` of each row's rank
 
     def __len__(self) -> int:
         return len(self._rank_of_row)
@@ -152,9 +153,9 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """Return the index of each row's rank coordinates in `_coordinates`.
+        """Return the index in `_coordinates` of each row's rank; new ranks are added.
 
-        Most rows have the same rank as the previous row, so its index is reused.
+        Most rows have the same rank as the previous row, whose index is then reused.
         """
         last: Any = None
         number = -1
@@ -180,13 +181,13 @@ class Columns:
             del values[length:]
 
     def order(self, positions: Iterable[int]) -> list[int]:
-        """Return the row numbers sorted by run, then by time of writing, then by path."""
+        """Return the given row numbers, sorted by the run, time of writing and path of the rows."""
         columns = [self.of[name] for name in ("run_id", "timestamp", "counter", "path")]
         keys = [(a or "", b or "", c or 0, d) for a, b, c, d in zip(*columns, strict=True)]
         return sorted(positions, key=keys.__getitem__)
 
     def table(self, positions: Sequence[int]) -> pd.DataFrame:
-        """Return the rows with the given numbers as a table, in the given order."""
+        """Return a table of the rows with the given numbers, in the given order."""
         at = np.array(positions, dtype=np.int64)
         columns: dict[str, Any] = {}
         for name, values in self.of.items():
@@ -204,10 +205,9 @@ class Columns:
 
 
 def _check(name: str, values: Sequence[Any]) -> None:
-    """Refuse values of the wrong type and impossible values; None means unknown.
+    """Raise WrongTypeError if a value of a field has the wrong type or is impossible.
 
-    Raises:
-        WrongTypeError: if a value is refused.
+    None is allowed for every field and means unknown.
     """
     lowest = _LOWEST.get(name, 0)
     if name in WHOLE and set(map(type, values)) == {int}:
@@ -238,11 +238,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _check_sizes(name: str, sizes: Any) -> None:
-    """Refuse a value that is not a valid list of sizes.
-
-    Raises:
-        WrongTypeError: if the value is refused; the message gives the reason.
-    """
+    """Raise WrongTypeError, which gives the reason, if a value is not a valid list of sizes."""
     if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
         actual = (
             f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
@@ -274,7 +270,7 @@ _CHECKS = {"slice": _check_slice, "codes": _check_codes}
 
 
 def _check_coordinates(coordinates: dict[str, int | None]) -> None:
-    """Refuse impossible coordinates of a rank, such as a rank not below its group's size."""
+    """Raise WrongTypeError for impossible coordinates of a rank, such as rank 4 in a group of 4."""
     for name, value in coordinates.items():
         lowest = 1 if name.endswith("_size") else 0
         if value is not None and value < lowest:
@@ -295,7 +291,7 @@ def _short(value: Any) -> str:
 
 
 def _whole_numbers(values: Sequence[int | None], at: Any) -> Any:
-    """Return the integers at positions `at` as int64, or as Int64 with NA if some are unknown."""
+    """Return the integers at positions `at` as int64, or as pandas Int64 if some are unknown."""
     if None not in values:
         return np.array(values, dtype=np.int64)[at]
     unknown = np.fromiter((value is None for value in values), dtype=bool, count=len(values))[at]

@@ -38,7 +38,7 @@ def ending(card: Mapping[str, Any]) -> str:
 
 
 def unfinished(store: TensorStore) -> dict[str, str]:
-    """Return a description of how each unfinished run ended, by run ID.
+    """Return a dictionary from the ID of each unfinished run to a description of how it ended.
 
     Runs without a card are left out.
     """
@@ -63,5 +63,5 @@ def alarm(store: TensorStore) -> str:
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
-    """Format a result of `unfinished` as printable lines, one per run."""
+    """Return the result of `unfinished` as printable lines, one per run."""
     return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

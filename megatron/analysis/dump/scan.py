@@ -1,6 +1,7 @@
 """Scan a dump's folder for tensor files, indexes and run cards.
 
-The fields of a tensor are read from an index that lists its file. If there is none, they are read
+An index lists the tensor files that one rank wrote, and a run card describes one run. The fields of
+a tensor are read from an index that lists its file. If there is none, they are read
 from the metadata in the file, or else from the file name. Nothing is written to the folder. An
 unreadable file is listed as a `Problem` and does not affect the others.
 """
@@ -29,8 +30,8 @@ from megatron.bounded_files import UnusableFileError, printable, walk
 from megatron.tensor_record import FILENAME_FORM, parse_filename, read_lines
 
 MOST_EVENTS = 100_000  #: maximum number of events in one index; a rank normally writes a few
-#: Pattern of file names without a folder. The surrogates U+DC80 to U+DCFF represent bytes that are
-#: not valid UTF-8.
+#: Pattern of a `.pt` file name without a folder. Python represents bytes that are not valid UTF-8
+#: by the surrogates U+DC80 to U+DCFF, so these are allowed.
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
 
 
@@ -39,9 +40,9 @@ class ScanResult:
     """The tensors, events, run cards and problems found in a dump's folder."""
 
     records: pd.DataFrame  #: one row per tensor, sorted by run and time of writing
-    missing: pd.DataFrame  #: records in the indexes whose tensor file is missing
+    missing: pd.DataFrame  #: records in an index whose tensor file does not exist
     events: list[dict[str, Any]]  #: lines of the indexes that report an event instead of a tensor
-    cards: dict[str, dict[str, Any]]  #: run cards by run ID
+    cards: dict[str, dict[str, Any]]  #: run cards, keyed by run ID
     problems: list[Problem]  #: files that were left out
 
 
@@ -105,7 +106,7 @@ def scan(folder: Path) -> ScanResult:
 
 
 def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
-    """Return a dictionary from each path to its row number.
+    """Return a dictionary that maps each path to its row number.
 
     If a path occurs more than once, its last row is used, and the path is added to `problems`.
     """
@@ -159,14 +160,14 @@ def _kind_of(name: str) -> str | None:
 
 
 def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
-    """Return the run cards by the run ID in their file names.
+    """Return the run cards, keyed by the run ID in their file names.
 
     If a run has several cards, the first one is used.
     """
     cards: dict[str, dict[str, Any]] = {}
     for path in map(Path, paths):
         try:
-            # run IDs in records are escaped in the same way
+            # escape the run ID in the same way as the run IDs in records
             run_id = printable(path.stem.removeprefix("run_"), limit=1000)
             cards.setdefault(run_id, read_run_card(path))
         except ValueError as error:
@@ -221,7 +222,9 @@ def _paths(lines: list[Row], parent: str) -> list[str]:
 
 
 def _row_of_file(path: Path) -> tuple[Row, str]:
-    """Return the record of a file that no index lists, and where it was found: "file" or "name".
+    """Return the record of a file that no index lists, and the source of the record.
+
+    The source is "file" for metadata in the file, and "name" for the file name.
 
     Raises:
         UnreadableTensorError: if the file is unreadable, or has neither metadata nor a name in the

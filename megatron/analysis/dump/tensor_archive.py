@@ -1,4 +1,4 @@
-"""Check the archive of a `.pt` file before torch reads it.
+"""Check that a `.pt` file is a plain archive of tensors before torch reads it.
 
 `torch.load(weights_only=True)` does not run code from the file, but it unpacks compressed members
 into memory and takes minutes for a pickle of millions of objects. It also builds kinds of tensors
@@ -22,9 +22,9 @@ from megatron.bounded_files import open_regular
 #: Maximum size of the pickle, in bytes; a tensor and its metadata need about 2,000.
 PICKLE_LIMIT = 1 << 20
 MEMBER_LIMIT = 1000  #: maximum number of archive members; an archive with one tensor has 7
-DIRECTORY_LIMIT = 1 << 20  #: maximum size of the archive's directory, in bytes
+DIRECTORY_LIMIT = 1 << 20  #: maximum size of a zip archive's central directory, in bytes
 
-#: Maximum distance in bytes of an archive's end record from the end of the file.
+#: Maximum distance, in bytes, from a zip archive's end record to the end of the file.
 _TAIL = (1 << 16) + 22
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _FOREIGN = "not an archive of torch.save: corrupt, truncated, or written by another program"
@@ -43,7 +43,7 @@ _PLAIN = frozenset(
         "torch.storage.TypedStorage",
     }
 )
-#: Name prefixes of the functions that rebuild other kinds of tensors.
+#: Prefixes of names that indicate another kind of tensor, unless the name is in _PLAIN.
 _OTHER = (
     "torch._utils._rebuild",
     "torch._tensor._rebuild",
@@ -58,10 +58,10 @@ class ArchiveError(ValueError):
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a file that is not a plain archive written by torch.save.
+    """Raise ArchiveError if a file is not a plain archive written by torch.save.
 
     Raises:
-        ArchiveError: if the file is refused.
+        ArchiveError: if the file is empty, damaged or not such an archive.
         FileNotFoundError: if the file does not exist.
         UnusableFileError: if the file is not a regular file or cannot be opened.
     """
@@ -89,7 +89,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Refuse an archive with a huge directory, because Python would read all of it into memory."""
+    """Raise ArchiveError if the archive's directory is huge; Python would read it into memory."""
     file.seek(max(size - _TAIL, 0))
     tail = file.read(_TAIL)
     at = tail.rfind(_END)
@@ -127,7 +127,7 @@ def _pickle_of(archive: zipfile.ZipFile) -> bytes:
 
 
 def _check_globals(pickled: bytes) -> None:
-    """Refuse a pickle that names a class or function not needed for a plain tensor."""
+    """Raise ArchiveError if a pickle names a class or function that plain tensors do not need."""
     try:
         named = [
             str(argument).replace(" ", ".", 1)

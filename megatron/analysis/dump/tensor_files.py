@@ -55,7 +55,7 @@ class UnreadableTensorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A dump file that was left out, and the reason for it."""
+    """A file of a dump that was left out, and the reason."""
 
     path: Path
     why: str
@@ -66,7 +66,7 @@ class Problem:
 
 
 def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
-    """Return the memory-mapped tensor in a file, and its metadata, which is None if missing.
+    """Return the memory-mapped tensor in a file, and its metadata (None if missing).
 
     Raises:
         UnreadableTensorError: if the file does not contain a supported tensor that can be read
@@ -145,11 +145,11 @@ _CARD = {
     "status": str,
     "iterations": int,
 }
-_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items of these lists
+_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items in the list fields
 
 
 def read_run_card(path: Path) -> dict[str, Any]:
-    """Return the content of a run card, the JSON file that describes a run, in printable form.
+    """Return the content of a run card (JSON file that describes a run) in printable form.
 
     Raises:
         ValueError: if the file cannot be read or is not a run card.

@@ -19,7 +19,7 @@
     result_columns, result                    build the tables
     export            write the tables as text, CSV or JSON
 
-`measure` computes the statistics of the values alone, for the quick look.
+`measure` computes only the statistics of the values, for `quick_analysis`.
 """
 
 from megatron.analysis.stats.engine import compute

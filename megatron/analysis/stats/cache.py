@@ -1,10 +1,12 @@
-"""Cache of computed statistics in a SQLite file, with one row per format and tensor part.
+"""Cache computed statistics in a SQLite file, so that later calls need not read tensors again.
 
-The key covers everything that a result depends on: the files (path, size, modification time), how
-the tensor is read, the format, and the source code of this package and of `fake_quant`. Paths are
-relative to the dump, so that a cache inside a dump can be moved with it. The results of a part are
-written as soon as they are known, in a separate transaction. An interrupted computation therefore
-continues where it stopped, and other processes do not wait.
+Each row holds one result of a tensor part: the statistics of its values, or its errors in one
+format. A part is one file, or several files whose tensors are added. The key covers everything that
+a result depends on: the files (path, size, modification time), how the tensor is read, the format,
+and the source code of this package and of `fake_quant`. Paths are relative to the dump, so that a
+cache inside a dump can be moved with it. The results of a part are written as soon as they are
+known, in a separate transaction. An interrupted computation therefore continues where it stopped,
+and other processes do not wait.
 
 All results can be computed again. Damaged entries are therefore ignored, and a damaged database is
 replaced, with a remark. A dump and its cache may come from an untrusted source. A link, a FIFO or a
@@ -38,7 +40,7 @@ from megatron.bounded_files import printable
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: maximum time to wait while another process writes, in seconds
 APPLICATION_ID = 0x4D654761  #: SQLite application ID in the header of a cache file
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid application IDs; 0 during creation
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid application IDs; 0 in a new file
 _SCHEMA = 1  #: version of the table definitions
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
@@ -47,7 +49,7 @@ _TABLES = {
     " WITHOUT ROWID",
 }
 _BESIDE = ("-wal", "-shm")  #: suffixes of the files that SQLite keeps next to the database
-_JOURNAL_PATIENCE = 2.0  #: maximum time to wait for a journal to disappear, in seconds
+_JOURNAL_PATIENCE = 2.0  #: maximum time to wait until a SQLite journal is deleted, in seconds
 
 
 @functools.cache
@@ -67,7 +69,7 @@ class Entry:
 
 
 class Cache:
-    """Cache of the statistics computed from a dump, stored in a folder.
+    """Cache, stored in a folder, of the statistics computed from a dump.
 
     Entries are identified by a part of a tensor and the name of a result.
 
@@ -80,9 +82,9 @@ class Cache:
         check_place(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._folder = folder / NAME, dump
-        #: path of the dump; empty for a cache inside the dump, which can be moved with it
+        #: path of the dump; empty if the cache lies in the dump, so that both can be moved together
         self._dump = "" if folder.resolve().is_relative_to(dump.resolve()) else str(dump.resolve())
-        self.remark = ""  #: message if results could not be read or stored
+        self.remark = ""  #: message about results that could not be read or stored
         self._used: set[str] = set()  #: keys of the entries that this process has requested
         try:
             self._base: sqlite3.Connection | None = self._open()
@@ -106,7 +108,7 @@ class Cache:
         return base
 
     def _prepare(self, base: sqlite3.Connection) -> None:
-        """Create the tables of the cache in a new database; refuse a database with other tables.
+        """Create the tables of the cache in a new database, or check the tables of an existing one.
 
         Raises:
             ForeignCacheError: if another program wrote the file.
@@ -119,7 +121,7 @@ class Cache:
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
         if not _tables(base):
             self._refuse_foreign(base, created=False)
-            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # has an effect only in a new file
+            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect only in a new file
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
             if not _tables(base):  # another process may have just created the tables
@@ -133,12 +135,16 @@ class Cache:
         base.execute("PRAGMA synchronous=NORMAL")
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:
-        """Read the application ID and the version of the tables from the header of the file."""
+        """Return the application ID and the table version that the header of the file contains."""
         names = ("application_id", "user_version")
         return [base.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
 
     def _refuse_foreign(self, base: sqlite3.Connection, *, created: bool) -> None:
-        """Refuse a database of another program; `created` says whether the tables must exist."""
+        """Raise ForeignCacheError if another program wrote the database.
+
+        Args:
+            created: whether the tables of the cache must already exist.
+        """
         ids = self._ids(base)
         expected = [APPLICATION_ID, _SCHEMA] if created else [0, 0]
         if ids != expected or (created and _tables(base) != _normalized(_TABLES)):
@@ -168,7 +174,7 @@ class Cache:
         return entry
 
     def names(self, entry: Entry) -> set[str]:
-        """Return the names of the cached results of a tensor part: format names, and `VALUES`."""
+        """Return the names of a tensor part's cached results: names of formats, or `VALUES`."""
         return {name for (name,) in self._run("SELECT name FROM results WHERE key = ?", entry.key)}
 
     def get(self, entry: Entry) -> dict[str, bytes]:
@@ -263,12 +269,9 @@ class ForeignCacheError(ValueError):
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a cache folder that cannot be used safely.
+    """Raise ForeignCacheError if a cache folder cannot be used safely; the message names the path.
 
-    It may not be a link, or contain special files or a file of another program.
-
-    Raises:
-        ForeignCacheError: if the folder is refused; the message names the file.
+    The folder may not be a link, or contain special files or a file of another program.
     """
     _check_names(folder)
     head = b""
@@ -283,7 +286,7 @@ def check_place(folder: Path) -> None:
 
 
 def _check_names(folder: Path) -> None:
-    """Check the file types of the cache folder and its files without opening any file.
+    """Check the file types of the cache folder and the files in it, without opening any file.
 
     Raises:
         ForeignCacheError: if a path is refused; the message names it.
@@ -304,7 +307,10 @@ def _check_names(folder: Path) -> None:
 
 
 def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
-    """Refuse a link, and a path that exists but whose file type `wanted` does not accept."""
+    """Raise ForeignCacheError if a path exists and `wanted` does not accept its file type.
+
+    Links are not followed and therefore never accepted.
+    """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -338,7 +344,7 @@ def open_cache(folder: Path | None, dump: Path) -> AbstractContextManager[Cache 
 
 
 def _with_checksum(content: bytes) -> bytes:
-    """Prepend a checksum to the content, because SQLite stores none."""
+    """Return the content with a checksum in front, because SQLite stores none."""
     return zlib.crc32(content).to_bytes(4, "little") + content
 
 

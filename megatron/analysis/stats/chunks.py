@@ -10,8 +10,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-PIECE = 1 << 22  #: number of values per chunk; exceeded if one row of blocks has more
-LARGE = 1 << 26  #: minimum size in bytes of a mapped tensor for its pages to be released
+PIECE = 1 << 22  #: maximum number of values per chunk, unless one row of blocks has more
+LARGE = 1 << 26  #: minimum size, in bytes, of memory-mapped tensors whose pages are released
 _MADV_DONTNEED = 4
 
 
@@ -35,7 +35,7 @@ def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
 
 
 def give_back(values: NDArray[Any], *, mapped: bool) -> None:
-    """Release the memory of a contiguous chunk of a mapped file; a later access rereads it."""
+    """Release the memory of a contiguous chunk; a later access reads the mapped file again."""
     if not mapped or not values.size:
         return
     start = values.ctypes.data
@@ -48,7 +48,7 @@ def give_back(values: NDArray[Any], *, mapped: bool) -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """Return whether `address` is mapped from a `.pt` file; always False outside Linux.
+    """Return whether a memory address belongs to a mapped `.pt` file; always False outside Linux.
 
     Memory that is not mapped from a file must not be released, because its content would be lost.
     """
@@ -60,6 +60,6 @@ def is_mapped(address: int) -> bool:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
-            # ignore the permissions: torch maps files private and writable but never writes to them
+            # ignore the permissions: torch maps files as private and writable, but does not write
             return len(fields) == 6 and fields[4] != "0" and fields[5].endswith(".pt")
     return False

@@ -37,7 +37,7 @@ _NIBBLE = 4  #: number of bits in a nibble
 def measure_sampled(
     tensor: Tensor, matrix: MatrixView, fmt: Format, all_errors: FormatErrors
 ) -> None:
-    """Add the errors that a format causes in a nonempty tensor to `all_errors`."""
+    """Quantize a nonempty tensor, and add the errors to `all_errors`."""
     axes = axes_of(fmt)
     for piece in _pieces(tensor, matrix, fmt):
         results = {}
@@ -76,7 +76,7 @@ def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]
 
 
 def _operand(piece: Tensor, matrix: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
-    """Return a view of a chunk for quantization, and the dimension along which its blocks run.
+    """Return a chunk, reshaped for quantization, and the dimension along which its blocks run.
 
     For blocks along rows, the last dimension of the view is a run. For square blocks, the last two
     dimensions are the rows and a run.
@@ -95,7 +95,7 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 def _add_values(
     errors: Errors, operand: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
 ) -> None:
-    """Add the errors, the codes, and the number of clipped values to `errors`."""
+    """Add the errors, code counts and clipped values of a quantized chunk to `errors`."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
@@ -149,11 +149,11 @@ def _limits(packed: QuantizedTensor) -> Tensor:
 
 
 def _add_blocks(errors: Errors, operand: Tensor, packed: QuantizedTensor) -> None:
-    """Add the scales, ranges and headroom of the blocks to `errors`."""
+    """Add the scales, dynamic ranges and headroom of the blocks to `errors`."""
     layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
     stored = packed.scales.block()
     if packed.format.scale_bytes > 1:
-        stored = stored[..., 0]  # the first of the stored bytes is the scale of the group
+        stored = stored[..., 0]  # the first byte stored for a HiFloat4 block is its E6M2 scale
     errors.scales += np.bincount(stored.reshape(-1).numpy(), minlength=256)
     blocks = layout.to_blocks(operand.float()).abs().double()
     amax = blocks.amax(-1)

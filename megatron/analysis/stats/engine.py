@@ -1,4 +1,4 @@
-"""Engine of the statistics: `compute` turns the records of a dump into tables."""
+"""Compute tables of statistics from the records of a dump."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compute(
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
     columns, done, failures = ResultColumns(), set(), []
-    # with `disable=None`, tqdm shows the bar only on a terminal, so that it is not written to logs
+    # with `disable=None`, tqdm shows the bar only on a terminal and does not write it to log files
     bar = tqdm(
         total=len(tensors),
         desc="Measuring",
@@ -115,7 +115,7 @@ def _note(tensor: LogicalTensor, formats: Sequence[str], errors: FormatErrors) -
 def _arrays(
     tensor: LogicalTensor, formats: Sequence[str], results_cache: Cache | None
 ) -> TensorArrays:
-    """Read the histograms of a tensor from the cache, or compute them."""
+    """Return the histograms of a tensor; compute those that are not in the cache."""
     merger = ResultMerger([tensor], formats, results_cache)
     job_results = ((job.number, measure_job(job)) for job in merger.jobs())
     failure = None

@@ -31,9 +31,9 @@ from megatron.analysis.stats.kernels.error_sums import (
     YY,
 )
 
-#: Number of bins for the difference between two float32 exponents, each from -149 to 127.
+#: Number of bins for the difference between two float32 exponents, which range from -149 to 127.
 RANGES = 278
-#: Number of headroom bins per binade, and lower edge of the first bin in binades.
+#: Bins of the headroom histogram: bins per binade, and lower edge of the first bin in binades.
 HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0
 HEADROOM_BINS = 25
 
@@ -159,7 +159,7 @@ class Errors:
 
 
 def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-    """Add the headroom of blocks to the headroom histogram and headroom sum in `errors`.
+    """Add the headroom of blocks to `errors`: to its histogram and to its sum of the headroom.
 
     Args:
         room: headroom in binades: log2(largest number * scale / largest magnitude).

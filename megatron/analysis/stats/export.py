@@ -72,7 +72,7 @@ def _by_use(statistics: Statistics) -> list[str]:
 
 
 def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
-    # weights of the averages, so that a large tensor counts more than a small one
+    # weight averages by number of values, so that a large tensor counts more than a small one
     finite = statistics.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
     header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
@@ -95,7 +95,7 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
 
 
 def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
-    """Return the weighted average of per-tensor shares; NaN if all weights are zero."""
+    """Return the average of per-tensor shares, weighted by `of`; NaN if all weights are zero."""
     total = int(of.sum())
     return float((shares * of).sum()) / total if total else math.nan
 
@@ -133,13 +133,13 @@ def as_csv(statistics: Statistics) -> str:
 
 
 def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a copy of a table that is safe as CSV, without formulas and line breaks."""
+    """Return a copy of a table whose strings contain no spreadsheet formulas and no line breaks."""
     safe = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind in "biufc":
             continue
         cells = [csv_cell(value) if isinstance(value, str) else value for value in frame[name]]
-        # dtype object, because pandas would otherwise convert integers mixed with None to floats
+        # dtype object keeps pandas from converting integers mixed with None to floats
         safe[name] = pd.Series(cells, frame.index, object)
     return safe
 

@@ -20,7 +20,7 @@ AXES = ("row", "column")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Formats that assign the same scale class to every block; see `kernels.scalar_quantizer`."""
+    """Group of formats that assign the same scale class to a block; see `scalar_quantizer`."""
 
     size: int  #: number of values per block, along the axis of the block
     square: bool

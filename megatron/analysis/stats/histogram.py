@@ -119,7 +119,7 @@ class Grid:
         """Return the smallest grid that contains `magnitude` and has 40 to 64 bins per side."""
         if not (math.isfinite(magnitude) and magnitude > 0.0):
             magnitude = 0.75
-        # magnitude < 2**exponent; below that, the step of bfloat16 is at most 2**(exponent - 8)
+        # magnitude < 2**exponent; below that, bfloat16 numbers are at most 2**(exponent - 8) apart
         exponent = math.frexp(magnitude)[1]
         eighths = math.floor(math.ldexp(magnitude, 3 - exponent)) + 1
         return cls(width=math.ldexp(1.0, exponent - 6), bins_per_side=8 * eighths)
@@ -137,7 +137,7 @@ class Grid:
 
 @functools.cache
 def _lower_edges() -> NDArray[np.float64]:
-    """Return the numbers, with shape [32640], that nonnegative finite bit patterns represent."""
+    """Return the number that each nonnegative finite bit pattern represents, with shape [32640]."""
     patterns = np.arange(_INFINITY, dtype=np.uint32) << np.uint32(16)
     edges: NDArray[np.float64] = patterns.view(np.float32).astype(np.float64)
     return edges
@@ -145,7 +145,7 @@ def _lower_edges() -> NDArray[np.float64]:
 
 @functools.cache
 def _signed_edges() -> NDArray[np.float64]:
-    """Return the edge of each bin that is closer to zero; NaN for the bins of Inf and NaN."""
+    """Return, for each bin, the edge closer to zero; NaN for the bins of Inf and NaN."""
     edges = np.full((2, BINS // 2), math.nan)
     edges[0, :_INFINITY] = _lower_edges()
     edges[1, :_INFINITY] = -_lower_edges()

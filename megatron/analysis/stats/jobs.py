@@ -32,13 +32,13 @@ from megatron.analysis.stats.values import Values
 from megatron.fake_quant.names import get_format
 
 _local = threading.local()
-#: Exceptions that NumPy and torch raise for a tensor that cannot be measured; it is then left out.
+#: Exceptions that NumPy and torch raise for tensors that cannot be measured and are left out.
 _IMPOSSIBLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Request to measure the values of one tensor part, and its errors in `formats`."""
+    """Request to measure the values of a tensor part, and the errors that `formats` cause in it."""
 
     number: int  #: number of the job, which is returned with its result
     part: Part
@@ -62,7 +62,7 @@ class JobResult:
 
 
 def measure_job(job: Job) -> JobResult:
-    """Read the tensor part of a job, and measure it."""
+    """Read and measure the tensor part of a job."""
     tensor, failures = _load(job.part)
     if tensor is None:
         return JobResult({}, failures)
@@ -89,7 +89,7 @@ def unpack_result(
     """Deserialize the statistics of a tensor part from the contents of a `JobResult`."""
     errors_of_formats: FormatErrors = {}
     for name in formats:
-        if not contents[name]:  # not measured: unsupported dtype, or block scales on a slice
+        if not contents[name]:  # unsupported dtype, or a block-scaled format for a slice
             continue
         fmt = get_format(name)
         codes = number_of_codes(fmt.element)
@@ -137,7 +137,10 @@ def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
 
 
 def _format_groups(job: Job) -> FormatGroups:
-    """Return the formats to compute for the tensor of a job, grouped by method of computation."""
+    """Return the formats to measure in a job, grouped by the method of measurement.
+
+    Formats with block scales are left out for a slice.
+    """
     formats = group_formats(job.formats)
     if job.part.blocks:
         return formats

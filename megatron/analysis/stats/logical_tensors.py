@@ -30,7 +30,7 @@ KEYS = (*IDENTITY, "quant_type", "recomputed", "data_rank")
 NOTE_SEPARATOR = "; "
 MOST_MISSING = 16  #: maximum number of missing parts that a note lists
 
-#: Index of a shard within its logical tensor, with one number per cut.
+#: Index of a shard in its logical tensor: one number per parallel group that shards the tensor.
 ShardIndex = tuple[int, ...]
 
 
@@ -51,7 +51,7 @@ class LogicalTensor:
 
     row: Any  #: record of the first file, as a named tuple
     data_rank: int
-    cuts: tuple[Cut, ...]  #: cuts into shards, without cuts that only split a sum into addends
+    cuts: tuple[Cut, ...]  #: how the tensor is sharded; partial sums are left out
     parts: dict[ShardIndex, Part]
     files: int  #: number of files, including replicas
     note: str
@@ -77,7 +77,7 @@ def logical_tensors(
         dump: all records of the dump, if `records` is a selection. The size of a head is read from
             the records of other tensors and must not depend on the selection.
     """
-    # use an array, because `map` on an empty column is not boolean and would select columns
+    # use an array: `map` on an empty column returns no boolean column, so it would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))
@@ -138,7 +138,7 @@ def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
-    """Return the size of an attention head in each layer, given the shapes of the value tensors.
+    """Return the size of an attention head in each layer, read from the shapes of the V tensors.
 
     This size is needed for tensors whose last dimension holds all heads.
     """
@@ -151,7 +151,7 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
 
 
 def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
-    """Return the logical tensor described by these records, which agree in all KEYS."""
+    """Combine records with equal KEYS into one logical tensor."""
     first, notes = rows[0], []
     cuts = _cuts(first.dims) or []
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
@@ -197,7 +197,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
 
 
 def _cuts(dims: Any) -> list[Cut] | None:
-    """Return how `dims` divides a tensor among ranks; None if it is missing or invalid."""
+    """Return the cuts that `dims` describes; None if `dims` is missing or invalid."""
     try:
         return parse_dims(dims) if isinstance(dims, str) else None
     except ValueError:
@@ -205,7 +205,7 @@ def _cuts(dims: Any) -> list[Cut] | None:
 
 
 def _rank(row: Any, cut: Cut) -> int:
-    """Return the rank of a record within the process group of a cut."""
+    """Return the rank of a record in the parallel group of a cut."""
     return int(getattr(row, cut.group))
 
 

@@ -33,7 +33,7 @@ class MatrixView:
     outer: int
     rows: int
     columns: int
-    run: int  #: number of values in a run; a divisor of `columns`
+    run: int  #: number of values in a run, which is a row or one head; divides `columns`
     token_dims: int  #: number of leading dimensions that index tokens; the others index channels
 
     @property

@@ -1,7 +1,8 @@
-"""Measure a dump for the quick look: moments of every tensor and histograms of groups of tensors.
+"""Compute the moments of every tensor in a dump, and histograms of groups of tensors.
 
-Each file is read once. A histogram takes half a megabyte, so there is one per group and not one per
-tensor. Memory use therefore does not grow with the size of the dump.
+`quick_analysis` shows the results. Each file is read once. A histogram takes half a megabyte, so
+there is one per group and not one per tensor. Memory use therefore does not grow with the size of
+the dump.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Measurements:
 
     #: one row per tensor, with RECORD_COLUMNS, STATISTICS, summary (`Moments`), path and note
     table: pd.DataFrame
-    #: keyed by the values in the GROUPING columns
+    #: one histogram per group of tensors, keyed by the values of the GROUPING columns
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
     #: number of tensors skipped because activation recomputation saved them a second time
@@ -84,7 +85,7 @@ class Measurements:
         return dict(sorted(by_value.items(), key=lambda item: -item[1][0]))
 
     def only(self, use: str) -> Measurements:
-        """Return the measurements of the tensors with this use: operands or results of matmuls."""
+        """Return the measurements of the tensors with one use: operands or results of matmuls."""
         at = GROUPING.index("use")
         histograms = {key: counts for key, counts in self.histograms.items() if key[at] == use}
         table = self.table[self.table["use"] == use]
@@ -151,12 +152,12 @@ def measure_dump(
 
 
 def use_of(layer_type: Any, tensor_name: Any) -> str:
-    """Return the use of a tensor, which is an operand or a result of a matmul."""
+    """Return OPERANDS if a tensor is an operand of a matmul, or RESULTS if it is a result."""
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 
 def _row(tensor: LogicalTensor) -> dict[str, Any]:
-    """Return the columns of a table row that come from the record of the tensor.
+    """Return the part of a table row that comes from the record of the tensor.
 
     Columns in GROUPING are never null.
     """

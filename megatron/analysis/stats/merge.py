@@ -1,8 +1,10 @@
 """Merge the statistics of tensor parts, cached or computed, into statistics of whole tensors.
 
-merger = ResultMerger(tensors, formats, cache)
-for number, result in merger.results(on_threads(merger.jobs(), workers)):
-    ...
+Example:
+
+    merger = ResultMerger(tensors, formats, cache)
+    for number, result in merger.results(on_threads(merger.jobs(), workers)):
+        ...
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from megatron.analysis.stats.logical_tensors import LogicalTensor, Part, ShardIn
 from megatron.analysis.stats.serialization import VALUES
 from megatron.analysis.stats.values import Values
 
-#: Identity of a tensor part: number of its tensor, its index in the tensor, and its cache entry.
+#: Identity of a tensor part: number of the tensor, index of the part in it, and cache entry.
 PartKey = tuple[int, ShardIndex, Entry | None]
 #: Number of a tensor, and either its statistics or the file that could not be measured.
 TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
 class ResultMerger:
-    """Collector of the statistics of tensor parts, which come from the cache or from jobs.
+    """Merger of the statistics of tensor parts, which come from the cache or from jobs.
 
     The results of a tensor are merged as soon as the results of all its parts are available.
     """
@@ -72,7 +74,7 @@ class ResultMerger:
             return None
 
     def results(self, job_results: Iterator[tuple[int, JobResult]]) -> Iterator[TensorResult]:
-        """Yield the statistics of each tensor once all its parts are known, and unreadable files.
+        """Yield each tensor's statistics when all its parts are measured, and each unreadable file.
 
         A tensor with an unreadable file may still yield a result, because a replica can replace the
         file.

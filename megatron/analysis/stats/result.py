@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.stats.logical_tensors import NOTE_SEPARATOR
 
-#: Quantile levels with columns in `tensors`, for values (`q0.5`) and magnitudes (`m0.5`).
+#: Levels of the quantile columns in `tensors`, for the values (`q0.5`) and magnitudes (`m0.5`).
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 #: Columns of `tensors` that identify a tensor, mostly fields of its record. `path` is the file of
@@ -207,7 +207,7 @@ REPEATED = "saved again by activation recomputation; skipped, because the first 
 
 
 def words_of_repeats(count: int) -> str:
-    """Return a line with the number of tensors skipped because they were saved a second time."""
+    """Return a line that tells how many tensors were skipped because they were saved twice."""
     return f"{count:,} tensor{'' if count == 1 else 's'}: {REPEATED}"
 
 
@@ -239,7 +239,7 @@ class FormatArrays:
     relative_error: Numbers  #: sum of |y - x| / |x| by binade; divide by `values` to get the mean
     #: number of values by element code (`megatron.fake_quant.code_points`); empty for bf16 and fp16
     codes: Counts
-    scales: Counts  #: [256] number of blocks by scale byte; empty without block scales
+    scales: Counts  #: [256] number of blocks with each scale byte; empty without block scales
     #: number of blocks by dynamic range: element i counts the blocks in which
     #: exponent(largest) - exponent(smallest nonzero) is i
     block_range: Counts
@@ -268,7 +268,7 @@ class Statistics:
     formats: pd.DataFrame  #: FORMAT_COLUMNS, one row per tensor, format and axis
     #: files that could not be read or measured
     problems: list[Problem] = field(default_factory=list)
-    load_arrays: Callable[[int], TensorArrays] | None = None  #: function that `arrays` calls
+    load_arrays: Callable[[int], TensorArrays] | None = None  #: function that loads the histograms
     remarks: list[str] = field(default_factory=list)  #: messages about problems with the cache
     #: number of tensors skipped because activation recomputation saved them a second time
     repeats: int = 0

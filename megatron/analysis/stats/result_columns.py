@@ -1,4 +1,4 @@
-"""Build the two tables of the result, column by column.
+"""Build the tables `tensors` and `formats` of the computed statistics, column by column.
 
 Numbers are stored in arrays and not as Python objects, so that a row takes only a few hundred
 bytes.
@@ -71,7 +71,7 @@ class ResultColumns:
         all_errors: FormatErrors,
         note: str,
     ) -> None:
-        """Add a tensor to both tables; `number` is its position among all logical tensors."""
+        """Add a tensor to both tables, whose rows are later sorted by the tensor's `number`."""
         self._order.append(number)
         self._identities.append(_identity(tensor, note))
         numbers = value_numbers(values)

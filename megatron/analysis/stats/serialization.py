@@ -19,7 +19,7 @@ from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
 MOST = 1 << 32  #: maximum number of elements in one array
-VALUES = "values"  #: key of the `Values` of a part; the results of formats have other keys
+VALUES = "values"  #: key of a part's `Values`; errors are keyed by format name
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
@@ -81,7 +81,7 @@ def unpack_values(content: bytes) -> Values:
 
 
 def pack_errors(by_axis: dict[str, Errors]) -> bytes:
-    """Serialize the errors of one format; `by_axis` has the order of `format_groups.axes_of`."""
+    """Serialize the errors of one format; `by_axis` is in the order of `format_groups.axes_of`."""
     return pack(*(array for errors in by_axis.values() for array in (errors.ints, errors.floats)))
 
 

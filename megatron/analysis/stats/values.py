@@ -18,7 +18,7 @@ OUTLIER = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Moments, histogram, and the largest finite magnitude of each token and channel."""
+    """Moments and histogram of a tensor, and the largest finite magnitude per token and channel."""
 
     moments: Moments
     histogram: Histogram

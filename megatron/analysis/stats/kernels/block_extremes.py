@@ -23,7 +23,7 @@ from megatron.analysis.stats.kernels.scalar_quantizer import ScalarQuantizer, cl
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE
 
-Bits = NDArray[np.int32]  #: float32 numbers, given by their bits
+Bits = NDArray[np.int32]  #: float32 numbers, stored as int32 bit patterns
 
 
 @dataclass
@@ -103,7 +103,7 @@ class BlockCounts:
         self._group, self._of, self._half = group, of, half
         self._ranges = np.zeros(
             RANGES, np.int64
-        )  # number of blocks by exponent(largest) - exponent(smallest)
+        )  # number of blocks with each exponent(largest) - exponent(smallest)
         self._patterns = np.zeros(1 << 16 if half is not None else 0, np.int64)
 
     def add(self, extremes: Extremes) -> None:
@@ -181,7 +181,7 @@ def add_blocks(
     classes: NDArray[np.uint8],
     quantizer: ScalarQuantizer,
 ) -> None:
-    """Add the scales and the headroom of blocks in one format to `errors`.
+    """Add the scales and the headroom that blocks have in one format to `errors`.
 
     Args:
         bits: distinct largest magnitudes of the blocks, as float32 bits.

@@ -1,10 +1,10 @@
 """Count 16-bit values by bit pattern and by the scale classes of their blocks, in bounded memory.
 
 A table consists of planes, each with one count per bit pattern. A `ClassTable` has one plane per
-scale class of the blocks along one axis. Since each value belongs to two blocks, one along its row
-and one along its column, a `PairTable` counts by the scale classes of both. It assigns a plane to
-each pair of classes when the pair first occurs. If no plane is left, counting stops; the caller
-takes the counts, which empties the table, and continues.
+scale class of the blocks along one axis. Each value belongs to two blocks: the row
+block along its row and the column block along its column. A `PairTable` counts values by the scale
+classes of both. It assigns a plane to each pair of classes when the pair first occurs. If no plane
+is left, counting stops; the caller takes the counts, which empties the table, and continues.
 
 `kernels.scalar_quantizer` defines the scale class of a block.
 """
@@ -20,10 +20,11 @@ from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.scalar_quantizer import CLASSES
 
 PATTERNS = 1 << 16
-PLANES = 256  #: number of planes per table; a plane (256 KiB) takes no memory until it is used
+PLANES = 256  #: planes (256 KiB of counts) per table; an unused plane takes no memory
 TABLE_BYTES = PLANES * PATTERNS * 4
 
-Cells = NDArray[np.float64]  #: [scale classes or pairs, patterns] counts; exact up to 2^53
+#: [scale classes or pairs of scale classes, bit patterns] counts; exact up to 2^53
+Cells = NDArray[np.float64]
 
 
 class ClassTable:
@@ -52,12 +53,12 @@ class PairTable:
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
         self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
-        #: [planes, 2] scale classes of the row block and the column block
+        #: [planes, 2] pair of scale classes that each plane counts: row block, column block
         self.pairs = np.zeros((planes, 2), np.int32)
         self.used = 0
 
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
-        """Return the [n, 2] pairs of scale classes and their counts, and empty the table."""
+        """Return the pairs of scale classes that occur and their counts, and empty the table."""
         pairs = self.pairs[: self.used].copy()
         cells = np.empty((self.used, len(patterns)))
         _take(self.counts, np.arange(self.used, dtype=np.int32), patterns, cells)
@@ -123,7 +124,7 @@ def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any)
 
 @kernel
 def _count(values: Any, base: Any, flat: Any) -> None:
-    """Count the values of one row; `base` is the index in `flat` of each value's plane.
+    """Count the values of one row in `flat`, where the plane of each value begins at `base`.
 
     One loop covers the whole row, because starting many short loops would take longer than
     counting.
@@ -145,9 +146,9 @@ def count_pairs(
     used: Any,
     start: Any,
 ) -> Any:
-    """Count the values of a chunk, from tile `start` on, by bit pattern and pair of scale classes.
+    """Count the values of a chunk by bit pattern and by the scale classes of both their blocks.
 
-    The pair consists of the scale classes of a value's row block and of its column block.
+    The two blocks of a value are its row block and its column block.
 
     A tile is as high as a block along a column and as wide as a block along a row. A strip is a
     row of tiles. For each strip, planes are first assigned to all pairs of scale classes; then the
@@ -169,9 +170,9 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # for each scale class of a row block and each column: index at which the pair's plane begins
+    # [scale class of a row block, column] index in `flat` at which the plane of the pair begins
     bases = np.empty((CLASSES, width), np.uint32)
-    # for each scale class and each row block: number of the strip that `bases` is valid for
+    # [scale class, row block] number of the strip (row of tiles) for which `bases` is valid
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
@@ -205,7 +206,7 @@ def count_pairs(
 
 @kernel
 def _edges(width: Any, size: Any, run: Any) -> Any:
-    """Return a [blocks, 2] array of the columns at which each block of a row begins and ends."""
+    """Return the columns at which each block of a row begins and ends, with shape [blocks, 2]."""
     edges = np.empty((width // run * ((run + size - 1) // size), 2), np.uint32)
     block = 0
     for first in range(0, width, run):
@@ -217,7 +218,7 @@ def _edges(width: Any, size: Any, run: Any) -> Any:
 
 @kernel
 def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
-    """Find the plane of each pair of scale classes, and assign planes to new pairs.
+    """Find the plane that counts each pair of scale classes, and assign planes to new pairs.
 
     Each pair consists of `class_` and the scale class of one of the columns.
 
@@ -242,7 +243,7 @@ def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any
 
 
 def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
-    """Return the slices that select tile number `tile` from a chunk with this shape."""
+    """Return the slices that select tile number `tile` from a chunk with the given shape."""
     blocks_in_run = -(-run // size)
     across, down = shape[2] // run * blocks_in_run, -(-shape[1] // size)
     outer, rest = divmod(tile, down * across)

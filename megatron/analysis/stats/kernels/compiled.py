@@ -1,4 +1,4 @@
-"""Compilation of the statistics kernels; see `megatron.fake_quant.fused.numba_compile`."""
+"""Compile the statistics kernels with numba; see `megatron.fake_quant.fused.numba_compile`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLDER = Path(__file__).parent
 
 
 def _sources() -> list[Path]:
-    """Return the source files of these kernels and of the fused kernels whose helpers they call."""
+    """Return the source files of the statistics kernels and of the fused kernels' helpers."""
     files = sorted(_FOLDER.parent.rglob("*.py"))
     markers = (b"@kernel", b"@inlined")
     kernels = [file for file in files if any(marker in file.read_bytes() for marker in markers)]

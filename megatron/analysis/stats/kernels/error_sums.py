@@ -26,18 +26,18 @@ from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE, as_float
 BINADES = 255
 #: Rows of `binade_counts`: nonzero values, nonzero values that become zero, and clipped values.
 VALUES, UNDERFLOW, SATURATED = 0, 1, 2
-#: Rows of `binade_sums`: sums of (y - x)^2, of |y| - |x|, and of |y - x| / |x|.
+#: Rows of `binade_sums`, for values x and results y: sums of (y - x)^2, |y| - |x|, |y - x| / |x|.
 SQUARED, MAGNITUDE_ERROR, RELATIVE = 0, 1, 2
-#: Positions in `counts`: finite values with a finite, NaN or Inf result. COUNTS is the length.
+#: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is its length.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
-#: Positions in `totals`: sums of x^2, y^2, x y, y - x and |x|, and the largest |y - x|. SUMS is the
-#: length.
+#: Positions in `totals`, for values x and results y: sums of x^2, y^2, x y, y - x and |x|, and the
+#: largest |y - x|. SUMS is its length.
 XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 
 @kernel
 def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
-    """Add the error of a value that occurs `n` times.
+    """Add to `sums` the error of a value that occurs `n` times.
 
     Args:
         clipped: whether the value is beyond the rounding edge of the format's largest number.
@@ -53,7 +53,7 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
         if became > INFINITY:
             counts[POISONED] += n
         else:
-            if clipped and became > 0:  # a value whose scale is zero underflows instead
+            if clipped and became > 0:  # if its scale is zero, the value underflows instead
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n
@@ -88,7 +88,7 @@ def code_of(rounded: Any, bits: Any, codes: Any) -> Any:
 def account_counted(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Quantize values that were counted by bit pattern and scale class, and add their errors.
+    """Quantize values that were counted by bit pattern and scale class, and sum their errors.
 
     Args:
         patterns: [patterns] values, as float32 bits.
@@ -117,10 +117,11 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize counted values with the scales of both their blocks, and add up the differences.
+    """Quantize counted values once along rows and once along columns, and sum the differences.
 
-    The two blocks of a value are its row block and its column block. A value that becomes NaN or
-    Inf along only one axis is counted, but does not enter the sum.
+    A value has one result with the scale of its row block and one with the scale of its column
+    block. A value that becomes NaN or Inf along only one axis is counted, but does not enter the
+    sum.
 
     Args:
         patterns: [patterns] values, as float32 bits.
@@ -142,7 +143,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value with the scales of its two blocks, and add the difference of the results."""
+    """Quantize a value along its row and along its column, and add the difference to the sums."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -157,7 +158,7 @@ def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, tota
     """
     a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
-        if a != b:  # both quantized results have the sign of the value
+        if a != b:  # the signs are equal, so magnitudes are compared
             counts[0] += n
             difference = np.float64(as_float(a)) - np.float64(as_float(b))
             totals[0] += n * (difference * difference)
@@ -176,7 +177,7 @@ def account_values(
     sums: Any,
     code_counts: Any,
 ) -> None:
-    """Quantize the values of a chunk one by one, and add their errors.
+    """Quantize the values of a chunk one by one, and sum their errors.
 
     Args:
         piece: [outer, rows, columns] values of the chunk, as float32 bits.
@@ -211,7 +212,10 @@ def compare_values(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Do the same as `compare_counted`, for each value of a chunk separately."""
+    """Quantize each value of a chunk along rows and along columns, and sum the differences.
+
+    `compare_counted` describes the results.
+    """
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -227,7 +231,7 @@ def compare_values(
 def account_pairs(
     values: Any, results: Any, clipped: Any, sums: Any, codes: Any, code_counts: Any
 ) -> None:
-    """Add the errors of values that are already quantized, and count their codes.
+    """Sum the errors of values that are already quantized, and count their codes.
 
     All arrays are one-dimensional.
     """
@@ -238,7 +242,10 @@ def account_pairs(
 
 @kernel
 def compare_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
-    """Do the same as `compare_counted`, for values that are already quantized along both axes."""
+    """Sum the differences between values quantized along rows and the same values along columns.
+
+    `compare_counted` describes `counts` and `totals`.
+    """
     for i in range(len(values)):
         if np.int32(values[i] & MAGNITUDE) < INFINITY:
             compare_results(rows[i], columns[i], np.int64(1), counts, totals)

@@ -1,4 +1,4 @@
-"""Add up errors of block-scaled formats for counted bfloat16 values, eight patterns at a time.
+"""Add up the errors of block-scaled formats in bfloat16 values, eight bit patterns at a time.
 
 The kernels compute the same results as `account_counted` and `compare_counted`, but several times
 faster. Each pattern has its own sums, so that no addition waits for the previous one; at the end,
@@ -67,7 +67,10 @@ def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -
 def account_counted_simd(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Do the same as `account_counted`, for a block-scaled format and bfloat16 values."""
+    """Quantize counted bfloat16 values in a block-scaled format, and sum their errors.
+
+    The results are the same as those of `account_counted`.
+    """
     by_pattern = np.zeros((_ROWS, len(patterns)))
     largest, magnitudes = np.zeros(len(patterns)), np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
@@ -184,7 +187,7 @@ def _error(magnitude: Any, became: Any) -> Any:
 
 @kernel
 def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None:
-    """Add up the sums of all bit patterns, by binade and for the whole tensor."""
+    """Add the sums of the bit patterns to the sums of their binades and of the whole tensor."""
     counts, totals, binade_counts, binade_sums = sums
     for k in range(len(patterns)):
         magnitude = np.int32(patterns[k] & MAGNITUDE)
@@ -220,7 +223,10 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Do the same as `compare_counted`, for a block-scaled format and bfloat16 values."""
+    """Quantize counted bfloat16 values along rows and along columns, and sum the differences.
+
+    The format has block scales. The results are the same as those of `compare_counted`.
+    """
     magnitudes = np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
         magnitudes[k] = patterns[k] & MAGNITUDE
@@ -265,7 +271,7 @@ def _compare(
     differ: Any,
     squares: Any,
 ) -> None:
-    """Quantize bit patterns with the scales of a row block and a column block, and compare.
+    """Quantize bit patterns with the scales of a row block and a column block; compare the results.
 
     Each loop writes to only one array; `_tile` explains why.
 

@@ -59,7 +59,7 @@ FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of element types
 AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: possible dtypes of the result
 CLASSES = 256
 NAN_E8M0, NAN_E4M3 = 255, 127  #: scale classes of blocks that hold NaN or Inf
-#: Bits of the largest float32 that HiFloat8 rounds to its largest number; 40960 overflows.
+#: Bits of the largest float32 that HiFloat8 rounds to its largest number: just below 40960.
 _HIFLOAT8_LIMIT = np.int32(np.float32(40960).view(np.int32) - 1)
 _DTYPES = {torch.float32: AS_FLOAT32, torch.bfloat16: AS_BFLOAT16, torch.float16: AS_FLOAT16}
 _HALF = ElementBits(
@@ -77,17 +77,17 @@ class ScalarQuantizer(NamedTuple):
     dtype: Any  #: dtype of the result: AS_FLOAT32, AS_BFLOAT16 or AS_FLOAT16
     element: ElementBits
     rule: Rule  #: rule that determines the scale of a block from its largest magnitude
-    overflow: Any  #: float32 bits of the result of an overflow in HiFloat8
+    overflow: Any  #: float32 bits of the number to which HiFloat8 overflows
     limit: Any  #: float32 bits of the largest scaled magnitude that is not clipped
-    down: Any  #: [classes] float32 factor that is applied before rounding
-    up: Any  #: [classes] float32 factor that is applied after rounding
-    bytes: Any  #: [classes] byte that is stored for the scale
+    down: Any  #: [classes] float32 factor of each scale class before rounding
+    up: Any  #: [classes] float32 factor of each scale class after rounding
+    bytes: Any  #: [classes] byte that the format stores for each scale class
     codes: Any  #: [65536] codes, indexed by the upper 16 bits of an element value as float32
 
 
 @functools.cache
 def rounding_limit(element: ElementFormat) -> np.int32:
-    """Return the bits of the largest float32 that rounds to the element's largest number.
+    """Return the bits of the largest float32 that rounds to the element type's largest number.
 
     The rounding edge lies half a step above the largest number. A value on the edge is a tie. It is
     rounded down only if ties go to even and the largest number has an even mantissa. (Without
@@ -103,7 +103,7 @@ def rounding_limit(element: ElementFormat) -> np.int32:
 
 @functools.cache
 def code_table(element: Element) -> NDArray[np.int32]:
-    """Return a table of element codes, indexed by the upper 16 bits of the value as float32.
+    """Return a table of element codes, indexed by the upper half of a value's float32 bits.
 
     Entries that correspond to no element value are 0.
     """
@@ -121,7 +121,7 @@ def code_table(element: Element) -> NDArray[np.int32]:
 
 
 def number_of_codes(element: Element) -> int:
-    """Return the number of codes of an element; 0 for a cast, whose codes are not counted."""
+    """Return the number of codes of an element type; 0 if its codes are not counted (bf16, fp16)."""
     return 0 if element.is_cast else 1 << element.bits
 
 
@@ -236,13 +236,13 @@ def to_bfloat16(bits: Any) -> Any:
 
 @inlined
 def scaled_magnitude(bits: Any, class_: Any, quantizer: Any) -> Any:
-    """Return the magnitude of a value, scaled to the range of the elements but not yet clipped."""
+    """Return a value's magnitude, scaled to the range of the element type but not yet clipped."""
     return as_bits(as_float(np.int32(bits & MAGNITUDE)) * quantizer.down[class_])
 
 
 @inlined
 def element_magnitude(scaled: Any, quantizer: Any) -> Any:
-    """Round a scaled magnitude to the element type; Inf is possible if HiFloat8 overflows."""
+    """Round a scaled magnitude to the element type; HiFloat8, bf16 and fp16 may overflow to Inf."""
     if quantizer.kind == FLOAT:
         return nearest_even(min(scaled, quantizer.element.top), quantizer.element)
     if quantizer.kind == HIFLOAT8:

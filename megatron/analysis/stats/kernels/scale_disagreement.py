@@ -103,13 +103,13 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write the scale factors of each column's block, for the columns from `left` to `right`.
+    """Write the scale factors of the row block that holds each column, from `left` to `right` - 1.
 
     Args:
         classes: scale classes of the blocks in the row.
         down, up: output arrays for the factors of each column before and after rounding.
     """
-    offset = left % run  # position within the run
+    offset = left % run  # column within the run
     block = left // run * blocks_in_run + offset // size
     first, end = left, left - offset + run
     last = min(left - offset % size + size, end)

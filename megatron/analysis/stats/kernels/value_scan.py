@@ -22,8 +22,8 @@ ZERO32 = np.int32(0)
 LARGEST32 = np.int32(0x7FFFFFFF)
 
 
-#: Arrays with fewer than FEW values are sorted instead of counted in a table. Counting
-#: MANY values could overflow the counts of the table.
+#: Arrays with at least FEW and fewer than MANY values are counted in a table; others are sorted.
+#: Counting MANY values could overflow the counts of the table.
 FEW, MANY = 1 << 13, 1 << 32
 
 
