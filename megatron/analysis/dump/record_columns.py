@@ -56,7 +56,7 @@ _Coordinates = tuple[int | None, ...]  #: coordinates of a rank in the order of 
 _LOWEST = {"layer_idx": -1}  #: minimum values of integer fields whose minimum is not 0
 _TEXT_LIMIT = 1000  #: maximum length of a string in characters; module names have about 60
 _AXES_LIMIT = 64  #: maximum number of dimensions in a shape
-_TOO_LARGE = 2**63  #: limit of the numbers in a record, which must fit into int64
+_TOO_LARGE = 2**63  #: numbers in a record must be below this, to fit into int64
 
 
 class WrongTypeError(ValueError):
@@ -106,7 +106,7 @@ class Columns:
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._coordinates: dict[_Coordinates, int] = {}  #: coordinates of each rank, with index
+        self._coordinates: dict[_Coordinates, int] = {}  #: coordinates of each rank and their index
         self._rank_of_row: list[int] = []  #: index in `_coordinates` of each row's rank
 
     def __len__(self) -> int:

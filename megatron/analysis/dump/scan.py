@@ -48,7 +48,7 @@ class ScanResult:
 
 @dataclass
 class _Files:
-    """The paths of the dump files in a folder and its subfolders, by kind."""
+    """The paths of the dump files in a folder and its subfolders, grouped by kind."""
 
     tensors: list[str] = field(default_factory=list)
     indexes: list[str] = field(default_factory=list)
@@ -178,7 +178,7 @@ def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str
 def _read_index(
     index: str, columns: Columns, events: list[dict[str, Any]], problems: list[Problem]
 ) -> None:
-    """Add the records and events of one index to `columns` and `events`.
+    """Add the records and events of one index file to `columns` and `events`.
 
     If the index is damaged, it is added to `problems`, and none of its lines are used.
     """

@@ -69,7 +69,7 @@ class Entry:
 
 
 class Cache:
-    """Cache, stored in a folder, of the statistics computed from a dump.
+    """Cache in a folder for the statistics computed from a dump.
 
     Entries are identified by a part of a tensor and the name of a result.
 

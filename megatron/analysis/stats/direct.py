@@ -1,9 +1,9 @@
-"""Measure formats whose result for a value depends on more than the value and its block scale.
+"""Measure formats with stochastic or hybrid rounding, and HiFloat4, value by value.
 
-These are formats with stochastic or hybrid rounding, and HiFloat4 with its three levels of scales.
-`fake_quant.reference` quantizes the values, and each value is compared with its result. This is at
-least ten times slower than counting values. Stochastic rounding uses a fixed seed, so that the
-results are reproducible.
+In these formats, the result for a value depends on more than the value and one block scale. For
+example, HiFloat4 has three levels of scales. `fake_quant.reference` quantizes the values, and each
+value is compared with its result. This is at least ten times slower than counting values.
+Stochastic rounding uses a fixed seed, so that the results are reproducible.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Errors:
         return self.counts, self.totals, self.binade_counts, self.binade_sums
 
     def numbers(self) -> dict[str, float]:
-        """Return the error metrics of one row of `Statistics.formats`: MSE, SQNR, underflow, ...
+        """Return the error metrics of one row of `Statistics.formats`, such as MSE and SQNR.
 
         `result.FORMAT_COLUMNS` defines the metrics.
         """
@@ -132,7 +132,7 @@ class Errors:
         }
 
     def block_numbers(self, exponents: NDArray[np.float64]) -> dict[str, float]:
-        """Return the block statistics of one row of `Statistics.formats`: scales, headroom, ...
+        """Return the block statistics of one row of `Statistics.formats`, such as the headroom.
 
         Args:
             exponents: [256] base-2 logarithm of the scale that each byte encodes; NaN for bytes
@@ -159,15 +159,15 @@ class Errors:
 
 
 def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-    """Add the headroom of blocks to `errors`: to its histogram and to its sum of the headroom.
+    """Add the headroom of blocks to `errors.headroom` and `errors.headroom_sum`.
 
     Args:
         room: headroom in binades: log2(largest number * scale / largest magnitude).
         counts: number of blocks with each headroom.
     """
     room = np.maximum(room, -RANGES)  # the headroom is -inf if the scale underflowed to zero
-    # A scale that is not a power of two is rounded, so a headroom of 0 may be computed as slightly
-    # negative.
+    # a scale that is not a power of two is rounded, so that a headroom of 0 may be computed as a
+    # slightly negative number
     bins = np.clip((np.round(room, 5) - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
     np.add.at(errors.headroom, bins.astype(np.int64), counts)
     errors.headroom_sum += (counts * room).sum()

@@ -31,7 +31,7 @@ _TENSOR = (
 
 
 def summary(statistics: Statistics) -> str:
-    """Return a summary: counts, one line per format and axis, the worst tensors, and notes."""
+    """Return a summary: counts, one line per format and axis, the lowest SQNRs, and notes."""
     tensors = statistics.tensors
     count = int(tensors["count"].sum())
     lines = [f"{len(tensors)} tensors, {count} values"]

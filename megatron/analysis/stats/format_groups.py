@@ -57,7 +57,7 @@ class FormatGroups:
 
     plain: tuple[Format, ...]  #: formats without blocks
     groups: tuple[Group, ...]  #: groups of formats with block scales
-    #: formats whose result for a value depends on more than the value and its scale class
+    #: formats with stochastic or hybrid rounding, and HiFloat4, which are measured value by value
     sampled: tuple[Format, ...]
 
     @property
@@ -94,7 +94,7 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """Return the properties of a format that determine the scale class of a block from its amax.
+    """Return the properties of a format that determine the scale class for a given block amax.
 
     `Group.emax` explains the exponent, which is the second property of some formats.
     """

@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """Tensor of a run, with its parts, each of which is measured separately."""
+    """Tensor of a run and its parts, which are measured separately."""
 
     row: Any  #: record of the first file, as a named tuple
     data_rank: int

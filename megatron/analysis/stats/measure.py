@@ -58,7 +58,7 @@ STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan
 class Measurements:
     """Measured moments and histograms of a dump."""
 
-    #: one row per tensor, with RECORD_COLUMNS, STATISTICS, summary (`Moments`), path and note
+    #: one row per tensor; columns: RECORD_COLUMNS, STATISTICS, summary (`Moments`), path and note
     table: pd.DataFrame
     #: one histogram per group of tensors, keyed by the values of the GROUPING columns
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)

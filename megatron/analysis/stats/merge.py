@@ -42,7 +42,7 @@ class ResultMerger:
         self._failed: set[int] = set()
 
     def jobs(self) -> list[Job]:
-        """Return one job for each part of a tensor whose results are not all cached."""
+        """Return one job for each tensor part for which the cache lacks results."""
         jobs = []
         for number, tensor in enumerate(self.tensors):
             for index, part in tensor.parts.items():

@@ -262,7 +262,7 @@ class TensorArrays:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of a dump; the docstring of this module describes their parts."""
+    """Statistics of a dump; the docstring of this module describes the attributes."""
 
     tensors: pd.DataFrame  #: IDENTITY_COLUMNS and VALUE_COLUMNS, one row per logical tensor
     formats: pd.DataFrame  #: FORMAT_COLUMNS, one row per tensor, format and axis

@@ -84,7 +84,7 @@ class ResultColumns:
             self._numbers.extend(row[column] for column in _NUMBERS)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-        """Return the tables `tensors` and `formats`, and the tensor number for each `tensors` row.
+        """Return the tables `tensors` and `formats`, and the tensor number of each `tensors` row.
 
         Both tables are sorted by tensor number.
         """

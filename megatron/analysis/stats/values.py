@@ -22,8 +22,8 @@ class Values:
 
     moments: Moments
     histogram: Histogram
-    token_amax: NDArray[np.float64]  #: shape: the sizes of the token dimensions
-    channel_amax: NDArray[np.float64]  #: shape: the sizes of the channel dimensions
+    token_amax: NDArray[np.float64]  #: amax of each token, indexed by the token dimensions
+    channel_amax: NDArray[np.float64]  #: amax of each channel, indexed by the channel dimensions
     channel_zero: NDArray[np.bool_]  #: whether each channel holds only zeros
 
     @property

@@ -124,7 +124,7 @@ def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any)
 
 @kernel
 def _count(values: Any, base: Any, flat: Any) -> None:
-    """Count the values of one row in `flat`, where the plane of each value begins at `base`.
+    """Count the values of one row; the plane of value j begins at index `base[j]` of `flat`.
 
     One loop covers the whole row, because starting many short loops would take longer than
     counting.

@@ -42,9 +42,9 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 TILE = 128  #: number of bit patterns that each loop processes
-#: Rows of the array of sums for each bit pattern: number of values that stay finite, become zero,
-#: are clipped, or become Inf; sums of the error, its magnitude and its square; sums of the result
-#: and its square.
+#: Rows of the array with the sums of each bit pattern: number of values that stay finite, become
+#: zero, are clipped, or become Inf; sums of the error, its magnitude and its square; sums of the
+#: result and its square.
 _FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE, _SQUARE, _BECAME, _BECAME_SQUARE = range(9)
 _ROWS = 9
 

@@ -121,7 +121,7 @@ def code_table(element: Element) -> NDArray[np.int32]:
 
 
 def number_of_codes(element: Element) -> int:
-    """Return the number of codes of an element type; 0 if its codes are not counted (bf16, fp16)."""
+    """Return the number of codes of an element type; 0 if they are not counted (bf16, fp16)."""
     return 0 if element.is_cast else 1 << element.bits
 
 
