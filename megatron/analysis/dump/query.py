@@ -17,7 +17,7 @@ import pandas as pd
 from megatron.analysis.dump.record_columns import COLUMNS, WHOLE
 from megatron.tensor_record import COMPONENTS, TENSOR_NAMES
 
-#: Short names of columns that conditions may use, mapped to the names of the columns.
+#: Alternative names of columns in conditions, mapped to the column names.
 _ALIASES = {"layer": "layer_idx", "world": "rank"}
 #: Valid values of some columns; the other columns accept any value.
 _ACCEPTED: Mapping[str, Collection[str]] = {
@@ -43,7 +43,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
                 f"no condition {condition!r}; choose from {', '.join(_ALIASES)}, "
                 f"{', '.join(COLUMNS)}"
             )
-        if isinstance(wanted, range) and name in WHOLE:  # may be too long for a list
+        if isinstance(wanted, range) and name in WHOLE:  # a range may be too long for a list
             keep &= _in_range(records[name], wanted)
             continue
         several = isinstance(wanted, Collection) and not isinstance(wanted, str)

@@ -40,7 +40,7 @@ from megatron.bounded_files import printable
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: maximum time to wait while another process writes, in seconds
 APPLICATION_ID = 0x4D654761  #: SQLite application ID in the header of a cache file
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid application IDs; 0 in a new file
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid IDs; 0 in a new file
 _SCHEMA = 1  #: version of the table definitions
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"

@@ -1,4 +1,4 @@
-"""Errors that a format causes in a tensor, stored as counts and sums that can be merged.
+"""Mergeable counts and sums of the errors that a format causes in a tensor.
 
 The counts of a tensor are exactly the sums of the counts of its parts. The sums are stored in
 float64 and agree to 1e-10, however the tensor is partitioned. The error metrics of the result are

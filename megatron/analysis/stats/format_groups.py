@@ -33,7 +33,7 @@ class Group:
 
     @property
     def emax(self) -> int:
-        """Exponent of the largest element value, as assumed when scale classes are computed.
+        """Exponent of the largest element value that the computation of scale classes assumes.
 
         The scale class of a block with an E8M0 scale is the byte of the scale for an element type
         with this exponent. A format whose element type reaches n binades higher stores a byte that

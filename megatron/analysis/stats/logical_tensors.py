@@ -210,7 +210,7 @@ def _rank(row: Any, cut: Cut) -> int:
 
 
 def _missing(row: Any, cuts: Sequence[Cut], present: set[ShardIndex], what: str) -> list[str]:
-    """Return notes on the missing parts of a tensor, with at most one note per cut.
+    """Return notes on the missing parts of a tensor, with at most one note per parallel group.
 
     A part has the number of its rank in the group. If several ranks share a part, the parts are
     numbered consecutively.

@@ -33,7 +33,7 @@ class MatrixView:
     outer: int
     rows: int
     columns: int
-    run: int  #: number of values in a run, which is a row or one head; divides `columns`
+    run: int  #: size of a run (the last dimension or one head), a divisor of `columns`
     token_dims: int  #: number of leading dimensions that index tokens; the others index channels
 
     @property

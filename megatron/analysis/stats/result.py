@@ -226,7 +226,8 @@ class FormatArrays:
     """Histograms of one tensor in one format along one axis.
 
     A binade is the range [2^e, 2^(e+1)) of |x|; `TensorArrays.exponents` holds the exponent e of
-    each binade. Only values that are finite and not zero are counted.
+    each binade. Here, x is a value and y is the quantized value. Only values that are finite and
+    not zero are counted.
     """
 
     format: str

@@ -250,7 +250,7 @@ class _Measurement:
         self._share_disagreement(group, all_errors)
 
     def _share_disagreement(self, group: Group, all_errors: FormatErrors) -> None:
-        """Copy the disagreement of the two axes from the errors of "row" to those of "column"."""
+        """Copy the disagreement between the two axes from the row errors to the column errors."""
         for fmt in group.formats if not group.square else ():
             row, column = all_errors[fmt.name, "row"], all_errors[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]

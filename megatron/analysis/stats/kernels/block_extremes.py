@@ -139,7 +139,7 @@ class BlockCounts:
 
 @kernel
 def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) -> None:
-    """Count blocks of 16-bit values by exponent(largest) - exponent(smallest).
+    """Count blocks of 16-bit values by dynamic range: exponent(largest) - exponent(smallest).
 
     Blocks of zeros and blocks with NaN or Inf are left out. The patterns in `smallest` are reduced
     by one.
@@ -152,7 +152,7 @@ def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) ->
 
 @kernel
 def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
-    """Count blocks of float32 values by exponent(largest) - exponent(smallest)."""
+    """Count blocks of float32 values by dynamic range: exponent(largest) - exponent(smallest)."""
     for i in range(len(largest)):
         high, low = largest[i], smallest[i]
         if 0 < high < INFINITY:

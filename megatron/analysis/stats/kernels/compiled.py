@@ -11,7 +11,7 @@ _FOLDER = Path(__file__).parent
 
 
 def _sources() -> list[Path]:
-    """Return the source files of the statistics kernels and of the fused kernels' helpers."""
+    """Return the source files of the statistics kernels and of the fused kernels that they use."""
     files = sorted(_FOLDER.parent.rglob("*.py"))
     markers = (b"@kernel", b"@inlined")
     kernels = [file for file in files if any(marker in file.read_bytes() for marker in markers)]

@@ -152,7 +152,7 @@ def compare_value(
 
 @kernel
 def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, totals: Any) -> None:
-    """Add the difference between the row-wise and column-wise results of one finite value.
+    """Add the difference between a finite value's row-wise and column-wise results to the sums.
 
     `compare_counted` describes the arguments.
     """

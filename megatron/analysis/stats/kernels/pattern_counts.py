@@ -146,7 +146,7 @@ class Counter:
             )
             if tile < tiles:
                 self._evaluate_pairs()
-                # this tile has more pairs of scale classes than the table has planes
+                # this tile alone has more pairs of scale classes than the table has planes
                 if tile == before:
                     self._count_tile(piece, rows, columns, tile)
                     tile += 1

@@ -82,7 +82,7 @@ class ScalarQuantizer(NamedTuple):
     down: Any  #: [classes] float32 factor of each scale class before rounding
     up: Any  #: [classes] float32 factor of each scale class after rounding
     bytes: Any  #: [classes] byte that the format stores for each scale class
-    codes: Any  #: [65536] codes, indexed by the upper 16 bits of an element value as float32
+    codes: Any  #: [65536] codes, indexed by the upper half of an element's float32 bits
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write the scale factors of the row block that holds each column, from `left` to `right` - 1.
+    """Write, for each column from `left` to `right` - 1, the scale factors of its row block.
 
     Args:
         classes: scale classes of the blocks in the row.
