@@ -1,4 +1,4 @@
-"""The trainer, the counterpart of Megatron-LM's `megatron.training`.
+"""The training program, which replaces Megatron-LM's package `megatron.training`.
 
 The megatron-core wheel does not contain that package. Flags, log lines and checkpoint folders
 follow Megatron-LM. `megatron.core` does all the computation: it is the installed wheel, overlaid
@@ -15,7 +15,7 @@ _TREE = Path(__file__).resolve().parents[2]
 
 
 def _check_overlay() -> None:
-    """Refuse to start if another `megatron` package takes precedence over the one in this tree.
+    """Check that Python imports the packages `megatron` and `megatron.core` from this tree.
 
     Raises:
         ImportError: if Python looks for `megatron` or `megatron.core` in another folder first.

@@ -31,7 +31,9 @@ PASSED_ON = tuple(flag.name for flag in FLAGS if flag.reader is not Reader.SESSI
 
 
 def check_collection(args: argparse.Namespace) -> None:
-    """Refuse collection flags that are invalid or have no effect, before the model is built.
+    """Check that the tensor collection flags are valid and have an effect.
+
+    This check runs before the model is built.
 
     Raises:
         UserError: if a flag is invalid, or is given although no tensors are collected.
@@ -65,7 +67,7 @@ def configure_collection(
     progress: TrainingProgress,
     quantization: list[dict[str, Any]],
 ) -> None:
-    """Configure the tensor collection. Must be called on all ranks.
+    """Configure the tensor collection from the flags. Must be called on all ranks.
 
     The process groups must already exist.
 
@@ -111,7 +113,7 @@ def print_plan(
     progress: TrainingProgress,
     dataset: torch.utils.data.Dataset,
 ) -> None:
-    """Print what the run would collect. Must be called on all ranks.
+    """Print a plan of the tensors that the run would collect. Must be called on all ranks.
 
     The plan is based on the forward and backward passes of one iteration, with the data that
     training would use next. No weights are updated and no files are written.
@@ -169,7 +171,7 @@ def observe_step(step: StepResult) -> None:
 
 
 def report_collection() -> None:
-    """Print what was collected and what is incomplete, at the end of the run.
+    """Print how many tensors were collected and what is incomplete, at the end of the run.
 
     Must be called on all ranks.
     """
@@ -186,7 +188,7 @@ def report_collection() -> None:
 
 
 def _reason_for_nothing(settings: Settings) -> str | None:
-    """Return why no tensors were collected if the settings explain it, otherwise None."""
+    """Return why no tensors were collected, or None if the settings do not explain it."""
     if settings.flag_file is not None:
         no_file = f"{settings.flag_file.path} did not exist when an iteration began"
         return no_file if settings.ring is None else f"{no_file}, or nothing unusual happened"

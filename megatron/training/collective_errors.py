@@ -8,7 +8,7 @@ from megatron.training.errors import UserError
 
 
 def first_rank_does(task: Callable[[], None]) -> None:
-    """Run a task on the first rank, and raise its `UserError` on all ranks.
+    """Run a task on the first rank; if it raises a `UserError`, raise this error on all ranks.
 
     Must be called on all ranks.
 

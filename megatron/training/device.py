@@ -22,8 +22,8 @@ _NOISE = (
 def prepare() -> None:
     """Set up this process for CUDA, or activate the CPU backend if CUDA is unavailable."""
     warnings.filterwarnings("ignore", message=_NOISE)
-    # megatron-core overlaps tensor-parallel communication with GEMMs, which relies on kernels
-    # running in the order in which they were launched.
+    # megatron-core overlaps tensor-parallel communication with GEMMs. For this, kernels must run in
+    # the order in which they were launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not torch.cuda.is_available():
         cpu_backend.activate()

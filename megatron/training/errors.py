@@ -42,7 +42,7 @@ class Interrupted(BaseException):
         super().__init__(self.signal.name)
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        """Support pickling: ranks exchange their exceptions while they load a checkpoint."""
+        """Support pickling, because ranks exchange exceptions while they load a checkpoint."""
         return Interrupted, (int(self.signal),)
 
     @property

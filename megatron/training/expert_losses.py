@@ -1,4 +1,4 @@
-"""Values of the mixture-of-experts router losses for the training log.
+"""Compute the losses of mixture-of-experts routers for the training log.
 
 These losses contribute to the gradient, but are not part of the `lm loss`.
 """
@@ -19,7 +19,7 @@ from megatron.training import device
 
 @dataclass(frozen=True)
 class _Loss:
-    """A router loss, and the way in which its values are combined across ranks."""
+    """A router loss, and how its values are combined across ranks."""
 
     name: str  #: name of the loss in megatron-core's tracker
     sums_over_data: bool = False  #: whether the loss is summed over data-parallel ranks
@@ -36,7 +36,7 @@ _Z_LOSS = _Loss("z_loss", sums=False)
 
 
 def expert_losses(config: TransformerConfig) -> dict[str, float]:
-    """Return each router loss without its coefficient, averaged over layers and micro-batches.
+    """Return the mean of each router loss over layers and micro-batches, without its coefficient.
 
     Must be called on all ranks, once per iteration. The result is the same on every rank.
     """
@@ -45,7 +45,8 @@ def expert_losses(config: TransformerConfig) -> dict[str, float]:
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
     layers = config.num_layers + (config.mtp_num_layers or 0)
-    # Pipeline stages without experts also need entries: all ranks must reduce the same losses.
+    # Pipeline stages without experts also need entries in the tracker, because all ranks must
+    # reduce the same losses.
     for loss in losses:
         entry = tracker.setdefault(
             loss.name, {"values": torch.zeros(layers, device=device.current())}
@@ -54,7 +55,7 @@ def expert_losses(config: TransformerConfig) -> dict[str, float]:
     means: dict[str, torch.Tensor] = {}
     track_moe_metrics(
         loss_scale=1 / get_num_microbatches(),
-        iteration=0,  # only used by a TensorBoard writer, which is not passed
+        iteration=0,  # used only by a TensorBoard writer, and none is passed
         total_loss_dict=means,
         num_layers=config.num_layers,
         moe_layer_freq=config.moe_layer_freq,

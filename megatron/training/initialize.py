@@ -20,9 +20,10 @@ from megatron.training.printing import print_rank_0
 #: number of open files that a rank needs regardless of the number of ranks; 90 to 99 were
 #: measured with one and two ranks
 OPEN_FILES = 128
-#: number of additional open files per rank, for gloo's sockets; four ranks needed 7 more than two
+#: number of additional open files per rank, for gloo's sockets; with four ranks, a rank needed 7
+#: more files than with two
 OPEN_FILES_PER_RANK = 4
-MOST_OPEN_FILES = 1 << 16  #: maximum to which the soft limit on open files is raised
+MOST_OPEN_FILES = 1 << 16  #: maximum value to which the soft limit on open files is raised
 
 
 def initialize(args: argparse.Namespace) -> Timers:
@@ -64,7 +65,7 @@ def initialize(args: argparse.Namespace) -> Timers:
 
 
 def _check_open_files(args: argparse.Namespace) -> None:
-    """Raise the soft limit on open files if it is low, and refuse a hard limit that is too low.
+    """Raise the soft limit on open files if it is low, and check that the limit is sufficient.
 
     Without this check, gloo would fail with a traceback.
 
@@ -141,7 +142,8 @@ def _start_processes(args: argparse.Namespace) -> None:
             "WORLD_SIZE is set but MASTER_ADDR is not; start the ranks with "
             "`torchrun --nproc-per-node N pretrain_gpt.py ...`"
         )
-    # `python pretrain_gpt.py` runs one rank. It uses no port, because another run could occupy it.
+    # `python pretrain_gpt.py` runs a single rank. This rank uses no port, because another run on
+    # the same machine could already occupy the port.
     dist.init_process_group(
         args.distributed_backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout
     )

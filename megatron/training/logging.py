@@ -37,7 +37,7 @@ class TrainingProgress:
     consumed_valid_samples: int = 0
     #: number of iterations skipped since iteration 0, as in Megatron-LM's checkpoints
     skipped_iterations: int = 0
-    #: recent normal losses and gradient norms, the reference for detecting a loss spike
+    #: recent normal losses and gradient norms, with which a possible loss spike is compared
     levels: Levels = field(default_factory=dict)
 
 
@@ -53,7 +53,10 @@ class LogInterval:
     losses: dict[str, float] = field(default_factory=dict)  #: sum of each loss over the iterations
 
     def add(self, step: StepResult) -> None:
-        """Add the result of one iteration. A loss that is not finite makes the mean not finite."""
+        """Add the result of one iteration.
+
+        If a loss is not finite, the mean of this loss is not finite either.
+        """
         self.iterations += 1
         self.skipped += step.skipped
         self.nan += any(not math.isfinite(loss) for loss in step.losses.values())
@@ -114,9 +117,9 @@ def log_line(
 
 
 def event_folder_problem(args: argparse.Namespace) -> str | None:
-    """Return why this rank cannot write to `--tensorboard-dir`, or None if it can.
+    """Return why this rank cannot write to `--tensorboard-dir`, or None if there is no problem.
 
-    Return None if it can write there, or does not have to.
+    Return None also if this rank writes no event files.
     """
     if args.tensorboard_dir is None or not is_last_rank():
         return None
@@ -141,12 +144,12 @@ class TensorBoard:
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.failure: str | None = None  #: why the event files are incomplete
+        self.failure: str | None = None  #: why the event files are incomplete, or None
         self._writer: Any = None
         self._folder = args.tensorboard_dir
         self._interval = args.tensorboard_log_interval
         if args.tensorboard_dir is not None and is_last_rank():
-            from torch.utils.tensorboard import SummaryWriter  # the import takes a second
+            from torch.utils.tensorboard import SummaryWriter  # this import takes a second
 
             _silence_event_threads()
             with self._failures("the start"):
@@ -154,7 +157,7 @@ class TensorBoard:
                 self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
 
     def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
-        """Write the scalars that are not None, every `--tensorboard-log-interval` iterations."""
+        """Write the values that are not None, once per `--tensorboard-log-interval` iterations."""
         if iteration % self._interval:
             return
         self._add(iteration, {name: value for name, value in scalars.items() if value is not None})
@@ -167,7 +170,7 @@ class TensorBoard:
         """Write the queued values and close the event file."""
         if self._writer is not None:
             with self._failures("the end"):
-                self._writer.flush()  # also raises an error of the writing thread
+                self._writer.flush()  # also raises an error that occurred in the writing thread
                 self._writer.close()
 
     def _add(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -205,7 +208,7 @@ def _silence_event_threads() -> None:
 
 
 def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) -> dict[str, Any]:
-    """Return the values of one iteration by their name in TensorBoard."""
+    """Return the values of one iteration by their names in TensorBoard."""
     return {
         "learning-rate": numbers.learning_rate,
         "batch-size": get_current_global_batch_size(),
@@ -242,7 +245,7 @@ def flops_per_token(args: argparse.Namespace) -> float:
 
     The backward pass counts as two forward passes. The matmuls are the projections, Q K^T and P V
     under a causal mask (half of the attention matrix), the MLP or the experts that a token is
-    routed to, the routers, and the output layer.
+    routed to, the shared experts, the routers, and the output layer.
     """
     multiplications = args.hidden_size * args.padded_vocab_size
     for has_experts in _expert_layers(args):

@@ -119,7 +119,7 @@ class TrainingLoop:
             self._save()
 
     def _watch(self, step: StepResult) -> None:
-        """Check the iteration for a loss spike, and report it to the tensor collection."""
+        """Check whether the loss spikes, and pass the step's result to the tensor collector."""
         # If fp16 gradients overflow under loss scaling, their norm does not indicate a spike.
         grad_norm = None if step.skipped else step.grad_norm
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
@@ -153,7 +153,9 @@ class TrainingLoop:
                 self.timers.log(names, normalizer=max(interval.iterations, 1))
 
     def _check_finite(self, step: StepResult) -> None:
-        """Stop the run if a printed loss or gradient norm is not finite.
+        """Check that the losses and the gradient norm of an iteration are finite.
+
+        Skipped iterations are not checked.
 
         Raises:
             RunError: on every rank, if a loss or the gradient norm is not finite.
@@ -227,8 +229,8 @@ class TrainingLoop:
     def _export(self, *, early: bool) -> None:
         """Write the weights to `--save-hf`, unless the run stopped early and can be resumed.
 
-        Otherwise, the command that resumes the run would be refused, because the folder would not
-        be empty.
+        If the weights were written, the command that resumes the run would fail, because the folder
+        would not be empty.
         """
         if self.args.save_hf is None:
             return

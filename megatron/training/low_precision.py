@@ -1,7 +1,7 @@
 """Functions that set the matmul formats from the flags and audit the formats of the model.
 
-Flags that bypass the formats or the tensor collection are refused before the model is built. For
-the sake of other trainers, `megatron.core` also refuses such a flag where it can detect it.
+Flags that bypass the formats or the tensor collection cause an error before the model is built. For
+the sake of other trainers, `megatron.core` also raises an error where it can detect such a flag.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The entry point, which turns errors into an exit status and one line on stderr.
 
-megatron-core is imported inside the guarded block, because the import takes seconds and Ctrl-C
-must not print a traceback during that time either.
+megatron-core is imported inside the `try` block of `main`, because the import takes seconds and
+Ctrl-C must not print a traceback during that time either.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ def _leave_now(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the `with` block; later collections ignore its objects.
+    """Disable garbage collection in the `with` block; later collections do not visit its objects.
 
-    The block contains imports, which leave little garbage. They take seven seconds, more than one
-    of which would be spent on garbage collection.
+    The block contains imports, which leave little garbage and take seven seconds. Garbage
+    collection would take more than one of these seconds.
     """
     gc.disable()
     try:

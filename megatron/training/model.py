@@ -1,4 +1,4 @@
-"""Construction of the model, its optimizer and the learning rate scheduler.
+"""Build the model, its optimizer and the learning rate scheduler.
 
 The pipeline stages of this rank are wrapped for mixed precision and data parallelism.
 """
@@ -28,7 +28,7 @@ from megatron.training.printing import print_rank_0
 
 
 def check_buildable(args: argparse.Namespace) -> None:
-    """Refuse flags that the local layers of the megatron-core wheel do not support.
+    """Raise `UserError` for flags that the local layers of the megatron-core wheel do not support.
 
     Raises:
         UserError: if such a flag is given without `--transformer-impl transformer_engine`.
@@ -83,11 +83,11 @@ def _layer_spec(run: RunConfig, vp_stage: int | None):
 
 
 def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
-    """Build a pipeline stage; if megatron-core refuses it, raise a `UserError`.
+    """Build a pipeline stage, and convert megatron-core's errors to `UserError`.
 
     Raises:
-        UserError: if megatron-core refuses the configuration; its own message, which names the
-            fields of the configuration, is included.
+        UserError: if megatron-core rejects the configuration. The error includes megatron-core's
+            message, which names the fields of the configuration.
     """
     try:
         return build_stage(run, vocab_size, vp_stage)
@@ -154,8 +154,8 @@ def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
             config=run.transformer,
             ddp_config=run.ddp,
             module=chunk,
-            # The gradient reduction of every stage but the first overlaps with computation even
-            # without buckets.
+            # Even without buckets, the gradient reduction of every chunk except the first overlaps
+            # with computation.
             disable_bucketing=index > 0 or bool(run.args.overlap_param_gather_with_optimizer_step),
         )
         for index, chunk in enumerate(chunks)

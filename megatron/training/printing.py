@@ -27,7 +27,7 @@ class Log:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text. After the first error, text is discarded."""
+        """Write text to stdout; after the first error, discard it."""
         try:
             return self._stream.write(text)
         except OSError as error:

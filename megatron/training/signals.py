@@ -4,10 +4,10 @@ torchrun passes the signal to all ranks, so the ranks need no communication to s
 waits in a collective operation, its Python signal handler cannot run. The handler runs as soon as
 the collective fails because the other ranks have exited, and then this rank stops as well.
 
-The handler raises `Interrupted`; if a tensor is being collected, the exception is delayed until
-that step is complete. An exception may be lost in Python code that is called from C++ (autograd,
-destructors). The signal is therefore also recorded, and the training loop checks for it in every
-micro-batch.
+The handler raises `Interrupted`. While the tensor collector copies a tensor or waits for its
+writer, the exception is delayed until that step is complete. An exception may be lost in Python
+code that is called from C++ (autograd, destructors). The signal is therefore also recorded, and the
+training loop checks for it in every micro-batch.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from megatron.collection.deferred_signals import signals_deferred
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: duration in seconds during which further signals are ignored, because torchrun and the program
-#: that started it may both pass on the same signal
+#: duration in seconds during which further signals are ignored; torchrun and the program that
+#: started torchrun may both pass on the same signal
 _SAME_SIGNAL_SECONDS = 3.0
 _received: int | None = None  #: number of the first signal received; None if there was none
 
@@ -49,7 +49,7 @@ def interruptible() -> Iterator[None]:
     def handle(number: int, frame) -> None:
         nonlocal received_at
         global _received
-        if os.getpid() != owner:  # this is a worker process, which inherited the handler
+        if os.getpid() != owner:  # this process is a worker, which inherited the handler
             os._exit(128 + number)
         if _received is None:
             _received, received_at = number, time.monotonic()

@@ -1,1 +1,1 @@
-"""The command line of `pretrain_gpt.py`: its flags, their defaults, and the checks of values."""
+"""The command line of `pretrain_gpt.py`: its flags, their defaults and their checks."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, Union
 
 import torch
 
-#: fields that have no flag, with the reason
+#: configuration fields that have no generated flag, each with the reason
 EXCLUDED: dict[str, str] = {
     "params_dtype": "follows from --bf16 and --fp16",
     "pipeline_dtype": "follows from --bf16 and --fp16",
@@ -35,7 +35,7 @@ EXCLUDED: dict[str, str] = {
 }
 
 
-#: fields that have the same name as a flag of this program but a different meaning
+#: configuration fields that share their name with a flag of this program but differ in meaning
 ANOTHER_MEANING = ("quant_recipe",)
 
 
@@ -45,10 +45,10 @@ class Spelling:
 
     flag: str
     field: str  #: name of the field that the flag sets
-    value: Any = None  #: value to which the flag sets the field; None if the flag takes a value
+    value: Any = None  #: value that the flag assigns; None if the user writes it after the flag
 
 
-#: flags of Megatron-LM whose name differs from the name of the field
+#: flags of Megatron-LM that are not named after the field that they set
 HISTORICAL = (
     Spelling("--num-experts", "num_moe_experts"),
     Spelling("--no-bias-gelu-fusion", "bias_activation_fusion", False),
@@ -65,18 +65,19 @@ HISTORICAL = (
     Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
     Spelling("--no-initialization", "perform_initialization", False),
 )
-#: defaults of Megatron-LM that replace the default of the dataclass field; the dataclass sets
-#: q_lora_rank to 512, which would always compress the queries
+#: Megatron-LM's defaults, which replace those of the dataclass fields. The dataclass sets
+#: q_lora_rank to 512, so that the queries would always be compressed.
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}
-#: text to append to megatron-core's description of a field in `--help`
+#: text that `--help` adds to megatron-core's description of a field
 ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Parse an integer, or an expression of lists, `+` and `*` such as `([0]*1+[1]*26)`.
+    """Parse an integer, or a list expression such as `([0]*1+[1]*26)`.
 
-    Megatron-LM evaluates the string as Python code. This function only parses it.
+    A list expression consists of lists of integers, `+` and `*`. Megatron-LM evaluates the string
+    as Python code; this function does not.
 
     Raises:
         argparse.ArgumentTypeError: if the string is neither an integer nor such an expression.
@@ -138,7 +139,7 @@ def _enum_member(kind: type[enum.Enum]):
 
 
 def flag_options(field_type: Any) -> dict[str, Any] | None:
-    """Return the keyword arguments of `add_argument` for a field of type `field_type`.
+    """Return `add_argument`'s keyword arguments for the flag of a field of type `field_type`.
 
     Return None if values of the type cannot be given on a command line (callables, objects).
     """
@@ -173,7 +174,7 @@ def flag_options(field_type: Any) -> dict[str, Any] | None:
 
 
 def default_of(field: Field) -> Any:
-    """Return the default value of a field."""
+    """Return the default of a configuration field; Megatron-LM's default takes precedence."""
     if field.name in HISTORICAL_DEFAULTS:
         return HISTORICAL_DEFAULTS[field.name]
     if field.default is not MISSING:
@@ -196,7 +197,7 @@ def flagged_fields(config: type) -> dict[str, Field]:
 def add_config_arguments(
     parser: argparse.ArgumentParser, config: type, title: str, *, documents: bool
 ) -> None:
-    """Add a group with one flag for each field of `config` that does not have a flag yet.
+    """Add an argument group with one flag for each field of `config` that has no flag yet.
 
     Args:
         parser: parser to which the flags are added.
@@ -248,7 +249,7 @@ def _add_spelling(group, spelling: Spelling, parser, options: dict | None = None
 
 
 def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the keyword arguments for the constructor of `config`, from the flags.
+    """Return the values of the flags as keyword arguments for the constructor of `config`.
 
     Fields whose flag is None are omitted, so that the default of the dataclass applies.
     """
@@ -262,9 +263,9 @@ def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def fill_defaults(args: argparse.Namespace, configs: list[type]) -> None:
-    """Set each flag that is still None to the default of its field.
+    """Set each flag that is still None to the default of its configuration field.
 
-    If several classes have the field, the first one takes precedence.
+    If several classes have the same field, the first class takes precedence.
     """
     for config in configs:
         for name, field in flagged_fields(config).items():
@@ -283,7 +284,10 @@ def _shown(value: Any) -> str:
 
 
 def _field_documents(config: type) -> dict[str, str]:
-    """Return the first sentence of each field's docstring, read from the source of the classes."""
+    """Return the first sentence of the docstring of each field, by field name.
+
+    The docstrings are read from the source code of `config` and its base classes.
+    """
     documents: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body

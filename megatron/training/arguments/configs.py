@@ -1,4 +1,4 @@
-"""Construction of megatron-core's configuration objects from the command line."""
+"""Build megatron-core's configuration objects from the command line."""
 
 import argparse
 
@@ -20,11 +20,11 @@ def params_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _checked(config: type, kwargs: dict):
-    """Build a configuration object; if megatron-core refuses it, raise a `UserError`.
+    """Build a configuration object, and convert megatron-core's errors to `UserError`.
 
     Raises:
-        UserError: if megatron-core refuses the values. Its own message is included; a field
-            `hidden_size` in it corresponds to the flag `--hidden-size`.
+        UserError: if megatron-core rejects the values. The error includes megatron-core's message;
+            a field `hidden_size` in the message corresponds to the flag `--hidden-size`.
     """
     try:
         return config(**kwargs)
@@ -43,7 +43,7 @@ def _checked(config: type, kwargs: dict):
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """Return megatron-core's configuration of the model."""
+    """Return megatron-core's configuration object for the model."""
     config = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     kwargs = config_kwargs(args, config)
     if args.multi_latent_attention:
@@ -65,7 +65,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """Return megatron-core's configuration of the optimizer."""
+    """Return megatron-core's configuration object for the optimizer."""
     return _checked(
         OptimizerConfig,
         config_kwargs(args, OptimizerConfig) | {"params_dtype": params_dtype(args)},
@@ -73,7 +73,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 
 
 def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """Return megatron-core's configuration of data parallelism and gradient reduction."""
+    """Return megatron-core's configuration object for data parallelism and gradient reduction."""
     return _checked(
         DistributedDataParallelConfig, config_kwargs(args, DistributedDataParallelConfig)
     )

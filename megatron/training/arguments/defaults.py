@@ -14,7 +14,7 @@ import torch
 
 from megatron.training.errors import UserError
 
-#: defaults of the megatron-core fields that are read before the configuration objects are built
+#: defaults of the flags that are read before megatron-core's configuration objects are built
 _BASICS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -42,7 +42,7 @@ def installed(module: str) -> bool:
 
 
 def derive(args: argparse.Namespace) -> list[str]:
-    """Set the flags that were not given, and return notes for the log about changed flags."""
+    """Set the flags that were not given, and return log messages about changed flags."""
     for name, value in _BASICS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -81,11 +81,11 @@ def _derive_ranks(args: argparse.Namespace, notes: list[str]) -> None:
 
 
 def _derive_p2p(args: argparse.Namespace) -> None:
-    """Set the flags of pipeline communication.
+    """Set the flags that control the communication between pipeline stages.
 
     As in Megatron-LM, the interleaved schedule overlaps messages with computation by default. With
-    two pipeline ranks, this is the only correct choice: the previous and the next rank are the
-    same, and batched messages to it are matched by their order, so that activations would be
+    two pipeline ranks, this is the only correct choice, because the previous and the next rank are
+    the same. Batched messages to this rank are matched by their order, so that activations would be
     received as gradients.
     """
     interleaved = args.virtual_pipeline_model_parallel_size is not None
@@ -109,7 +109,7 @@ def _derive_p2p(args: argparse.Namespace) -> None:
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
-    """Return the number of stages per rank in the interleaved schedule.
+    """Return the number of virtual stages per pipeline rank in the interleaved schedule.
 
     Return None if the schedule is not interleaved.
     """
@@ -145,7 +145,7 @@ def _derive_model(args: argparse.Namespace) -> None:
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if args.group_query_attention and args.num_query_groups is None:
-        args.num_query_groups = 1  # the default of --num-query-groups in Megatron-LM
+        args.num_query_groups = 1  # Megatron-LM's default of --num-query-groups
     _default(args, "max_position_embeddings", args.seq_length)
     _default(args, "create_attention_mask_in_dataloader", args.reset_attention_mask)
     if args.split is None and args.data_path is not None:
@@ -162,9 +162,13 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 
 def _derive_fusions(args: argparse.Namespace) -> None:
-    """Enable fused functions on CUDA devices, and refuse fusions whose package is missing.
+    """Set the defaults of the bias fusions, and check that other fusions' packages are installed.
 
-    On the CPU, fused functions bring no speedup and take time to compile.
+    The bias fusions are enabled on CUDA devices. On the CPU, fused functions bring no speedup and
+    take time to compile.
+
+    Raises:
+        UserError: if a fusion is requested whose package is not installed.
     """
     cuda = torch.cuda.is_available()
     _default(args, "bias_dropout_fusion", cuda)

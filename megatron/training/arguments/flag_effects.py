@@ -1,11 +1,12 @@
-"""Checks that refuse flags without effect, because silently ignoring a flag is misleading.
+"""Report flags without effect as errors, because silently ignoring a flag is misleading.
 
-`UNREAD` lists the flags that are not read by any code that this program uses, with the reason.
+`UNREAD` lists the flags that are not read by any code that this program uses, with the reason. The
+local layers are megatron-core's layers without Transformer Engine (`--transformer-impl local`).
 `NEEDS` lists the flags that have an effect only together with another flag. A flag that disables
 something, or that is set to its default value, is always accepted, because the run then does what
 the flag requests.
 
-All other flags are read by some code; tests/data/option_readers.txt lists where.
+All other flags are read by some code, which tests/data/option_readers.txt lists.
 """
 
 import argparse
@@ -28,8 +29,8 @@ _FSDP = "this trainer wraps the model for plain data parallelism, not with FSDP"
 _MUON = "the optimizers here are adam and sgd"
 _MAMBA = "it is for models with Mamba layers"
 
-#: pairs of a reason and the names of the flags that, for this reason, neither the local layers nor
-#: this trainer read
+#: pairs of a reason and flag names; for this reason, neither the local layers nor this trainer read
+#: these flags
 _UNREAD_BY_REASON = (
     (
         _TE,
@@ -94,7 +95,7 @@ _UNREAD_BY_REASON = (
     ),
 )
 
-#: reason why a flag is not read, by the name of the flag
+#: reason why each flag is not read, by the name of the flag
 UNREAD: dict[str, str] = {
     name: why for why, names in _UNREAD_BY_REASON for name in names.split()
 } | {
@@ -124,9 +125,9 @@ CUDA_ONLY = _names("""
 class Need:
     """A condition without which some flags have no effect."""
 
-    what: str  #: description of the condition for the error message, usually a flag
-    met: Callable[[argparse.Namespace], object]  #: function that checks the condition
-    flags: frozenset[str]  #: names of the flags that need the condition
+    what: str  #: text that describes the condition in the error message, usually a flag
+    met: Callable[[argparse.Namespace], object]  #: function that tests the condition
+    flags: frozenset[str]  #: names of the flags that have an effect only under this condition
 
 
 def _need(what: str, met: Callable[[argparse.Namespace], object], flags: str) -> Need:
@@ -304,7 +305,7 @@ NEEDS = (
 def check_effects(
     args: argparse.Namespace, given: set[str], default_of: Callable[[str], object]
 ) -> None:
-    """Refuse a flag on the command line that would have no effect.
+    """Check that every flag on the command line has an effect.
 
     Args:
         args: all flags, including those set by a Hugging Face checkpoint.

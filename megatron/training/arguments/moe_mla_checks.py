@@ -1,6 +1,6 @@
-"""Checks of the flags for mixtures of experts and multi-latent attention.
+"""Check the flags for mixtures of experts and multi-latent attention.
 
-The checks refuse models that cannot be built here and flags that would be ignored.
+A model that cannot be built here, or a flag that would be ignored, causes an error.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import argparse
 from megatron.training.arguments.defaults import installed
 from megatron.training.errors import UserError
 
-#: name of the package that a flag requires, by the name of the flag
+#: name of the package that each flag requires, by the name of the flag
 _PACKAGES = {
     "moe_permute_fusion": "transformer_engine",
     "moe_router_fusion": "transformer_engine",
@@ -17,7 +17,7 @@ _PACKAGES = {
 }
 #: load balancing types that megatron-core's router supports
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-#: flags that this trainer does not read, with the reason
+#: flags that this trainer does not read, each with the reason
 _UNREAD = {
     "cache_mla_latents": "it is for inference",
     "qk_clip": "the optimizers here do not clip the weights of queries and keys",
@@ -25,7 +25,7 @@ _UNREAD = {
 
 
 def check_experts(args: argparse.Namespace) -> None:
-    """Refuse a mixture of experts that cannot be built or would not train as requested.
+    """Check that a mixture of experts can be built and trained as the flags request.
 
     Raises:
         UserError: if a flag is invalid or needs another flag or package.
@@ -82,7 +82,7 @@ def _check_expert_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_balancing(args: argparse.Namespace) -> None:
-    """Refuse an unknown load balancing type, which megatron-core would ignore."""
+    """Raise `UserError` for an unknown load balancing type, which megatron-core would ignore."""
     kinds = args.moe_router_load_balancing_type or []
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in BALANCING:
@@ -93,10 +93,12 @@ def _check_balancing(args: argparse.Namespace) -> None:
 
 
 def check_mla(args: argparse.Namespace) -> None:
-    """Refuse flags that the local layers ignore or that contradict multi-latent attention.
+    """Check that no flag is given that the local layers ignore or multi-latent attention forbids.
+
+    The local layers are megatron-core's layers without Transformer Engine.
 
     Raises:
-        UserError: if a flag is refused.
+        UserError: if there is such a flag; the message names the flag and the reason.
     """
     if args.transformer_impl != "local":
         return

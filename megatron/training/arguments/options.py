@@ -1,8 +1,8 @@
 """Declarations of the flags that are not fields of megatron-core's configurations.
 
-There is one dataclass per group of `--help`, with one field per flag. Names and defaults are the
-same as in Megatron-LM unless the help text says otherwise. The flags of the tensor collection are
-in `megatron.collection.flags`.
+There is one dataclass per group of `--help`, with one field per flag. The docstring of a dataclass
+is the title of its group in `--help`. Names and defaults are the same as in Megatron-LM unless the
+help text says otherwise. The flags of the tensor collection are in `megatron.collection.flags`.
 """
 
 # ruff: noqa: RUF009  (`option` returns a dataclass field)
@@ -374,4 +374,4 @@ GROUPS = (
     LoggingOptions,
     QuantizationOptions,
     CollectionOptions,
-)  #: option groups in the order of `--help`
+)  #: all classes of this module, in the order in which `--help` lists their groups

@@ -1,4 +1,4 @@
-"""Checks that the parallel sizes divide the ranks and the model evenly."""
+"""Check that the parallel sizes divide the ranks and the model evenly."""
 
 import argparse
 
@@ -6,10 +6,10 @@ from megatron.training.errors import UserError
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Refuse parallel sizes that do not divide the ranks or the model evenly.
+    """Check that the parallel sizes divide the ranks and the model evenly.
 
     Raises:
-        UserError: if the parallel sizes are refused; the message names the flags.
+        UserError: if they do not; the message names the flags.
     """
     _check_ranks(args)
     _check_widths(args)
@@ -50,10 +50,12 @@ def _check_ranks(args: argparse.Namespace) -> None:
 
 
 def _check_widths(args: argparse.Namespace) -> None:
-    """Check the hidden sizes of MLPs and experts; megatron-core checks the sizes of attention.
+    """Check that tensor parallelism divides the hidden sizes of MLPs and experts evenly.
+
+    megatron-core itself checks the sizes of attention.
 
     Raises:
-        UserError: if tensor parallelism cannot divide a size evenly.
+        UserError: if a size cannot be divided evenly.
     """
     tp = args.tensor_model_parallel_size
     etp = args.expert_tensor_parallel_size or tp

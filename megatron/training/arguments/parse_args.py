@@ -2,8 +2,8 @@
 
 The flags of the model, the optimizer and data parallelism are generated from megatron-core's
 configuration dataclasses (config_flags.py). All other flags are declared in options.py and in
-`megatron.collection.flags`. Missing values are derived in defaults.py, and contradictory values
-are refused in validation.py.
+`megatron.collection.flags`. Missing values are derived in defaults.py, and validation.py reports
+contradictory values as errors.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from megatron.training.arguments.validation import RunConfig, complete
 from megatron.training.errors import UserError
 from megatron.training.hf import flags as hf
 
-#: title of the group of flags that is generated from each class; if two classes have the same
-#: field, the first class defines the flag
+#: configuration classes whose fields become flags, each with the title of its flag group; if two
+#: classes have the same field, the first class defines the flag
 CONFIGS = {
     TransformerConfig: "Transformer (generated from megatron-core's TransformerConfig)",
     MLATransformerConfig: "Multi-latent attention (generated from megatron-core's "
@@ -39,8 +39,8 @@ CONFIGS = {
     "DistributedDataParallelConfig)",
 }
 
-#: fields with a generated flag, by name; if two classes have the same field, the first class takes
-#: precedence
+#: configuration fields with a generated flag, by name; if two classes have the same field, the
+#: first class takes precedence
 _GENERATED = {
     name: field for config in reversed(CONFIGS) for name, field in flagged_fields(config).items()
 }
@@ -71,7 +71,7 @@ examples:
 
 
 def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all flags.
+    """Return the argument parser of `pretrain_gpt.py`.
 
     Args:
         documents: whether to read the help texts of generated flags from megatron-core's source,
@@ -86,7 +86,7 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         advice="`python pretrain_gpt.py --help` lists every option",
-        error_type=UserError,  # so that only one rank prints it
+        error_type=UserError,  # only one rank prints a UserError
     )
     before, after = options.GROUPS[:1], options.GROUPS[1:]
     for group in before:

@@ -1,4 +1,4 @@
-"""Derivation of missing values, and checks of all values on the command line.
+"""Derive missing values of the command line, and check all values.
 
 Each error message states what was given and how to correct it.
 """
@@ -33,7 +33,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
     notes: list[str]  #: messages for the log about flags whose values were changed or filled in
-    hf: Model | None = None  #: architecture of the checkpoint in --load-hf or --save-hf, if any
+    hf: Model | None = None  #: model in the checkpoint of --load-hf or --save-hf, if any
 
 
 def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
@@ -59,7 +59,7 @@ def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
         ddp=configs.ddp_config(args),
         notes=notes,
     )
-    # If several configurations have a field, the value of the last configuration is kept.
+    # If several configurations have the same field, the last one in this loop sets the flag.
     for config in (run.ddp, run.optimizer, run.transformer):
         for name in flagged_fields(type(config)):
             setattr(args, name, getattr(config, name))
@@ -109,7 +109,7 @@ _MINIMUMS = {
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that are below their minimum or not finite."""
+    """Raise `UserError` if a number is below its minimum or not finite."""
     for name, minimum in (_MINIMUMS | minimums(GROUPS)).items():
         value = getattr(args, name)
         if value is not None and not (value >= minimum and math.isfinite(value)):
@@ -183,7 +183,10 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_local_only(args: argparse.Namespace) -> None:
-    """Refuse flags that Transformer Engine's layers read but the local layers ignore."""
+    """Raise `UserError` for flags that only Transformer Engine's layers read.
+
+    megatron-core's local layers ignore these flags.
+    """
     for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
         if value:
             raise UserError(

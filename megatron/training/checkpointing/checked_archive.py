@@ -1,10 +1,10 @@
-"""Checks of untrusted `torch.save` archives before torch opens them.
+"""Check untrusted `torch.save` archives before torch opens them.
 
-With `weights_only=True`, torch runs no code from the file, but it trusts the sizes in it. It
-allocates a compressed member, a storage or a bytearray of a terabyte, and accepts a tensor with a
-million rows that stores a single number. The archive must therefore be uncompressed, its pickle may
-name only classes and functions that checkpoints need, and the file must contain the bytes of every
-tensor.
+With `weights_only=True`, torch runs no code from the file, but it trusts the sizes in the file. For
+example, torch allocates a terabyte if a compressed member, a storage or a bytearray claims this
+size. It also accepts a tensor with a million rows that stores a single number. The archive must
+therefore be uncompressed, its pickle may name only classes and functions that checkpoints need, and
+the file must contain the bytes of every tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from megatron.training.checkpointing import plain_pickle
 from megatron.training.checkpointing.plain_pickle import Global, Record, UnsafePickleError
 
-#: maximum size in bytes of the pickle in an archive, which does not include the tensors' values
+#: maximum size of an archive's pickle, in bytes; the tensors' values are stored outside the pickle
 PICKLE_LIMIT = 1 << 26
 _REBUILD = "torch._utils._rebuild_tensor_v2"
-#: size of an element in bytes, by the name of the storage class
+#: size of one element in bytes, by the name of torch's storage class
 _STORAGES = {
     "torch.DoubleStorage": 8,
     "torch.FloatStorage": 4,
@@ -38,7 +38,7 @@ _STORAGES = {
     "torch.ByteStorage": 1,
     "torch.BoolStorage": 1,
 }
-#: names of the function that rebuilds an array, in NumPy 2 and in NumPy 1
+#: names of the function that rebuilds an unpickled array, in NumPy 2 and in NumPy 1
 _ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _PLAIN = {
     _REBUILD,
@@ -73,7 +73,7 @@ def load(content: bytes) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except torch.OutOfMemoryError:
         raise
-    except pickle.UnpicklingError:  # do not repeat torch's advice to disable weights_only
+    except pickle.UnpicklingError:  # torch's own message advises disabling weights_only
         raise ValueError("its pickle is not as torch.save writes it") from None
     except Exception as error:  # a damaged archive can raise almost any exception
         why = str(error).partition("\n")[0] or type(error).__name__
@@ -81,7 +81,7 @@ def load(content: bytes) -> Any:
 
 
 def check(stream: IO[bytes]) -> None:
-    """Refuse an archive that is not safe for torch to open.
+    """Check that an archive is safe for torch to open.
 
     Raises:
         ValueError: if the archive is damaged or unsafe; the message gives the reason.
@@ -105,13 +105,13 @@ def _is_known(name: str) -> bool:
 
 
 def _classes_of_dtypes() -> list[type]:
-    """Return NumPy's numeric dtype classes, which torch must be told to allow one by one."""
+    """Return NumPy's numeric dtype classes, which torch loads only if explicitly allowed."""
     codes = "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 b1"
     return [type(np.dtype(code)) for code in codes.split()]
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
-    """Return the size of each member of the archive in bytes, by name.
+    """Return the size in bytes of each member of a zip archive, by the member's name.
 
     Raises:
         ValueError: if a member is compressed or encrypted, if two members have the same name, if
@@ -133,12 +133,12 @@ def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
 
 
 def _check_objects(root: Any, storages: dict[str, int]) -> None:
-    """Check every object in a parsed pickle.
+    """Check that a parsed pickle constructs every object in the way that torch or NumPy does.
 
     An object that is referenced several times is checked once.
 
     Raises:
-        ValueError: if an object is not constructed as torch and NumPy construct it.
+        ValueError: if an object is constructed differently.
     """
     prefix = next(iter(storages), "archive/data/0").partition("/")[0]
     seen: set[int] = set()
@@ -185,10 +185,10 @@ def _check_record(record: Record) -> None:
 
 
 def _check_tensor(arguments: tuple[Any, ...], prefix: str, storages: dict[str, int]) -> None:
-    """Refuse a tensor that is larger than its storage, or whose storage is not in the file.
+    """Check that a tensor's storage is in the file and is large enough for the tensor.
 
     Raises:
-        ValueError: if the tensor is refused.
+        ValueError: if the storage is missing or too small.
     """
     try:
         storage, _, shape, stride, *_ = arguments

@@ -1,4 +1,4 @@
-"""Reader of `common.pt`, which holds the state that a checkpoint stores once for all ranks."""
+"""Read and check `common.pt`, which holds the state that a checkpoint stores once for all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron.training.checkpointing.optimizer_state import NUMERIC
 COMMON_LIMIT = (
     256 * MEBIBYTE
 )  #: maximum size of `common.pt`, in bytes; its usual size is a few kilobytes
-#: largest accepted count; float64 can represent every integer up to this value
+#: largest accepted integer; float64 can represent every integer up to this value
 _LARGEST = (1 << 53) - 1
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")
-_DEPTH = 4  #: maximum number of nested levels of lists in a setting
+_DEPTH = 4  #: maximum nesting depth of lists in a setting, and maximum length of a list of numbers
 
 
 def read_common(folder: str | Path) -> Any:
@@ -43,7 +43,7 @@ def check_common(common: Any) -> dict[str, Any]:
     """Check the types of the entries of `common.pt`, and return them unchanged.
 
     Content without `progress` was written by another program. It is returned without further
-    checks, and the caller refuses it.
+    checks, and the caller raises an error.
 
     Raises:
         ValueError: if an entry has the wrong type; the message names the entry and its value.
@@ -68,7 +68,7 @@ def check_common(common: Any) -> dict[str, Any]:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Refuse optimizer settings that are not finite numbers; the first step would fail on them.
+    """Check that the optimizer's numeric settings are finite; otherwise the first step would fail.
 
     Raises:
         ValueError: if a setting is not a finite number; the message names the setting and its
@@ -131,7 +131,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Return whether `value` is a finite number or a short list of them, such as Adam's betas."""
+    """Return whether `value` is a finite number, or a short list of such numbers (Adam's betas)."""
     if isinstance(value, (list, tuple)):
         return len(value) <= _DEPTH and all(map(_is_number, value))
     return _is_number(value)

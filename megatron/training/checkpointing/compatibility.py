@@ -1,8 +1,8 @@
-"""Description of a run in its checkpoint, and checks that a checkpoint fits the run that loads it.
+"""Describe a run in its checkpoints, and check that a checkpoint fits the run that loads it.
 
 Weights fit only a model with the same shapes, and are valid only in a model that computes the same
 function. A run that resumes with different data or another number format is no longer the same run.
-It is therefore refused unless the user explicitly requests the change.
+Such a change is therefore an error unless the user explicitly requests it.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from megatron.training.errors import RunError, UserError
 from megatron.training.hf.flags import converts, differing, flag_of
 from megatron.training.printing import print_rank_0
 
-#: flags that determine the shapes of the weights; a run can load a checkpoint only if all of them
-#: are the same
+#: flags that determine the shapes of the weights; a run can load a checkpoint only if all of these
+#: flags are the same as in the checkpoint
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -47,8 +47,9 @@ ARCHITECTURE = (
     "v_head_dim",
     "qk_layernorm",
 )
-#: flags that change what the model computes with the same weights; if they differ, a checkpoint can
-#: be loaded, but the result is a different model. `--save-hf` writes some of them to config.json.
+#: flags that change what the model computes with the same weights. If one differs, the weights of a
+#: checkpoint fit, but the model is a different one. `--save-hf` writes some of these flags to
+#: config.json.
 COMPUTATION = (
     "swiglu",
     "quick_geglu",
@@ -87,11 +88,11 @@ COMPUTATION = (
     "moe_router_group_topk",
     "moe_expert_capacity_factor",
 )
-#: flag that `--save-hf` writes to config.json; in a resumed run, its default is `--seq-length`
+#: flag that `--save-hf` writes to config.json; its default is `--seq-length`, even if a run resumes
 LONGEST = "max_position_embeddings"
 #: flags that must be the same for the optimizer's state to be loaded
 OPTIMIZER = ("use_distributed_optimizer", "optimizer")
-#: hyperparameters in the optimizer's state; the scheduler's state contains its own
+#: hyperparameters in the optimizer's state; the scheduler's state contains those of the schedule
 NUMBERS = (
     "adam_beta1",
     "adam_beta2",
@@ -112,7 +113,7 @@ LAYOUT = (
 )
 #: all flags that a checkpoint records
 RECORDED = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
-#: properties of a run that must not change when it resumes, and the flag that sets each of them
+#: properties of a run that must not change when the run resumes, each with the flag that sets it
 RUN = {
     "format": "--custom-quant-type and its like",
     "data": "--data-path",
@@ -121,7 +122,7 @@ RUN = {
     "sequence length": "--seq-length",
     "type": "--bf16, --fp16 or neither",
 }
-_HEAD = 2**16  #: number of bytes at the start of each data file that are hashed
+_HEAD = 2**16  #: number of bytes to hash at the start of each data file
 
 
 def run_description(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def run_description(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> dict[str, str]:
-    """Return the properties of this run that `RUN` lists, as strings."""
+    """Return a dict of strings with the properties of this run that `RUN` lists."""
     return {
         "format": _format(),
         "data": _data(args),
@@ -153,7 +154,7 @@ def _type(args: argparse.Namespace) -> str:
 
 
 def _format() -> str:
-    """Return the quantization type in effect; if a recipe is used, append a digest of its rules.
+    """Return the quantization type in effect, followed by a digest of the recipe if there is one.
 
     The digest does not depend on the path of the recipe file.
     """
@@ -165,7 +166,7 @@ def _format() -> str:
 
 
 def _data(args: argparse.Namespace) -> str:
-    """Describe the datasets by their names and contents, regardless of their folders."""
+    """Return a description of the data sets that depends on their names and contents only."""
     parts = []
     for split in ("", "train", "valid", "test"):
         blend = getattr(args, f"{split}_data_path" if split else "data_path")
@@ -180,7 +181,7 @@ def _data(args: argparse.Namespace) -> str:
 
 @functools.cache
 def _contents(prefix: str) -> str:
-    """Return a short digest of a pair of .idx and .bin files, from their sizes and first bytes."""
+    """Return a short digest of the sizes and first bytes of a pair of .idx and .bin files."""
     content = b""
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
@@ -194,7 +195,7 @@ def _digest(data: bytes) -> str:
 
 
 def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse a checkpoint that was written by another program or holds a different model.
+    """Check that a checkpoint was written by this program and holds the model of this run.
 
     Raises:
         UserError: if the checkpoint does not fit; the message names each difference.
@@ -230,13 +231,13 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
 
 
 def check_run(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse to resume a run if one of the properties listed in `RUN` has changed.
+    """Check that the properties listed in `RUN` have not changed since the checkpoint was written.
 
     Must be called on all ranks.
 
     Raises:
         UserError: on all ranks, if a property differs and `--allow-changed-run` is not given; the
-            message has both values.
+            message shows both values.
     """
     first_rank_does(lambda: _compare_runs(args, common["run"], folder))
 
@@ -263,7 +264,7 @@ def _compare_runs(args: argparse.Namespace, there: dict[str, str], folder: Path)
 
 
 def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse a checkpoint whose optimizer state does not fit the optimizer of this run.
+    """Check that the optimizer state in a checkpoint fits the optimizer of this run.
 
     Raises:
         UserError: if the state is missing or does not fit; the message names the difference.
@@ -299,7 +300,7 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse hyperparameters that differ from the checkpoint's, unless a flag selects which to use.
+    """Check that hyperparameters equal the checkpoint's, unless a flag selects which ones to use.
 
     Raises:
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor

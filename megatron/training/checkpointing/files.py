@@ -1,4 +1,4 @@
-"""Management of checkpoint folders and the tracker file.
+"""Manage checkpoint folders, and the tracker file that names the latest checkpoint.
 
 The functions find the checkpoint to read, and rename a new checkpoint once it is complete.
 """
@@ -30,15 +30,15 @@ INDEX = ".metadata"  #: name of the index, which maps each part of a tensor to i
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_([0-9]{7,15})")
 _TRACKER_LIMIT = 1024  #: maximum size of the tracker file, in bytes
-#: content of `metadata.json` in a checkpoint of the only format that can be read
+#: content of a checkpoint's `metadata.json`; checkpoints of other formats cannot be read
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-#: pattern for the names of checkpoint folders that were being written (.partial) or replaced (.old)
-#: when a run was killed
+#: pattern of the names of checkpoint folders that a killed run left behind: either being written
+#: (.partial) or being replaced by a new one (.old)
 _LEFTOVER = re.compile(r"iter_\d{7,}\.(partial|old)")
 
 
@@ -92,12 +92,12 @@ def iterations_in(directory: str) -> list[int]:
 
 
 def check_save_directory(args: argparse.Namespace) -> None:
-    """Refuse a `--save` folder that cannot be written or that belongs to another run.
+    """Check that the `--save` folder can be written and does not belong to another run.
 
     Must be called on all ranks, before training starts.
 
     Raises:
-        UserError: on all ranks, if the folder is refused.
+        UserError: on all ranks, if the folder cannot be used; the message gives the reason.
     """
     if args.save is None:
         return
@@ -176,7 +176,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 def write_tracker(directory: Path, iteration: int) -> None:
     """Write the tracker file, which names the latest complete checkpoint."""
     partial = directory / f"{TRACKER}.partial"
-    # If the path already existed, writing to it could follow a link or block on a FIFO.
+    # Writing to an existing path could follow a link or block on a FIFO.
     partial.unlink(missing_ok=True)
     partial.write_text(str(iteration), encoding="utf-8")
     fsync(partial)

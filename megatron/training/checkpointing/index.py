@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's index, `.metadata`, which maps each part of a tensor to its file.
+"""Read and check a checkpoint's index, `.metadata`, which maps each part of a tensor to its file.
 
 torch unpickles the index, and imports any module that it names. This module instead parses it as
 data, checks its numbers against the files, and creates only the objects that an index needs.
@@ -46,7 +46,7 @@ _KNOWN = re.compile(
 
 
 class DamagedError(ValueError):
-    """An error for a checkpoint file that cannot be used; the message names the file.
+    """Error raised for a checkpoint file that cannot be used; the message names the file.
 
     Its constructor takes a single argument, because ranks pickle this error to send it to each
     other.
@@ -147,7 +147,7 @@ def _chunk(name: str, item: Any, size: torch.Size) -> ChunkStorageMetadata:
 
 
 def _properties(name: str, item: Any) -> TensorProperties:
-    """Return a tensor's properties, of which only the dtype is set.
+    """Return the properties of a tensor, with only the dtype set.
 
     The other properties are deprecated, and torch does not read them.
     """
@@ -174,7 +174,7 @@ def _counts(number: Any) -> bool:
 
 
 def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    """Return the index key of a tensor part or an object, and the byte range that stores it."""
+    """Return a storage entry: the key of a tensor part or of an object, and its byte range."""
     named = _state(key, "metadata.MetadataIndex")
     name, offset = named.get("fqn"), named.get("offset")
     state = _state(place, "filesystem._StorageInfo")
@@ -192,10 +192,10 @@ def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
-    """Refuse files that are missing, not regular, or shorter than the index states.
+    """Check that all files exist, are regular, and are at least as long as the index states.
 
     Raises:
-        DamagedError: if a file is refused.
+        DamagedError: if a file fails the check; the message names the file and the reason.
     """
     ends: dict[str, int] = {}
     for place in index.storage_data.values():

@@ -2,7 +2,7 @@
 
 megatron-core's distributed optimizer was written for the Adam implementations of Transformer Engine
 and Apex. With Adam from torch, it needs the three corrections in this module. The module also
-restores hyperparameters from the command line that were replaced by loading.
+restores the command line's hyperparameters, which loading replaces.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Allocate the optimizer state into which a checkpoint is loaded.
 
-    This is needed because megatron-core reads the step count from the state before allocating it.
+    This is needed because megatron-core reads the step count before it allocates the state.
     """
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
@@ -30,10 +30,10 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _keep_step(part: DistributedOptimizer) -> None:
-    """Make `part` add the current step count to each parameter's tensors when it loads them.
+    """Patch `part` so that loading a parameter's tensors keeps the parameter's step count.
 
-    megatron-core expects all entries of the state, but a checkpoint stores the step count only
-    once. The loaded step count is set later.
+    megatron-core expects each parameter's state to be complete, but a checkpoint stores the step
+    count only once. The loaded step count is set later.
     """
     assign = part._set_main_param_and_optimizer_states
 
@@ -46,10 +46,10 @@ def _keep_step(part: DistributedOptimizer) -> None:
 
 
 def separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter its own step count after loading.
+    """Replace the shared step count with a separate copy for each parameter, after loading.
 
     megatron-core assigns the same tensor to all parameters. In each iteration, torch's Adam would
-    then increment it once per parameter instead of once.
+    then increment this tensor once per parameter instead of once.
     """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
@@ -64,12 +64,12 @@ NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: all numeric settings of a parame
 
 
 def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return each parameter group's settings that come from the command line."""
+    """Return, for each parameter group, the numeric settings that come from the command line."""
     return [{k: group[k] for k in _NUMBERS if k in group} for group in optimizer.param_groups]
 
 
 def set_numbers(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
-    """Restore each parameter group's command-line settings, which loading has replaced.
+    """Restore the settings that `numbers` returned before loading a checkpoint replaced them.
 
     Loading does not change the order of the groups.
     """

@@ -37,7 +37,7 @@ class Record:
     state: Any = None  #: value that `pickle.load` would pass to `__setstate__`
 
 
-PERSISTENT = "persistent"  #: `kind` of a record that represents data outside the pickle
+PERSISTENT = "persistent"  #: `kind` of a `Record` that represents data stored outside the pickle
 _KEYS = (str, int, float, type(None), Record)
 _DATA = (
     "PROTO",
@@ -103,7 +103,7 @@ def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """A table of the accepted pickle operations, by opcode."""
+    """A table of the functions that execute the accepted pickle operations, by opcode."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
         raise UnsafePickleError(f"it has the operation 0x{code:02x}, which no checkpoint has")
@@ -129,7 +129,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         return Record(PERSISTENT, identifier if type(identifier) is tuple else (identifier,))
 
     def reduce(self) -> None:
-        """Represent a function call or the creation of an object as a record."""
+        """Replace a function call, or the creation of an object, by a `Record` on the stack."""
         arguments = self.stack.pop()
         function = self.stack[-1]
         if type(function) is not Global or type(arguments) is not tuple:
@@ -137,7 +137,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         self.stack[-1] = Record(function.name, arguments)
 
     def build(self) -> None:
-        """Store the state of an object in the record that represents it."""
+        """Store the state of an object in the `Record` that represents the object."""
         state = self.stack.pop()
         record = self.stack[-1]
         if type(record) is not Record:
@@ -158,7 +158,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
     def _add(self, items: list[Any]) -> None:
         """Add keys and values to the dictionary on the stack.
 
-        Tuples are refused as keys, because computing the hash of nested tuples can take forever.
+        A tuple as a key is an error, because computing the hash of nested tuples can take forever.
         """
         target = self.stack[-1]
         if type(target) is Record:  # for example an OrderedDict, whose items are not needed

@@ -36,7 +36,7 @@ from megatron.training.checkpointing.index import DamagedError, read_index
 
 
 class CommonStrategy(TorchCommonLoadStrategy):
-    """A strategy for megatron-core that reads `common.pt` with `read_common`."""
+    """A load strategy for megatron-core that reads `common.pt` safely, with `read_common`."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         """Return the content of `common.pt`."""
@@ -79,7 +79,7 @@ class Window(io.RawIOBase):
 
 
 class Reader(CachedMetadataFileSystemReader):
-    """A subclass of megatron-core's file reader that checks each part before torch opens it."""
+    """A subclass of megatron-core's file reader that checks all data before torch opens it."""
 
     def read_metadata(self) -> Metadata:
         """Return the index of the checkpoint, which is read once and then cached."""
@@ -90,7 +90,7 @@ class Reader(CachedMetadataFileSystemReader):
         return self._cached_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors and objects of a plan.
+        """Read the tensors and objects that a load plan requests.
 
         Raises:
             DamagedError: if the content of a file does not match the index; the message names the
@@ -116,7 +116,7 @@ class Reader(CachedMetadataFileSystemReader):
 
 
 class Planner(wheel.MCoreLoadPlanner):
-    """A subclass of megatron-core's planner that checks every object before unpickling it."""
+    """A subclass of megatron-core's load planner that checks each object before unpickling it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle an object safely and store it in the state dictionary.
@@ -147,7 +147,7 @@ class Planner(wheel.MCoreLoadPlanner):
 
 
 def _holds_bytes(objects: list[Any]) -> bool:
-    """Return whether an extra state is not empty; Transformer Engine would unpickle its content.
+    """Return whether a layer's extra state contains data, which Transformer Engine would unpickle.
 
     Without FP8, the extra state is empty.
     """

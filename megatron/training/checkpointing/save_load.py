@@ -59,7 +59,7 @@ from megatron.training.printing import print_rank_0
 from megatron.training.train_step import TrainingState
 
 VERSION = 3.0  #: version number of this checkpoint layout in Megatron-LM
-#: strings in the messages of the errors that `torch.save` raises if the disk is full
+#: strings that occur in the error messages of `torch.save` if the disk is full
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
 _LONGEST = 500  #: maximum number of characters to show of an error message from a library
 
@@ -112,7 +112,7 @@ def _write_errors(final: Path) -> Iterator[None]:
     """Raise a `RunError` if writing a checkpoint fails in the `with` block.
 
     Raises:
-        RunError: if the block raises an error of the file system, of `torch.save` or of the
+        RunError: if the `with` block raises an error of the file system, of `torch.save` or of the
             checkpoint library.
     """
     try:
@@ -133,7 +133,8 @@ def _read_errors(folder: Path) -> Iterator[None]:
     A damaged file can raise almost any exception in the libraries that read it.
 
     Raises:
-        UserError: if the block raises an error other than an interruption or a lack of GPU memory.
+        UserError: if the `with` block raises an error other than an interruption or a lack of GPU
+            memory.
     """
     try:
         yield
@@ -156,7 +157,9 @@ def _pass_interruption(error: BaseException) -> None:
 
 
 def _read_index(folder: Path) -> None:
-    """Check the index before torch reads it, because torch prints a traceback per rank on errors.
+    """Check a checkpoint's index before torch reads it.
+
+    If the index is damaged, torch prints one traceback per rank.
 
     Raises:
         UserError: if the index or a file that it names cannot be used.
@@ -250,7 +253,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
-    """Read the state that is the same on every rank, check its types, and return it."""
+    """Return the content of `common.pt`, which all ranks share, after checking its types."""
     common = read_common(folder)
     with _named(folder / COMMON):
         return check_common(common)
@@ -292,7 +295,8 @@ def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         ) from error
-    # `load_state_dict` applies the schedule before it reads the weight decay, so apply it again.
+    # `load_state_dict` applies the schedule before it reads the weight decay. `step(0)` applies the
+    # schedule again.
     trained.scheduler.step(0)
 
 
@@ -309,7 +313,7 @@ def _model_state(trained: TrainingState) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    """Return the settings of megatron-core's checkpoint layout.
+    """Return the settings that select megatron-core's checkpoint layout.
 
     All state is stored by global position, so that it can be loaded with other parallel sizes.
     """

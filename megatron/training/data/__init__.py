@@ -1,1 +1,1 @@
-"""Data sets, tokenizers, and the batches that training reads from them."""
+"""Data sets, tokenizers and training batches."""

@@ -19,7 +19,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> dict:
-    """Return the batch of the first tensor-parallel rank, which broadcasts it to its group.
+    """Broadcast the batch of the first tensor-parallel rank to its group, and return the batch.
 
     All [b, s] fields are sent in one message.
     """
@@ -82,7 +82,7 @@ def loss_func(
 
 
 def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
-    """Return this rank's token count divided by the mean count of its context-parallel group.
+    """Return this rank's token count divided by the mean count in its context-parallel group.
 
     megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks.
     Without this weight, a rank with few unmasked tokens would count as much as one with many.
@@ -96,7 +96,7 @@ def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def forward_step(batches: MicroBatches, model: torch.nn.Module, *, args: argparse.Namespace):
-    """Run the model on the next micro-batch; return its output and the function for its loss.
+    """Run the model on the next micro-batch, and return the output and the loss function.
 
     megatron-core's pipeline schedules call this function on each stage.
     """

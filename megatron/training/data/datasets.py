@@ -62,7 +62,7 @@ def split_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check every index against its token file. Must be called on all ranks.
+    """Check every `.idx` file against its `.bin` file. Must be called on all ranks.
 
     Only the first process of each machine reads the files.
 
@@ -74,7 +74,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def _problem(check: Callable[..., None], *arguments: object) -> str | None:
-    """Run `check` on the first process of this machine; return its error message, or None."""
+    """Run `check` on the first process of this machine, and return its error message or None."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             check(*arguments)
@@ -135,7 +135,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
 
 
 def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
-    """Yield (split index, prefix, share) for each prefix of each split.
+    """Yield (split index, prefix, share) for each data prefix of each split.
 
     `share` holds the first and last document as fractions of the prefix's documents, or is None if
     the split takes no documents.
@@ -148,9 +148,9 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 
 
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
-    """Return a copy of `wanted` without an empty test split; refuse any other empty split.
+    """Return a copy of `wanted` (one bool per split) that is False for an empty test split.
 
-    megatron-core would loop forever on an empty split.
+    Any other empty split is an error. megatron-core would loop forever on an empty split.
 
     Raises:
         UserError: if a prefix has no tokens in a training or validation split that the run needs.
@@ -219,7 +219,7 @@ def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
 
 
 class MicroBatches:
-    """Iterator over the micro-batches of one pipeline stage.
+    """Iterator over the micro-batches that one pipeline stage of this rank processes.
 
     Each item is a pair: the index of the micro-batch's first sample, and the batch. The batch is
     None on a rank that reads no data.
@@ -236,7 +236,7 @@ class MicroBatches:
                     batch_sampler=sampler,
                     num_workers=args.num_workers,
                     pin_memory=torch.cuda.is_available(),
-                    generator=torch.Generator(),  # the default advances the run's random state
+                    generator=torch.Generator(),  # unlike the default, keeps the run's random state
                 )
             )
 
@@ -253,7 +253,7 @@ class MicroBatches:
         return indices[0], None if self._batches is None else self._checked(next(self._batches))
 
     def _checked(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `batch` if all of its token ids are in the vocabulary, or else raise an error.
+        """Check that all token ids of `batch` are in the vocabulary, and return `batch`.
 
         On a GPU, an id outside the vocabulary would trigger a device-side assert in the embedding.
 
@@ -279,13 +279,13 @@ class MicroBatches:
 def micro_batches(
     args: argparse.Namespace, dataset, *, total: int, consumed: int
 ) -> list[MicroBatches]:
-    """Return an independent iterator over the micro-batches for each model chunk of this rank.
+    """Return one independent iterator over the micro-batches per model chunk of this rank.
 
     Must be called on all ranks.
 
     Args:
         args: the run's arguments.
-        dataset: the data set, or None on a rank that reads no data; the first rank always does.
+        dataset: the data set, or None on a rank that reads no data; the first rank always reads it.
         total: number of samples that the whole run takes.
         consumed: number of samples that the run has already taken.
 

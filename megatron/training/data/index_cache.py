@@ -19,17 +19,17 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training.errors import UserError
 
-DTYPES = ("int16", "int32", "uint32", "int64")  #: dtypes that megatron-core writes
+DTYPES = ("int16", "int32", "uint32", "int64")  #: dtypes of the arrays that megatron-core caches
 BLOCK = 1 << 22  #: number of samples that are checked at a time
 
 
 def check_cached_files(folder: str | None) -> None:
-    """Refuse a cache folder that holds a link, a special file, or a damaged `.npy` file.
+    """Check that a cache folder contains no links, special files or damaged `.npy` files.
 
     Every `.npy` file must be a complete array of integers.
 
     Raises:
-        UserError: if the folder is refused; the message names the file and the remedy.
+        UserError: if it contains such a file; the message names the file and the remedy.
     """
     if folder is None or not os.path.lexists(folder):
         return
@@ -51,7 +51,11 @@ def _advice(folder: str) -> str:
 
 
 def _check_array(path: Path) -> None:
-    """Refuse a file that is not a complete array of integers, without unpickling anything."""
+    """Check that a file is a complete array of integers, without unpickling anything.
+
+    Raises:
+        UnusableFileError: if it is not; the message gives the reason.
+    """
     with open_regular(path) as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -71,7 +75,7 @@ def _check_array(path: Path) -> None:
 
 
 def check_samples(dataset: Any, folder: str | None) -> None:
-    """Refuse sample indices that do not match the data, whether they were loaded or just built.
+    """Check that sample indices match the data, whether they were loaded or just built.
 
     Every index is read once, which takes about 0.5 s for 10 million documents.
 
@@ -105,7 +109,7 @@ def _check_blend(blend: Any) -> None:
 
 
 def _check_documents(dataset: Any) -> None:
-    """Check that all documents of the split occur equally often."""
+    """Check that the document index contains all documents of the split equally often."""
     documents, split = dataset.document_index, dataset.indices
     first, last = int(split.min()), int(split.max())
     if documents.ndim != 1 or not len(documents) or len(documents) % len(split):
@@ -118,7 +122,7 @@ def _check_documents(dataset: Any) -> None:
 
 
 def _check_places(dataset: Any) -> None:
-    """Check that sample i begins at token i * sequence_length."""
+    """Check that the sample index places sample i at token i * sequence_length."""
     places = dataset.sample_index
     if places.ndim != 2 or places.shape[1] != 2 or len(places) < 2:
         raise _damaged(dataset, "sample_index", "not a pair of numbers per sample")
@@ -139,7 +143,7 @@ def _check_places(dataset: Any) -> None:
 
 
 def _check_shuffle(dataset: Any) -> None:
-    """Check that every sample occurs exactly once in the shuffled order."""
+    """Check that the shuffle index contains every sample exactly once."""
     order, samples = dataset.shuffle_index, len(dataset.sample_index) - 1
     seen = np.zeros(samples, dtype=bool)
     inside = order.ndim == 1 and len(order) == samples

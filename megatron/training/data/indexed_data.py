@@ -22,7 +22,7 @@ from megatron.bounded_files import UnusableFileError, check_regular, open_regula
 from megatron.training.errors import UserError
 
 MARK = b"MMIDIDX\x00\x00"  #: first bytes of every megatron-core index
-#: fields: mark, version, dtype code, number of sequences, number of document bounds
+#: fields of the header: mark, version, dtype code, number of sequences, number of document bounds
 HEADER = struct.Struct("<9sQBQQ")
 #: Integer dtypes by megatron-core's dtype code; 6 and 7 are floats, which cannot be token ids.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -34,7 +34,7 @@ ADVICE = "make the data again with script/data/preprocess.py, or get the files a
 
 @dataclass(frozen=True)
 class Index:
-    """The header of an index and the size of its token file."""
+    """The header of an index, and the sizes of the `.idx` and `.bin` files."""
 
     prefix: str
     dtype: np.dtype  #: dtype of the token ids
@@ -54,7 +54,7 @@ class Index:
         return self.bin_size // self.dtype.itemsize
 
     def problems(self, *, allow_empty: bool = False) -> list[str]:
-        """Read the index once and return the problems that it shows, in the order of the file.
+        """Read the whole index once, and return its errors in the order of the file.
 
         With `allow_empty`, sequences without tokens and documents without sequences are accepted.
         They do not harm training, but script/data/preprocess.py never writes them.
@@ -120,7 +120,7 @@ class Index:
 
 
 def read_header(prefix: str) -> Index:
-    """Read the header of an index and the sizes of both files.
+    """Return the header of an index, and the sizes of the `.idx` and `.bin` files.
 
     Raises:
         FileNotFoundError: if one of the two files is missing.
@@ -151,12 +151,12 @@ def read_header(prefix: str) -> Index:
 
 
 def check_header(prefix: str) -> Index:
-    """Return the header of an index, and refuse a pair with a wrong header or index size.
+    """Return the header of an index after checking the header and the size of the index.
 
-    Both files must exist. The check takes one small read.
+    Both files of the pair must exist. The check takes one small read.
 
     Raises:
-        UserError: if the pair is wrong; the message names the file and the remedy.
+        UserError: if the check fails; the message names the file and the remedy.
     """
     try:
         index = read_header(prefix)
@@ -168,7 +168,7 @@ def check_header(prefix: str) -> Index:
 
 
 def check_index(prefix: str) -> None:
-    """Read the whole index of a pair and refuse an index with any error.
+    """Check the whole index of a `.bin/.idx` pair for errors.
 
     Raises:
         UserError: if the index is wrong; the message names the file, the first error and the

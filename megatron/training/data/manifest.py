@@ -109,7 +109,7 @@ def _checked(value: dict[str, Any], kinds: dict[str, tuple[type, ...]], what: st
     """Return a copy of `value` after checking that it has exactly the fields and types of `kinds`.
 
     Raises:
-        ValueError: if a field is missing, unknown or of a wrong type; the message names it.
+        ValueError: if a field is missing, unknown or of a wrong type; the message names the field.
     """
     if odd := sorted(value.keys() ^ kinds.keys()):
         problem = "lacks" if odd[0] in kinds else "has the unknown field"
@@ -147,9 +147,10 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def check_fits(prefix: str, tokenizer: MegatronTokenizerText) -> None:
-    """Refuse a data set that was encoded with a tokenizer other than `tokenizer`.
+    """Check that the data set at `prefix` was encoded with `tokenizer`.
 
-    The NullTokenizer accepts any data whose vocabulary is not larger than its own.
+    A data set without a manifest is not checked. The NullTokenizer accepts any data whose
+    vocabulary is not larger than its own.
 
     Raises:
         UserError: if the tokenizers differ; the message names both vocabularies.

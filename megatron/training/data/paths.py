@@ -11,7 +11,7 @@ from megatron.training.errors import UserError
 
 
 def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
-    """Return a data blend's prefixes and weights; if it has no weights, return None for them.
+    """Return (prefixes, weights) of a data blend; the weights are None if the blend has none.
 
     `0.3 a 0.7 b` has weights and `a b` has none. A blend with weights may also be one argument.
 
@@ -69,7 +69,7 @@ def _exists(path: str) -> bool:
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse a prefix if one of its two files is missing, or its index has a wrong header or size.
+    """Check that both files of a prefix exist, and that the header and size of the index are valid.
 
     Raises:
         UserError: if the check fails; the message names the file and the most likely mistake.

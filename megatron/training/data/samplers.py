@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialSampler:
-    """Sampler that yields the sample indices of each micro-batch of one data-parallel rank.
+    """Sampler that yields the sample indices of one data-parallel rank, one micro-batch at a time.
 
     Samples at the end that do not fill one micro-batch per rank are dropped.
     """

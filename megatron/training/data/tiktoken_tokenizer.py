@@ -28,11 +28,11 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 FILE_LIMIT = 256 * MEBIBYTE  #: maximum file size, in bytes; the largest vocabularies take 4 MB
 LARGEST_RANK = 1 << 24  #: exclusive upper bound of a rank; about 20 times the largest vocabulary
-LONGEST_PIECE = 400_000  #: maximum length of a piece of text, in characters
+LONGEST_PIECE = 400_000  #: maximum length of the text in one call of tiktoken, in characters
 #: Maximum number of consecutive white-space characters, or of consecutive other characters.
 LONGEST_RUN = 25_000
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
-_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # matches only at the start of a run
+_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # a match starts where a run starts
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (
@@ -57,7 +57,7 @@ class Family:
     """Properties of a tokenizer that are not stored in its tiktoken file."""
 
     name: str
-    pattern: str  #: regular expression that splits text into words; bytes are merged within a word
+    pattern: str  #: regular expression that splits text into words; no token spans two words
     special_tokens: dict[str, int]  #: ids of the special tokens by name
     eod: str
     bos: str | None = None
@@ -65,7 +65,10 @@ class Family:
 
 
 def _llama3(ranks: int) -> Family:
-    """Return Llama 3's conventions; ids from `ranks` on are the 256 special tokens of Llama 3.2."""
+    """Return the properties of Llama 3's tokenizer.
+
+    The ids from `ranks` on belong to the 256 special tokens of Llama 3.2.
+    """
     names = [f"<|reserved_special_token_{number}|>" for number in range(256)]
     known = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id"}
     known |= {6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
@@ -102,7 +105,7 @@ FAMILIES = {
 
 
 def _rank(digits: bytes) -> int:
-    """Parse the rank of a token.
+    """Return the rank of a token, parsed from its decimal digits.
 
     Raises:
         ValueError: if `digits` is not a number, or the number is not below `LARGEST_RANK`.
@@ -153,7 +156,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class TiktokenFile(MegatronTokenizerTextAbstract):
-    """Tokenizer read from a tiktoken file, with megatron-core's interface for such libraries."""
+    """Tokenizer from a tiktoken file, with megatron-core's interface for tokenizer libraries."""
 
     chat_template = None
     mask_id = cls_id = sep_id = unk_id = None

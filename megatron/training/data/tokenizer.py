@@ -105,12 +105,12 @@ def build_tokenizer(
     model_path: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> MegatronTokenizerText:
-    """Return a tokenizer of type `tokenizer_type`; if None, guess the type from `model_path`.
+    """Return a tokenizer of type `tokenizer_type`; if it is None, guess the type from `model_path`.
 
     The tokenizer provides tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod
     (None if there is no end-of-document token), and the rest of the interface that megatron-core's
-    data sets use. The argument `vocab_size` applies only to the NullTokenizer. It reads text that
-    consists of numbers, which are the token ids from 0 to vocab_size - 1; eod is vocab_size.
+    data sets use. The argument `vocab_size` applies only to the NullTokenizer. This tokenizer reads
+    text that consists of numbers: the token ids from 0 to vocab_size - 1. Its eod is vocab_size.
     """
     if tokenizer_type is None and model_path is not None:
         tokenizer_type = guess_tokenizer_type(model_path)
@@ -172,7 +172,8 @@ def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], lis
         backend = inner.tokenizer.backend_tokenizer
 
         def encode(texts: list[str]) -> list[list[int]]:
-            # tokenizer.json may enable truncation and padding; megatron-core's calls disable both.
+            # Disable truncation and padding, which tokenizer.json may enable; megatron-core's
+            # `tokenize` also disables them.
             backend.no_truncation()
             backend.no_padding()
             backend.encode_special_tokens = inner.tokenizer.split_special_tokens
@@ -186,10 +187,10 @@ def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], lis
 
 
 def _refuse_special(path: Path) -> None:
-    """Refuse a FIFO, device or socket in place of a tokenizer file.
+    """Check that no tokenizer file is a FIFO, device or socket.
 
     Raises:
-        UserError: if there is such a file; the message names it.
+        UserError: if there is such a file; the message names the file.
     """
     try:
         if path.is_dir():
@@ -207,7 +208,7 @@ def _sentencepiece(path: Path) -> MegatronTokenizerText:
         raise UserError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
     try:
         return _from_wheel("sentencepiece", file)
-    except (RuntimeError, OSError) as error:  # the type depends on sentencepiece's version
+    except (RuntimeError, OSError) as error:  # the exception depends on sentencepiece's version
         raise UserError(
             f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the type "
             "TikTokenizer, or the folder with its tokenizer.json and HuggingFaceTokenizer"
@@ -248,15 +249,15 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
     _check_configuration(folder)
     try:
         return _from_wheel("huggingface", folder, use_fast=True)
-    except Exception as error:  # the library raises almost any exception on a wrong file
+    except Exception as error:  # the library can raise almost any exception on a wrong file
         raise _unreadable(folder, error) from error
 
 
 def _check_configuration(folder: Path) -> None:
-    """Refuse a configuration file that is damaged or does not describe a tokenizer.
+    """Check that the configuration files in a folder are intact and describe a tokenizer.
 
     Raises:
-        UserError: if there is such a file; the message names it.
+        UserError: if a file fails the check; the message names the file.
     """
     for name in _CONFIGURATION:
         path = folder / name

@@ -46,7 +46,7 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, Layout]:
-        """Layouts of all model tensors, by their names in the unpartitioned model."""
+        """The layout of each model tensor, by the tensor's name in the unpartitioned model."""
         return self.architecture.tensors(self.config)
 
     @property
@@ -90,7 +90,7 @@ def read_model(folder: str) -> Model:
 
 
 def flags_of(model: Model, folder: str) -> dict[str, Any]:
-    """Return the values that the model flags must have for a checkpoint.
+    """Return the values of the flags that describe the model in a checkpoint.
 
     Raises:
         UserError: if the config.json requires an unsupported feature, or lacks a value.
@@ -105,7 +105,7 @@ def flags_of(model: Model, folder: str) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> Model:
-    """Return the model that a complete command line describes; its config lacks `vocab_size`."""
+    """Return the model that a complete command line describes; the config lacks `vocab_size`."""
     architecture = DEEPSEEK_V2 if args.multi_latent_attention else LLAMA
     config = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return Model(architecture, config | architecture.config(args) | {"hidden_act": "silu"})

@@ -1,4 +1,4 @@
-"""Convert weights between the checkpoint formats: `--save-hf` with `--train-iters 0`.
+"""Convert weights to the Hugging Face format without training (`--train-iters 0`).
 
 The model is built without an optimizer and without gradient buffers, so a conversion needs memory
 only for the weights and one file.

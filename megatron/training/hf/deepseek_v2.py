@@ -16,11 +16,11 @@ from megatron.training.hf.layouts import Layout, Source, columns, rows, whole
 from megatron.training.hf.llama import BLOCKS, check_blocks, gated, norms, outside_of_layers
 from megatron.training.hf.rope import Unsupported, yarn_flags
 
-LATENT_NORM_EPSILON = 1e-6  #: epsilon of the latent's norm, which transformers hard-codes
+LATENT_NORM_EPSILON = 1e-6  #: epsilon of the latent vector's norm, which transformers hard-codes
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that the model flags must have for this config.json.
+    """Return the values of the flags that describe the model of this config.json.
 
     Raises:
         Unsupported: if the config.json requires a feature that this program lacks.
@@ -72,7 +72,10 @@ def _check_attention(config: dict[str, Any]) -> None:
 
 
 def _check_routing(config: dict[str, Any]) -> None:
-    """Refuse routing settings that would change the output, even if transformers 5 ignores them."""
+    """Raise `Unsupported` for routing settings that this program does not implement.
+
+    They are an error even if transformers 5 ignores them, because they would change the output.
+    """
     for name, supported, why in (
         ("topk_method", "greedy", "megatron-core ranks groups of experts by another sum"),
         ("scoring_func", "softmax", "DeepSeek-V2 scores experts by a softmax"),
@@ -93,7 +96,7 @@ def _shared_size(config: dict[str, Any]) -> int:
 
 
 def _scaling(factor: float | None) -> float | None:
-    """Return the routing factor for megatron-core, which expresses a factor of 1 as None."""
+    """Return the router's scaling factor for megatron-core, where None stands for a factor of 1."""
     return None if factor in (None, 1) else float(factor)
 
 
@@ -148,7 +151,7 @@ def layer_pattern(pattern: int | list[int], layers: int) -> list[int]:
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layouts of all model tensors, by their names in the unpartitioned model."""
+    """Return the layout of each model tensor, by the tensor's name in the unpartitioned model."""
     layouts = outside_of_layers(config)
     hidden = config["hidden_size"]
     for index in range(config["num_hidden_layers"]):

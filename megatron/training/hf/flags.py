@@ -34,7 +34,7 @@ def converts(args: argparse.Namespace) -> bool:
 
 
 def prepare(args: argparse.Namespace, given: set[str]) -> tuple[Model | None, list[str]]:
-    """Fill in the flags that `--load-hf` determines; return the model and lines for the log.
+    """Fill in the flags that `--load-hf` determines, and return the model and lines for the log.
 
     The model is None without `--load-hf`.
 
@@ -90,10 +90,10 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
         "max_position_embeddings": model.config.get("max_position_embeddings"),
         "hidden_dropout": 0.0,
         "attention_dropout": model.config.get("attention_dropout") or 0.0,
-        "perform_initialization": False,  # every weight is loaded anyway
+        "perform_initialization": False,  # all weights are loaded from the checkpoint anyway
     }
     if model.architecture is DEEPSEEK_V2:
-        training["moe_router_dtype"] = "fp32"  # as in transformers, even for bf16 models
+        training["moe_router_dtype"] = "fp32"  # transformers routes in fp32, even in bf16 models
     filled = {
         name: value
         for name, value in (expected | training).items()
@@ -134,7 +134,7 @@ def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
     if model is not None:
         defaults["seq_length"] = args.max_position_embeddings
         if args.tokenizer_type is None:
-            args.tokenizer_type = "NullTokenizer"  # adds one id, for the end of a document
+            args.tokenizer_type = "NullTokenizer"  # it adds one id for the end-of-document token
             args.vocab_size = model.config["vocab_size"] - 1
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -193,7 +193,7 @@ def _shown(value: Any) -> str:
 
 
 def check_vocabulary(args: argparse.Namespace, model: Model | None, tokens: int) -> int:
-    """Return the model's vocabulary size: the checkpoint's with `--load-hf`, or the tokenizer's.
+    """Return the vocabulary size of the `--load-hf` checkpoint or, without one, of the tokenizer.
 
     Without `--load-hf`, the tokenizer's size is also stored in the config.json of the model.
 
@@ -230,13 +230,13 @@ def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer
     for name in ("bos", "eos"):
         try:
             number = getattr(tokenizer, f"{name}_id")
-        except (AttributeError, KeyError, TypeError, ValueError):  # the type varies by library
+        except (AttributeError, KeyError, TypeError, ValueError):  # the exception varies by library
             number = None
         model.config[f"{name}_token_id"] = None if number is None or number < 0 else int(number)
 
 
 def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
-    """Return the path of a SentencePiece or tiktoken tokenizer and its file name in the export.
+    """Return the path of a SentencePiece or tiktoken file, and the file's name in the export.
 
     Return None for other tokenizers, which have more than one file.
     """
@@ -250,7 +250,7 @@ def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
 
 
 def tokenizer_folder(args: argparse.Namespace) -> Path | None:
-    """Return the folder whose tokenizer files are copied to the export, or None."""
+    """Return the folder whose tokenizer files are copied to the exported checkpoint, or None."""
     if args.tokenizer_type == "HuggingFaceTokenizer":
         path = Path(args.tokenizer_model)
         return path.parent if path.is_file() else path

@@ -35,10 +35,10 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def check_target(folder: str) -> None:
-    """Refuse an output folder that cannot be written or is not empty.
+    """Check that the output folder can be written, and that it is empty if it exists.
 
     Raises:
-        UserError: if the folder is refused; the message gives the reason.
+        UserError: if the folder cannot be used; the message gives the reason.
     """
     path = Path(folder)
     try:
@@ -65,12 +65,12 @@ def _partial(folder: str) -> Path:
 
 
 def _is_ours(partial: Path) -> bool:
-    """Return whether this program created the partial folder, or the folder is empty."""
+    """Return whether the `.partial` folder is empty or was created by this program."""
     return partial.is_dir() and ((partial / MARKER).exists() or not any(partial.iterdir()))
 
 
 def begin(folder: str) -> Path:
-    """Create the partial folder, after removing one that an interrupted run left behind.
+    """Create the `.partial` folder, after removing one that an interrupted run left behind.
 
     Raises:
         RunError: if a file or folder of that name exists that this program did not create.
@@ -93,7 +93,7 @@ def _foreign(partial: Path) -> str:
 
 
 def put_in_place(partial: Path, folder: str) -> None:
-    """Rename the partial folder to its final name when it is complete.
+    """Rename the complete `.partial` folder to its final name.
 
     Raises:
         RunError: if the name was taken in the meantime.
@@ -101,7 +101,7 @@ def put_in_place(partial: Path, folder: str) -> None:
     final = Path(folder)
     fsync_tree(partial)
     try:
-        partial.rename(final)  # fails if the folder is not empty
+        partial.rename(final)  # fails if `final` exists and is not empty
     except OSError as error:
         raise RunError(
             f"{final} was created by another program while this run trained ({error.strerror}); "
@@ -129,7 +129,7 @@ def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> No
 def copy_companions(
     folder: Path, source: Path | None, file: tuple[Path, str] | None = None
 ) -> None:
-    """Copy the tokenizer files and the text generation settings to the weights folder.
+    """Copy the tokenizer files and the text generation settings to the folder of the weights.
 
     Args:
         folder: folder of the weights.

@@ -30,13 +30,13 @@ class Strip:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a strip that one rank holds."""
+    """The part of a `Strip` that one rank holds."""
 
     source: Source
     dim: int  #: dimension along which the piece is cut: 0 for rows, 1 for columns
-    start: int  #: first index in the source tensor
-    stop: int  #: end index in the source tensor, exclusive
-    offset: int  #: first index in the rank's shard
+    start: int  #: index in the source tensor at which the piece starts
+    stop: int  #: index in the source tensor at which the piece ends, exclusive
+    offset: int  #: index in the rank's shard at which the piece starts
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Layout:
     """The source tensors of a model tensor, and how their strips are divided among the ranks."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: function that maps the number of ranks to strips
+    strips: Callable[[int], list[Strip]]  #: function that returns the strips for a number of ranks
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
     padded: bool = False  #: whether the last ranks may hold padding after the strips
@@ -98,7 +98,7 @@ def rows(*sources: Source) -> Layout:
 
 
 def columns(source: Source) -> Layout:
-    """Return a layout in which each rank holds an equal share of the columns.
+    """Return a layout in which each rank holds an equal share of the columns of the source.
 
     Projections back to the hidden size have this layout.
     """

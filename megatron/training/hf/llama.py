@@ -42,10 +42,10 @@ BLOCKS: dict[str, Any] = {
     "linear_attention_freq": None,
     "moe_apply_probs_on_input": False,
     "moe_expert_capacity_factor": None,
-    "moe_input_jitter_eps": None,  # megatron-core adds the noise in evaluation too
+    "moe_input_jitter_eps": None,  # megatron-core adds this noise even in evaluation
     "moe_latent_size": None,
     "moe_router_force_load_balancing": False,
-    "moe_router_load_balancing_type": "aux_loss",  # any of LOSSES_ONLY is accepted
+    "moe_router_load_balancing_type": "aux_loss",  # every kind in LOSSES_ONLY is accepted
     "moe_router_topk_limited_devices": None,
 }
 
@@ -54,7 +54,7 @@ LOSSES_ONLY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that the model flags must have for this config.json.
+    """Return the values of the flags that describe the model of this config.json.
 
     Raises:
         Unsupported: if the config.json requires a feature that this program lacks.
@@ -81,7 +81,7 @@ def flags(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_blocks(config: dict[str, Any]) -> None:
-    """Refuse features that this program supports in neither Llama's nor DeepSeek's blocks."""
+    """Raise `Unsupported` for features that this program's Llama and DeepSeek blocks lack."""
     if config.get("hidden_act", "silu") != "silu":
         raise Unsupported(f"hidden_act {config['hidden_act']!r}; here it is silu")
     for name in ("attention_bias", "mlp_bias"):
@@ -115,7 +115,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layouts of all model tensors, by their names in the unpartitioned model."""
+    """Return the layout of each model tensor, by the tensor's name in the unpartitioned model."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
@@ -141,8 +141,8 @@ def tensors(config: dict[str, Any]) -> dict[str, Layout]:
 def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
     """Return the layouts of the embedding, the final norm and the output layer.
 
-    The source of a tied output layer is the embedding. The model holds a copy of it only if the
-    last pipeline stage is not also the first.
+    The source of a tied output layer is the embedding. The model holds a copy of the embedding only
+    if the last pipeline stage is not also the first.
     """
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     embedding = vocabulary(Source("model.embed_tokens.weight", (vocab, hidden)))

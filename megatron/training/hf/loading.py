@@ -50,12 +50,12 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def check_weights(run: RunConfig) -> None:
-    """Check, before the model is built, that its weights can be read.
+    """Check that the weights in `--load-hf` can be read, before the model is built.
 
     Must be called on all ranks. A run that resumes from a checkpoint is not checked.
 
     Raises:
-        UserError: on all ranks, if they cannot be read.
+        UserError: on all ranks, if the weights cannot be read.
     """
     args = run.args
     if args.load_hf is None:

@@ -30,11 +30,11 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 #: Suffix of the names of tensors that are computed from the config.json; they are not loaded, but
 #: older checkpoints store them.
 COMPUTED = ".rotary_emb.inv_freq"
-INDEX_LIMIT = 256 * MEBIBYTE  #: maximum size of an index, in bytes; each tensor takes about 100
+INDEX_LIMIT = 256 * MEBIBYTE  #: maximum size of an index; each tensor takes about 100 bytes in it
 
 
 class Weights:
-    """Context manager that reads the tensors of a checkpoint."""
+    """Context manager that opens the files of a checkpoint and reads its tensors."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
@@ -51,7 +51,7 @@ class Weights:
         self._files.clear()
 
     def _index(self) -> dict[str, str]:
-        """Return the name of the file that holds each tensor.
+        """Return a mapping from tensor names to the names of their files.
 
         Raises:
             UserError: if the index is damaged, a file is missing, or the folder has no safetensors
@@ -97,7 +97,7 @@ class Weights:
         )
 
     def _open(self, name: str):
-        """Return an open file; if `OPEN_FILES` others are open, close the one opened first."""
+        """Return the open file `name`; if `OPEN_FILES` others are open, close the oldest one."""
         if name not in self._files:
             path = self.folder / name
             if len(self._files) == OPEN_FILES:
@@ -114,7 +114,7 @@ class Weights:
         return self._files[name]
 
     def check_count(self, layers: int, experts: int) -> None:
-        """Refuse a config.json that claims more layers or experts than there are tensors.
+        """Check that the files hold enough tensors for the layers and experts in config.json.
 
         This check comes before the comparison by name, because that comparison needs a list of all
         claimed tensors in memory.

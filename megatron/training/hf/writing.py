@@ -42,7 +42,7 @@ def check_export(run: RunConfig) -> None:
     """Check, before training, that `--save-hf` can be written. Must be called on all ranks.
 
     Raises:
-        UserError: on all ranks, if it cannot be written.
+        UserError: on all ranks, if the folder cannot be written.
     """
     if run.args.save_hf is not None:
         first_rank_does(lambda: folders.check_target(run.args.save_hf))
@@ -116,7 +116,7 @@ class _LocalParts:
 
 
 class _Export:
-    """Export that gathers source tensors from all ranks, in the order in which they are written."""
+    """An export of the weights, which gathers the source tensors one by one from all ranks."""
 
     def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
         self.dtype = dtype
@@ -133,7 +133,7 @@ class _Export:
         )
 
     def gather(self, source: Source) -> torch.Tensor | None:
-        """Return the whole tensor on the first rank and None on the others.
+        """Return a whole source tensor on the first rank and None on the others.
 
         Must be called on all ranks.
         """
@@ -196,7 +196,7 @@ def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
 
 
 def _local_parts(model: Model, chunks: list[torch.nn.Module]) -> dict[str, _LocalParts]:
-    """Return the parts that this rank contributes, by the name of their source tensor.
+    """Return the tensor parts that this rank contributes to the export, by source tensor name.
 
     If several ranks hold equal copies of a part, only one of them contributes it.
     """
@@ -228,7 +228,7 @@ def _shape(source: Source, span: ShardRange) -> tuple[int, ...]:
 def _put(
     message: torch.Tensor, whole: torch.Tensor, parts: list[tuple[ShardRange, tuple[int, ...]]]
 ) -> None:
-    """Copy the parts of a message to their positions in the whole tensor."""
+    """Copy the tensor parts in a rank's message to their positions in the whole tensor."""
     sizes = [prod(shape) for _, shape in parts]
     for part, ((dim, start, stop), shape) in zip(message.split(sizes), parts, strict=True):
         whole.narrow(dim, start, stop - start).copy_(part.view(shape))
