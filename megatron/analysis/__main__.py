@@ -109,7 +109,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = TensorStore(arguments.folder)
     if arguments.run is not None:
         store = store.only(arguments.run)
-    # show a progress bar on a terminal; a log contains only the findings
+    # show a progress bar only on a terminal, so that a log contains only the findings
     total = Verification.steps(store)
     with tqdm(total=total, desc="Verifying", disable=None, leave=False) as bar:
         verdict = Verification(store, arguments.exact, arguments.slack, bar.update).run()

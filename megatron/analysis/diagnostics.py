@@ -19,17 +19,17 @@ from megatron.fake_quant import get_format
 if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
 
-SATURATED = 0.001  #: share of clipped values above which a format gets a warning
-#: Limit used instead of `SATURATED` if the scale rule clips the largest values by design.
+SATURATED = 0.001  #: a format gets a warning if it clips more than this share of the values
+#: Limit that replaces `SATURATED` if the scale rule clips the largest values by design.
 SATURATED_BY_DESIGN = 0.1
 CLIPPING_RULES = ("floor", "even")  #: scale rules that clip the largest values by design
-UNDERFLOW = 0.1  #: share of values rounded to zero above which a format gets a warning
-#: SQNR in dB below which a format gets a warning. At 10 dB, the power of the error is a tenth of
-#: the power of the signal.
+UNDERFLOW = 0.1  #: a format gets a warning if more than this share of the values becomes zero
+#: A format gets a warning if its SQNR in dB is below this value. At 10 dB, the power of the error
+#: is a tenth of the power of the signal.
 SQNR = 10.0
-BIAS = 0.01  #: mean error over mean magnitude above which a format gets a warning
+BIAS = 0.01  #: a format gets a warning if its |mean error| / mean magnitude is larger
 NAMED = 3  #: maximum number of tensors that a warning lists
-NOTES = 6  #: maximum number of notes that get a warning each; one more warning covers the rest
+NOTES = 6  #: maximum number of notes with a warning of their own; the others share one warning
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Diagnostic:
     #: bias, dead_channels or outliers.
     kind: str
     text: str
-    tensors: tuple[int, ...]  #: IDs of all affected tensors, starting with the worst
+    #: Indices of the affected tensors. If the text contains numbers of single tensors, the worst
+    #: tensor comes first. For an unfinished run, only its first tensor is included.
+    tensors: tuple[int, ...]
     format: str = ""  #: format that the warning is about, or an empty string
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnost
 
 
 def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings about incomplete tensors, one for each distinct text in the column `note`."""
+    """Return warnings about incomplete tensors; tensors with the same `note` share one warning."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))

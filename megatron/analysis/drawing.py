@@ -46,13 +46,15 @@ class DrawResult:
 
     files: list[Path] = field(default_factory=list)
     unchanged: int = 0  #: number of `files` kept from an earlier call
-    missing: dict[str, str] = field(default_factory=dict)  #: reasons for missing figures, by name
-    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of failed figures, by name
+    #: Reasons for missing figures, by figure name.
+    missing: dict[str, str] = field(default_factory=dict)
+    #: Tracebacks of figures that could not be drawn because of an error, by figure name.
+    failed: dict[str, str] = field(default_factory=dict)
     kept: list[Path] = field(default_factory=list)  #: new paths of renamed earlier outputs
     problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
     tensors: int = 0  #: number of tensors that were drawn
-    notes: dict[str, int] = field(default_factory=dict)  #: number of tensors with each note
-    remarks: list[str] = field(default_factory=list)  #: lines about the cache and unfinished runs
+    notes: dict[str, int] = field(default_factory=dict)  #: number of tensors, keyed by note
+    remarks: list[str] = field(default_factory=list)  #: messages on the cache and unfinished runs
 
 
 def draw(
@@ -138,7 +140,7 @@ def _draw_outputs(
     result.unchanged = len(result.files)
     names = [name for name in names if name not in current]
     result.kept = set_aside(output, names, dump)
-    hidden = None if order.figure_data.progress else True  # None: show the bar only on a terminal
+    hidden = None if order.figure_data.progress else True  # None means only on a terminal
     drawn = []
     with tqdm(total=len(names), desc="Drawing", unit="output", leave=False, disable=hidden) as bar:
         for made in make_all(names, order, workers):
@@ -152,7 +154,7 @@ def _draw_outputs(
 
 
 def _add(made: Made, result: DrawResult) -> None:
-    """Add the files of one output, and its missing and failed figures, to `result`."""
+    """Add one output's files, missing figures and failed figures to `result`."""
     result.files += made.files
     result.missing |= made.missing
     result.failed |= made.failed
@@ -199,7 +201,7 @@ def default_formats(store: TensorStore) -> list[str]:
 def _compute(
     store: TensorStore, formats: Sequence[str], caches: Sequence[Path], **computing: Any
 ) -> tuple[stats.Statistics, Path | None, list[str]]:
-    """Return the statistics, their cache folder, and a message for each unusable cache folder.
+    """Return the statistics, the cache folder used, and a message for each unusable cache folder.
 
     Args:
         caches: possible cache folders, in order of preference: the folder in the dump that the

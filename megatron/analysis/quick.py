@@ -1,4 +1,4 @@
-"""Give a first look at a dump with one picture and one text file.
+"""Summarize a dump in one picture and one text file, for a first look.
 
 from megatron.analysis import quick_analysis
 
@@ -38,12 +38,12 @@ from megatron.analysis.text_table import shown
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
-BULK = 0.999  #: quantile of the magnitudes that determines the width of the histogram
+BULK = 0.999  #: quantile of the magnitudes that limits the width of the histogram
 REACH = 4.0  #: largest magnitude in the histogram, as a multiple of the quantile `BULK`
 TAIL = 1e-4  #: maximum share of values left out at the low end of the magnitude histogram
 DPI = 150  #: resolution of the picture, in dots per inch
 LONGEST = 36  #: maximum length of a name in the picture, in characters
-#: Columns whose distinct values the headline counts, by the word used in the headline.
+#: Columns whose distinct values are counted in the headline, keyed by the word for one value.
 COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
 
@@ -56,7 +56,7 @@ class QuickResult:
     measurements: Measurements
     problems: list[Problem]
     missing: int  #: number of files that an index lists but that do not exist
-    endings: dict[str, str]  #: description of how each unfinished run ended, by run ID
+    endings: dict[str, str]  #: how each unfinished run ended, by run ID
     kept: list[Path]  #: new paths of earlier files that were renamed
 
 
@@ -161,7 +161,7 @@ def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> li
 
 
 def operands_of(measured: Measurements) -> tuple[Measurements, str]:
-    """Return the measurements that the histograms show, and the title of the histograms.
+    """Return the measurements to show in the histograms, and the title of the histograms.
 
     The histograms show the operands of matmuls, because formats are applied to them. If the dump
     has no operands, they show all tensors.
@@ -187,7 +187,7 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     outside the histogram.
     """
     everything, summary, column = measured.histogram(), measured.summary(), grouping(measured)
-    # limit the reach; otherwise, one distant outlier would squeeze all other values into one bin
+    # limit the range; otherwise, one distant outlier would squeeze all other values into one bin
     reach = REACH * everything.magnitude_quantile(BULK)
     grid = Grid.reaching(min(summary.amax, reach))
     rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
@@ -271,7 +271,7 @@ def share_data(measured: Measurements, column: str) -> pd.DataFrame:
 def _headline(
     figure: Figure, dump: TensorStore, measured: Measurements, problems: list[Problem]
 ) -> None:
-    """Write the title, the source of the data and, in red, any problems above the plots.
+    """Write the title and the source of the data above the plots, and any problems in red.
 
     Problems are NaN and Inf values, unreadable files and unfinished runs.
     """

@@ -32,7 +32,8 @@ from megatron.analysis.dump.scan import scan
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError, read_tensor
 from megatron.fake_quant.packing import QuantizedTensor
 
-#: Columns that identify a logical tensor, together with the data-parallel rank.
+#: Columns that, together with the data-parallel rank, identify a logical tensor (the tensor that
+#: all shards form).
 IDENTITY = (
     "run_id",
     "iteration",
@@ -57,7 +58,8 @@ class TensorStore:
         self.folder = Path(folder)
         with _no_garbage_collection():
             contents = scan(self.folder)
-        self.records: pd.DataFrame = contents.records  #: columns: `dump.record_columns.COLUMNS`
+        #: Table with one row per tensor and the columns `dump.record_columns.COLUMNS`.
+        self.records: pd.DataFrame = contents.records
         self.missing: pd.DataFrame = contents.missing  #: records whose tensor file is missing
         self.problems: list[Problem] = contents.problems  #: files that could not be read
         #: Lines of the indexes that report an event: {"event": ..., "run_id": ..., "rank": ...}.
@@ -215,7 +217,7 @@ class TensorStore:
         if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
             frame = frame[frame["recomputed"] == False]  # noqa: E712  the dtype is object
         if frame.empty and conditions.get("tensor_name") == "weight":
-            # all micro-batches of an iteration share the weight, so only one may have saved it
+            # a weight is the same in all micro-batches of an iteration and may be saved in only one
             rest = {name: value for name, value in conditions.items() if name != "micro_batch"}
             same_pass = {name: value for name, value in conditions.items() if name != "tensor_name"}
             frame = self.select(**rest) if len(self.select(**same_pass)) else frame
@@ -231,7 +233,7 @@ class TensorStore:
         return frame.assign(data_rank=data_ranks(frame))
 
     def _row(self, record: Any) -> Any:
-        """Return the row of the table that `record`, an argument of `load`, refers to."""
+        """Return the row that `record` refers to; `load` lists the accepted forms of `record`."""
         if isinstance(record, pd.DataFrame):
             if len(record) != 1:
                 raise ValueError(
@@ -243,7 +245,7 @@ class TensorStore:
 
 
 def _check_one(frame: pd.DataFrame) -> None:
-    """Refuse a table that contains shards of more than one tensor."""
+    """Raise ValueError if a table contains shards of more than one tensor."""
     if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
         ways = ", ".join(_choice(name, list(frame[name].unique())) for name in several)
         raise ValueError(
@@ -253,7 +255,7 @@ def _check_one(frame: pd.DataFrame) -> None:
 
 
 def _choice(name: str, values: list[Any]) -> str:
-    """Return a condition as text, with all possible values, as in `iteration=1 or 2`."""
+    """Return a condition on a column as text that lists its values, such as `iteration=1 or 2`."""
     shown = [repr(value) if isinstance(value, str) else str(value) for value in values[:6]]
     more = f" or {len(values) - 6} more" if len(values) > 6 else ""
     return f"{name.removesuffix('_idx')}={' or '.join(shown)}{more}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.analysis.drawing import DrawResult
     from megatron.analysis.quick import QuickResult
 
-NAMED = 5  #: maximum number of tensors with NaN or Inf to list
+NAMED = 5  #: maximum number of listed tensors with NaN or Inf
 DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
 
 DRAW = """\
@@ -63,7 +63,7 @@ examples:
 
 
 def epilog(command: str) -> str:
-    """Return the text at the end of a command's help; for `draw`, the text lists the figures."""
+    """Return the text at the end of a command's help; for `draw`, it includes a list of figures."""
     if command != "draw":
         return STATUS + EXAMPLES[command]
     from megatron.analysis.outputs.registry import OUTPUTS
@@ -223,14 +223,14 @@ def _printer() -> Callable[[str], None]:
     from tqdm import tqdm
 
     def say(path: str) -> None:
-        tqdm.write(f"Wrote {shown(path)}")  # prints above a progress bar
+        tqdm.write(f"Wrote {shown(path)}")  # prints above the progress bar
         sys.stdout.flush()
 
     return say
 
 
 def print_result(result: DrawResult, more: Sequence[str] = ()) -> int:
-    """Print the summary of a command, and return the exit status of the command.
+    """Print the files, notes and errors of `result`, and return the exit status of the command.
 
     Args:
         more: lines printed after the number of tensors.

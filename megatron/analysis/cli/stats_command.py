@@ -12,7 +12,7 @@ from megatron.analysis.text_table import printable_lines, shown
 
 DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
 CACHE_FOLDER = ".statistics"  #: name of the cache folder inside a dump or an output folder
-LEFT_OUT = 3  #: exit status if files could not be read and were left out
+LEFT_OUT = 3  #: exit status if unreadable files were left out
 
 DESCRIPTION = """\
 Compute statistics of the tensors of a dump and of the effect of number formats on them: error
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             statistics = compute(store, formats, cache=cache, **options)
         except ForeignCacheError as error:
-            if arguments.cache is not None:  # the user named a cache folder that must not be used
+            if arguments.cache is not None:  # the user must choose a different cache folder
                 raise
             print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
             statistics = compute(store, formats, cache=None, **options)

@@ -30,7 +30,7 @@ from megatron.fake_quant import fake_quantize, get_format
 HEADS = 8  #: maximum number of heads drawn per layer
 LAYERS = 8  #: maximum number of layers drawn, evenly spaced
 PIXELS = 512  #: maximum width and height of a map, in pixels
-CHUNK = 1 << 20  #: approximate number of values processed at a time
+CHUNK = 1 << 20  #: approximate number of values to process at a time
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
@@ -71,7 +71,7 @@ def _refuse(why: str) -> Figure:
 
 
 def latest(figure_data: FigureData) -> pd.DataFrame:
-    """Return the attention probabilities of the newest run's last iteration, one row per layer."""
+    """Return one row per layer: the attention probabilities in the newest run's last iteration."""
     table = figure_data.tensors
     probs = table[table["tensor_name"] == "attention_probs"]
     if probs.empty:
@@ -86,14 +86,14 @@ def latest(figure_data: FigureData) -> pd.DataFrame:
 
 
 def source_of(rows: pd.DataFrame) -> str:
-    """Return a phrase that names the run and the iteration of `rows`, a result of `latest`."""
+    """Return a phrase that names the run and the iteration of `rows`, which `latest` returned."""
     first = rows.iloc[0]
     run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
     return f"{run} (the newest), iteration {first['iteration']} (its last)"
 
 
 def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
-    """Return the formats whose errors on the tensor are in the statistics.
+    """Return the formats for which the statistics contain the quantization errors of a tensor.
 
     Some formats cannot be evaluated on a tensor with missing parts.
     """
@@ -103,7 +103,7 @@ def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
 
 
 def by_head(probs: Tensor) -> Tensor:
-    """Return the tensor with shape [batch, heads, queries, keys], adding a missing batch dimension.
+    """Reshape the tensor to [batch, heads, queries, keys], with a batch of 1 if it has none.
 
     Raises:
         NothingToDrawError: the tensor has fewer than three dimensions, or no values.
@@ -162,7 +162,7 @@ def entropy(probs: Tensor) -> float:
 
 
 def queries_at_once(head: Tensor, multiple: int = 1) -> int:
-    """Return the number of queries to process at a time, so that they have about `CHUNK` values.
+    """Return how many queries to process at a time to have about `CHUNK` probabilities in memory.
 
     Args:
         head: probabilities [queries, keys] of one head.
@@ -172,7 +172,7 @@ def queries_at_once(head: Tensor, multiple: int = 1) -> int:
 
 
 def head_errors(probs: Tensor, fmt: str) -> list[float]:
-    """Return the SQNR in dB of each head's probabilities, with blocks along keys as in P @ V."""
+    """Return the SQNR in dB of each head's probabilities; blocks run along keys, as in P @ V."""
     largest = largest_finite(probs) if get_format(fmt).has_tensor_scale else None
     ratios = []
     for head in range(probs.shape[1]):
@@ -197,7 +197,9 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     size = get_format(fmt).block_size or 1
     signal = noise = 0.0
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
-        if largest is not None:  # prepend `largest`, in as many rows as a square block has
+        if largest is not None:
+            # Prepended rows that contain `largest` give each chunk the scale of the whole tensor.
+            # There are as many rows as in a square block, so that square blocks stay aligned.
             ahead = part.new_zeros(size, part.shape[1])
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])

@@ -52,10 +52,10 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
-    """Return the `count` tensors with the lowest SQNR, at most one per module and tensor name.
+    """Return the `count` tensors with the lowest SQNR in a format, at most one per place.
 
-    Of all tensors with the same module and tensor name, the one with the lowest SQNR is chosen. The
-    SQNR is measured with blocks along the last dimension, as in the maps.
+    A place is a module and tensor name. Of all tensors of a place, the one with the lowest SQNR
+    is chosen. The SQNR is measured with blocks along the last dimension, as in the maps.
     """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     if uses.empty:
@@ -101,7 +101,10 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def summed(figure_data: FigureData, formats: Iterable[str]) -> dict[str, FormatSum]:
-    """Return the summed histograms by format; formats without histograms are omitted."""
+    """Return the histograms of each format, summed over all tensors on which it is evaluated.
+
+    Formats without histograms are omitted.
+    """
     totals = {name: figure_data.summed(name) for name in formats}
     return {name: total for name, total in totals.items() if total is not None}
 
@@ -152,7 +155,10 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
 
 
 def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return the formats whose counts equal those of another format; their curves coincide."""
+    """Return the formats whose counts are equal to those of another format.
+
+    The curves of such formats coincide.
+    """
     return [
         name
         for name, own in counts.items()
@@ -161,7 +167,7 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
 
 
 def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
-    """Return the number of blocks by E8M0 scale byte, without all-zero blocks and blocks with NaN.
+    """Return the number of blocks for each E8M0 scale byte, except blocks of zeros or with NaN.
 
     All-zero blocks store the smallest scale, so their number is subtracted from the first count.
 
@@ -176,8 +182,9 @@ def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray)
 
 
 def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
-    """Return the number of blocks by headroom, in the form that `plot_counts` takes.
+    """Return a table for `plot_counts` with the number of blocks in each bin of the headroom.
 
+    The headroom is log2(largest number * scale / amax) of a block.
     Bins that are empty in all formats are removed at both ends.
     """
     edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
@@ -193,7 +200,7 @@ def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
 
 
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
-    """Return the counts as a table for `plot_counts`, cutting off 0.01 % of the total at each end.
+    """Return the counts as a table for `plot_counts`, without 0.01 % of the blocks at each end.
 
     Args:
         counts: for each format, the number of blocks with the integers `first`, `first + 1`, ...

@@ -72,7 +72,7 @@ def rms_by_type(figure_data: FigureData) -> Figure:
 
 
 def deviation(figure_data: FigureData) -> Figure:
-    """Draw the relative distance of each run from the unquantized run, by layer."""
+    """Draw the relative deviation of each run's tensors from the unquantized run, by layer."""
     data = figure_data.deviations
     if data.empty:
         raise NothingToDrawError(
@@ -103,7 +103,10 @@ def deviation(figure_data: FigureData) -> Figure:
 
 
 def _last(data: pd.DataFrame) -> str:
-    """Return the compared iteration as text; if it differs, return one per quantization type."""
+    """Return the compared iteration as text.
+
+    If quantization types are compared in different iterations, all of them are listed.
+    """
     last = data.groupby("quant_type")["iteration"].first()
     if last.nunique() == 1:
         return str(last.iloc[0])

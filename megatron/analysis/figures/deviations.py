@@ -1,4 +1,4 @@
-"""Compute the distance of each run of a dump from the unquantized run, tensor by tensor."""
+"""Compute how far the tensors of each run are from the same tensors of the unquantized run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
 #: Columns that together identify the same tensor in different runs.
 SAME = ("iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name")
-BASELINES = ("bf16", "none")  #: types of unquantized runs, in order of preference
+BASELINES = ("bf16", "none")  #: quantization types of unquantized runs, in order of preference
 CHUNK = 1 << 22  #: number of values to compare at a time
 
 
@@ -41,9 +41,8 @@ def deviations(
     columns = ["quant_type", "kind", "layer_idx", "iteration", "deviation"]
     if baseline is None:
         return pd.DataFrame(columns=columns)
-    newest = tensors.drop_duplicates(
-        ["quant_type", *SAME], keep="last"
-    )  # the newest run of each quantization type
+    # if several runs of a quantization type contain a tensor, the newest run is used
+    newest = tensors.drop_duplicates(["quant_type", *SAME], keep="last")
     is_base = newest["quant_type"] == baseline
     texts = newest[list(SAME)].astype("string").fillna("")
     keys = pd.Series(list(texts.itertuples(index=False, name=None)), newest.index)

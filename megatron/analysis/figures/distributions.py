@@ -59,7 +59,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def exponents(figure_data: FigureData) -> Figure:
-    """Draw a histogram of exponents for each kind of tensor, above the ranges of the formats."""
+    """Draw one exponent histogram per kind of tensor, with the ranges of the formats below it."""
     judged = figure_data.judged if figure_data.formats else figure_data.tensors
     kinds = figure_data.kinds(judged)
     figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
@@ -166,7 +166,7 @@ def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
 
 
 def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of the finite values.
+    """Return the mean and the standard deviation of the finite values that `patterns` counts.
 
     Args:
         patterns: number of values with each bfloat16 bit pattern.
@@ -180,7 +180,7 @@ def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
 def standard_quantiles(
     patterns: NDArray[np.int64], shares: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the quantiles of the finite values, in standard deviations from the mean.
+    """Return quantiles of the finite values, as distances from the mean in standard deviations.
 
     A quantile is NaN if fewer than one value is expected beyond it. All quantiles are NaN if the
     standard deviation is zero.
@@ -201,7 +201,7 @@ def standard_quantiles(
 
 
 def density(patterns: NDArray[np.int64]) -> pd.DataFrame | None:
-    """Return the density of the values in bins of equal width, or None if all values are equal.
+    """Return the probability density in bins of equal width, or None if all values are equal.
 
     Bin edges and densities are in units of the standard deviation.
 

@@ -1,4 +1,4 @@
-"""Compute the data of exponent histograms: shares of values per binade, and format ranges."""
+"""Compute the data of exponent histograms: values per binade, and the ranges of the formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.inspect import format_properties
 
-#: Text in a figure's note that explains the bars below an exponent histogram.
+#: Text in the note of a figure; it explains the bars below an exponent histogram.
 RANGE_NOTE = (
     "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
     "with the median scale, and the line extends to blocks with other scales"
@@ -91,7 +91,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
             target, finer_exponents = fmt.scaling.target, fmt.scaling.finer_exponents
             shift = uses["scale_median"].median()
             low, high = uses["scale_min"].min(), uses["scale_max"].max()
-            if target is not None:  # add the logarithm of the tensor scale
+            if target is not None:  # the tensor scale multiplies the block scale
                 shift += _shifts(uses["amax"], target)[0]
                 own = [_shifts(uses["amax"][[at]], target)[0] for at in uses.index]
                 low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()

@@ -91,7 +91,7 @@ class FigureData:
         GEMM reads the tensor, they run along its last dimension.
         """
         table = self.statistics.formats.copy()
-        # A categorical column would be sorted in the order of its categories.
+        # Convert categorical columns to text; otherwise, sorting uses the order of the categories.
         for name in ("quantized_format", "axis", "used_by"):
             table[name] = table[name].astype(object).fillna("").astype(str)
         if table.empty:
@@ -107,7 +107,7 @@ class FigureData:
 
     @functools.cached_property
     def judged(self) -> pd.DataFrame:
-        """Rows of `uses` on which formats are evaluated: operands or results, as `judge` says."""
+        """Rows of `uses` for the tensors on which formats are evaluated; `judge` selects them."""
         operands = self.uses["operand"].astype(bool)
         return self.uses[operands if self.judge == OPERANDS else ~operands]
 
@@ -137,7 +137,7 @@ class FigureData:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Histograms of all tensors, summed by layer, module and tensor name, and format."""
+        """Histograms of all tensors, summed by layer, place (module and tensor name) and format."""
         if self.tensors.empty:
             return Sums({}, {}, {})
         axes = self.uses.set_index(["tensor", "quantized_format"])["axis"].to_dict()
@@ -150,7 +150,7 @@ class FigureData:
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
         """Return an iterable over the rows that shows a progress bar labeled `what`."""
-        hidden = None if self.progress else True  # None: show the bar only on a terminal
+        hidden = None if self.progress else True  # with None, tqdm shows the bar only on a terminal
         bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
         return bar
 
@@ -186,9 +186,9 @@ class FigureData:
         return [place for place in self.places if place in chosen]
 
     def judged_places(self, *kinds: str) -> list[str]:
-        """Return the module and tensor names on which formats are evaluated.
+        """Return the places (module and tensor names) on which formats are evaluated.
 
-        If any `kinds` of tensors are given, only their names are returned.
+        If any `kinds` of tensors are given, only their places are returned.
         """
         table = self.judged[self.judged["kind"].isin(kinds)] if kinds else self.judged
         chosen = set(table["place"])
@@ -200,7 +200,7 @@ class FigureData:
         return sorted(self.places, key=lambda place: place not in self._operand_places)
 
     def label(self, place: str) -> str:
-        """Return the label of a place: its name, followed by `(result)` if no matmul reads it."""
+        """Return the name of a place, followed by `(result)` if no matmul reads the tensor."""
         return place if place in self._operand_places else f"{place} (result)"
 
     @functools.cached_property
@@ -208,10 +208,10 @@ class FigureData:
         return set(self.tensors.loc[self.tensors["operand"], "place"])
 
     def summed(self, fmt: str, places: Iterable[str] | None = None) -> FormatSum | None:
-        """Return the histograms of one format, summed over layers and places.
+        """Return the histograms of one format, summed over layers and places (module, tensor name).
 
-        A place is a module and tensor name; only places on which formats are evaluated are
-        included. The result is None if there are no histograms.
+        Only places on which formats are evaluated are included. The result is None if there are no
+        histograms.
 
         Args:
             fmt: name of the format.
@@ -286,7 +286,7 @@ def _first_use(used_by: str) -> int:
 
 
 def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
-    """Return the slice of binades that contain values, leaving out the smallest magnitudes.
+    """Return a slice of the binades that contain values, leaving out the smallest values.
 
     Args:
         counts: number of values in each of the 255 binades.
@@ -301,7 +301,7 @@ def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
 
 
 def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFrame:
-    """Return the median of a column for each group and x value, for `plot_lines`.
+    """Return a table for `plot_lines` with the median of a column for each group and x value.
 
     The groups are in the order of their first appearance in the table.
 
@@ -317,7 +317,7 @@ def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFram
 
 
 def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
-    """Return a phrase that says how many tensors the median in a cell, dot or point is taken over.
+    """Return a phrase that says of how many tensors a cell, dot or point shows the median.
 
     Args:
         keys: columns that identify a cell, dot or point.
@@ -332,7 +332,7 @@ def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
 
 
 def layer_name(layer: int) -> str:
-    """Return the label of a layer, such as `L3`; the label of an unknown layer (-1) is `?`."""
+    """Return the label of a layer, such as `L3`, or `?` for an unknown layer (-1)."""
     return f"L{layer}" if layer >= 0 else "?"
 
 

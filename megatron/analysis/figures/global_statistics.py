@@ -75,14 +75,14 @@ def summary(figure_data: FigureData) -> dict[str, Any]:
 
 
 def _pooled_rms(table: pd.DataFrame) -> float:
-    """Return the root mean square of the finite values of all tensors; NaN if there are none."""
+    """Return the RMS of the finite values of all tensors together; NaN if there are none."""
     finite = table["finite"].sum()
     squares = (table["rms"].fillna(0.0) ** 2 * table["finite"]).sum()
     return math.sqrt(squares / finite) if finite else math.nan
 
 
 def _format(figure_data: FigureData, name: str) -> dict[str, Any]:
-    """Return the lowest, median and highest value of each error metric of a format.
+    """Return the lowest, the median and the highest value of each error metric for one format.
 
     Only the tensors on which formats are evaluated are included.
     """

@@ -62,7 +62,7 @@ def exponents(figure_data: FigureData) -> Figure:
 
 
 def underflow(figure_data: FigureData) -> Figure:
-    """Draw two quantities by layer: the share of gradients that become zero, and their SQNR."""
+    """Draw, by layer, the share of gradient values that become zero and the SQNR of gradients."""
     gradients = judged_gradients(figure_data)
     figure, axes = sheet(9.0, 4.4, 1, 2)
     for ax, column, label in zip(

@@ -51,7 +51,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> pd.DataFrame:
-    """Return the median of a column for each cell of a heatmap, for `plot_heatmap`.
+    """Return a table for `plot_heatmap` with the median of a column in each cell.
 
     Args:
         value: name of the column whose median is computed.
@@ -66,7 +66,7 @@ def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> 
 
 
 def sqnr_norm(figure_data: FigureData) -> Normalize:
-    """Return the SQNR color scale, common to all formats so that figures can be compared."""
+    """Return the color scale of the SQNR, the same for all formats to make figures comparable."""
     finite = figure_data.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)
@@ -110,7 +110,7 @@ def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) 
 
 
 def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
-    """Draw a column of `FigureData.tensors` by layer and place, on a logarithmic color scale."""
+    """Draw a statistic by layer and place (module and tensor name), on a logarithmic scale."""
     data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
     data = data.assign(column=data["column"].map(figure_data.label))
     positive = data["value"][data["value"] > 0]
@@ -125,6 +125,6 @@ def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, labe
 
 
 def _sheet_for(data: pd.DataFrame) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, with a size that suits the number of heatmap cells."""
+    """Return a figure and its axes; the figure's size depends on the number of heatmap cells."""
     columns, rows = data["column"].nunique(), min(data["row"].nunique(), 60)
     return sheet(min(max(7.0, 2.2 + 0.48 * columns), 26.0), min(max(3.2, 2.3 + 0.32 * rows), 20.0))

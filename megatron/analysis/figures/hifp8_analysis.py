@@ -1,4 +1,4 @@
-"""Draw the figures in `hifp8_analysis/`: values and errors by region of HiFloat8's precision.
+"""Draw the figures in `hifp8_analysis/`: values and errors in HiFloat8's precision regions.
 
 A region is a range of binades with the same number of mantissa bits, or one in which values
 underflow or saturate.
@@ -25,8 +25,9 @@ from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 
-#: Color, first binade and last binade of each region. The mantissa has 3 bits for numbers near 1,
-#: and 2 bits or 1 bit farther away. Denormal numbers are powers of two. The largest number is 2^15.
+#: Color, first binade and last binade of each precision region. The mantissa has 3 bits for numbers
+#: near 1, and 2 bits or 1 bit farther away. Denormal numbers are powers of two. The largest number
+#: is 2^15.
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),
@@ -67,7 +68,7 @@ def hifloat8_format(figure_data: FigureData) -> str:
 
 
 def by_region(total: FormatSum) -> pd.DataFrame:
-    """Return the number of nonzero values and the sum of squared errors in each region.
+    """Return the number of nonzero values and the sum of squared errors in each precision region.
 
     Values that underflow or saturate were counted during quantization. In the binades from 2^15 up,
     the squared error of saturated values is not known separately from the error of values below
@@ -91,7 +92,7 @@ def by_region(total: FormatSum) -> pd.DataFrame:
 
 
 def region_shares(total: FormatSum) -> pd.DataFrame:
-    """Return each region's share of the nonzero values and of the squared error."""
+    """Return each precision region's share of the nonzero values and of the squared error."""
     table = by_region(total)
     for column in ("values", "error"):
         table[column] /= table[column].sum() or 1.0
@@ -99,7 +100,10 @@ def region_shares(total: FormatSum) -> pd.DataFrame:
 
 
 def regions(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw the share of the values in each region, one bar per place (module and tensor name)."""
+    """Draw the share of values in each precision region as stacked bars.
+
+    There is one bar per place (module and tensor name).
+    """
     sums = {place: figure_data.summed(fmt, [place]) for place in figure_data.judged_places()}
     rows = [
         {"name": place, "part": part, "share": share}
@@ -125,7 +129,7 @@ def visible_percent(share: float) -> str:
 
 
 def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw each region's share of the values and of the squared error.
+    """Draw each precision region's share of the values and of the squared error.
 
     There is one panel per kind of tensor.
     """
@@ -163,7 +167,7 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw the relative error by magnitude, with a colored band behind each region."""
+    """Draw the relative error by magnitude, with a colored band for each precision region."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):

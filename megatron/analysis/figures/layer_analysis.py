@@ -22,9 +22,10 @@ STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurt
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures "activations" and "weights", and "iterations" if the dump has several.
+    """Yield the figures "activations" and "weights".
 
-    A kind of tensor that the dump lacks has no figure.
+    If the dump has several iterations, also yield "iterations". A kind of tensor that the dump
+    lacks has no figure.
 
     Raises:
         NothingToDrawError: no tensor could be read.
@@ -49,7 +50,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 def statistics_by(
     figure_data: FigureData, table: pd.DataFrame, *, x: str, xlabel: str, group: str, title: str
 ) -> Figure:
-    """Draw the `STATISTICS` of the tensors in panels side by side, with one line per group.
+    """Draw one panel for each of the `STATISTICS`, with one line per group of tensors.
 
     Args:
         table: rows of `FigureData.tensors`.

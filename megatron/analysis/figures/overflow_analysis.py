@@ -48,7 +48,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def underflow_by_magnitude(figure_data: FigureData) -> Figure:
-    """Draw the share of values that become zero by magnitude, one panel per kind of tensor."""
+    """Draw, for each binade, the share of values that become zero; one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):

@@ -25,7 +25,7 @@ from megatron.analysis.plots.lines import plot_lines
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures that show quantization errors.
+    """Yield the figures that show quantization errors by layer, tensor and magnitude.
 
     They are "sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias" and
     "row_against_column".
@@ -71,7 +71,9 @@ def by_layer(figure_data: FigureData) -> Figure:
 def by_tensor(
     figure_data: FigureData, column: str, *, xlabel: str, title: str, shares: bool = False
 ) -> Figure:
-    """Draw the median of an error metric, with one dot per format and one row per place.
+    """Draw the medians of an error metric as dots, one dot per format.
+
+    There is one row per place (module and tensor name).
 
     Args:
         column: column of `FigureData.judged` that holds the metric.
@@ -103,7 +105,7 @@ def by_tensor(
 
 
 def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
-    """Return the mean relative error per binade and format, for `plot_error_by_magnitude`.
+    """Return a table for `plot_error_by_magnitude`: the mean relative error per binade and format.
 
     The lowest 0.1 % of the values are left out.
     """

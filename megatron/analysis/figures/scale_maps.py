@@ -1,4 +1,4 @@
-"""Compute the table of a tensor's block scales from which an image is drawn.
+"""Compute a table of a tensor's block scales that can be drawn as an image.
 
 Blocks run along the last dimension, and the other dimensions are flattened into rows. For a large
 tensor, the table contains evenly spaced rows, and only the first blocks of each row.
@@ -57,7 +57,7 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
 
 
 def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
-    """Return log2 of the NVFP4 block scales of some rows (`taken`) of `table`.
+    """Return the base-2 logarithms of the NVFP4 block scales of `taken`, a part of `table`.
 
     An extra row with the largest value of the whole table determines the tensor scale.
     """

@@ -17,7 +17,9 @@ LETTERS = 15  #: maximum number of characters per inch in the lines of a note
 def sheet(
     width: float, height: float, rows: int = 1, columns: int = 1, **kw: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a grid of axes, and a flat list of its axes, without opening a window.
+    """Return a figure with a grid of axes, and the list of these axes.
+
+    No window is opened.
 
     Args:
         width: width of the figure in inches.

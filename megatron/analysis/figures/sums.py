@@ -20,12 +20,13 @@ from megatron.fake_quant import get_format
 from megatron.fake_quant.code_points import code_values
 from megatron.fake_quant.inspect import format_properties
 
-Key = tuple[int, str, str]  #: layer index, module and tensor name, and format or quantization type
+#: Layer index, place (module and tensor name), and either format or quantization type.
+Key = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
 class FormatSum:
-    """Sums of the arrays of `FormatArrays` over several tensors."""
+    """Histograms of one format (see `FormatArrays`), summed over several tensors."""
 
     values: Counts
     underflow: Counts
@@ -40,7 +41,7 @@ class FormatSum:
 
     @classmethod
     def of(cls, arrays: FormatArrays) -> FormatSum:
-        """Return the arrays of a single tensor as sums over one tensor."""
+        """Return a `FormatSum` that contains only the histograms of one tensor."""
         return cls(**{field.name: getattr(arrays, field.name) for field in fields(cls)})
 
     def __add__(self, other: FormatSum) -> FormatSum:
@@ -53,7 +54,7 @@ class FormatSum:
 
 @dataclass(frozen=True)
 class Sums:
-    """Summed histograms of groups of tensors; a place is a module and tensor name."""
+    """Histograms summed over groups of tensors with the same place (module and tensor name)."""
 
     formats: dict[Key, FormatSum]  #: sums by layer, place and format
     #: number of values in each of 255 binades, by layer, place and quantization type
@@ -80,7 +81,7 @@ def add_up(
     axes: Mapping[tuple[int, str], str],
     bar: Callable[[Sequence[Any], str], Iterable[Any]] = lambda rows, _: rows,
 ) -> Sums:
-    """Sum the histograms of all tensors.
+    """Return the sums of the histograms of all tensors.
 
     Args:
         tensors: table with the columns `tensor`, `layer_idx`, `place` and `quant_type`.

@@ -23,7 +23,7 @@ from megatron.analysis.outputs.render import Made
 from megatron.analysis.stats.cache import code_version
 from megatron.bounded_files import read_json, walk
 
-NAME = ".drawn.json"  #: name of the file in the output folder that records earlier outputs
+NAME = ".drawn.json"  #: name of the file that records the outputs in the output folder
 _SOURCES = {".py", ".css", ".html", ".js"}
 _LIBRARIES = ("matplotlib", "numpy", "pandas", "plotly", "torch")
 
@@ -40,7 +40,7 @@ def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
         options: values that affect the outputs; they must be serializable as JSON.
     """
     digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
-    # a library that is not installed has no version; only the report needs plotly
+    # the list is empty for a library that is not installed; only the report needs plotly
     versions = [[package.version for package in distributions(name=name)] for name in _LIBRARIES]
     digest.update(json.dumps([code_version(), *versions]).encode())
     for path in sorted(Path(__file__).parents[1].rglob("*")):
@@ -75,7 +75,7 @@ def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Mad
 
 
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
-    """Rename the outputs of other dumps that would be overwritten, and return their new paths.
+    """Rename outputs of other dumps that would be overwritten, and return the new paths.
 
     The output "quick" is left out, because `quick_analysis` renames its own files.
     """
@@ -116,7 +116,7 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return the size of a file in bytes and its modification time in ns; (-1, -1) if missing."""
+    """Return a file's size in bytes and modification time in ns, or (-1, -1) if it is missing."""
     try:
         stat = path.stat()
     except OSError:
@@ -141,7 +141,7 @@ def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """Return the well-formed entries of the file `NAME`, which may be damaged."""
+    """Return the entries of the file `NAME` that are well-formed; the file may be damaged."""
     try:
         drawn = read_json(output / NAME)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""List the outputs, with the contents, the required data and the module of each output.
+"""Define a table of all outputs: the contents, the required data and the module of each one.
 
 A module is imported only when its output is drawn, so listing the outputs takes no time.
 """
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from megatron.analysis.figures.figure_data import FigureData
 
-    #: Type of a module's function `draw`. It yields pairs of a name and a function: the name of a
-    #: figure and a function that draws it, or the name of a text file, including its suffix, and a
-    #: function that returns the text. If data is missing, the function in a pair raises
+    #: Type of the function `draw` that each output's module defines. It yields one pair per figure
+    #: or text file: its name (for a text file, with the suffix), and a function that draws the
+    #: figure or returns the text. If the dump lacks data, this function raises
     #: `NothingToDrawError`; the other figures are still drawn.
     Draw = Callable[[FigureData], Iterator[tuple[str, Callable[[], Figure | str]]]]
 
@@ -28,9 +28,9 @@ class Output:
 
     contents: str  #: description of the output for `--help`
     module: str  #: name of the module that draws the output, relative to `megatron.analysis`
-    #: Properties of `FigureData` that the output needs and that are slow to compute.
+    #: Slow properties of `FigureData` that the output needs.
     needs: tuple[str, ...] = ()
-    #: Priority of slow outputs; higher values are started earlier to shorten the total time.
+    #: Priority: outputs with higher values are started earlier, which shortens the total time.
     slowness: int = 0
 
     def load(self) -> Draw:

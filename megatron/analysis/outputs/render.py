@@ -53,8 +53,10 @@ class Made:
 
     name: str
     files: list[Path] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  #: reasons for missing figures, by name
-    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of failed figures, by name
+    #: Reasons for missing figures, by figure name.
+    missing: dict[str, str] = field(default_factory=dict)
+    #: Tracebacks of figures that could not be drawn because of an error, by figure name.
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
@@ -75,7 +77,7 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
             jobs = [pool.submit(_make, name) for name in ordered]
             try:
                 yield from (job.result() for job in as_completed(jobs))
-            finally:  # after an interrupt or an error, do not draw the remaining outputs
+            finally:  # after an interrupt or error, cancel the remaining outputs
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
         raise ValueError(
@@ -85,16 +87,17 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
 
 
 def compute_shared_tables(figure_data: FigureData, names: Sequence[str]) -> None:
-    """Compute the tables that the outputs share, before processes are forked."""
+    """Compute the tables that several outputs share, so that forked processes inherit them."""
     needs = Counter(need for name in names for need in OUTPUTS[name].needs)
     _ = figure_data.uses
     if needs[SUMS]:
         _ = figure_data.sums
-    if needs[DEVIATIONS] > 1:  # if only one output needs them, it computes them in its own process
+    # if only one output needs the deviations, its own process computes them
+    if needs[DEVIATIONS] > 1:
         _ = figure_data.deviations
 
 
-_order: list[Order] = []  # in a forked process, its `Order`; empty in the parent process
+_order: list[Order] = []  # contains the `Order` in a forked process; empty in the parent process
 _making: list[str] = []  # name of the output that this forked process is drawing; empty if idle
 
 
@@ -113,7 +116,7 @@ def _begin(order: Order) -> None:
 
 
 def _stop(*_: object) -> None:
-    """Handle a signal: stop drawing the current output, and do not start another one.
+    """Stop drawing the current output after a signal, and do not start another one.
 
     A process that is waiting for work must not raise an exception. It might have read only part of
     a message from the queue, and the next process would then read the rest.
@@ -124,7 +127,7 @@ def _stop(*_: object) -> None:
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Report an exception that Python drops, except an interrupt of a callback or destructor.
+    """Print an exception that Python cannot raise further, except a KeyboardInterrupt.
 
     Python drops a KeyboardInterrupt that `_stop` raises while a weak reference's callback runs. The
     cleared `_order` then ends the drawing before the next figure.
@@ -134,7 +137,7 @@ def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent process to end, then exit; a killed parent cannot stop this process."""
+    """Wait for the parent process to end, then exit; a killed parent cannot stop its children."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -175,7 +178,7 @@ def make(name: str, order: Order) -> Made:
             made.files.append(write_report(order.figure_data, order.output / "report.html"))
         else:
             for title, draw in OUTPUTS[name].load()(order.figure_data):
-                if _making and not _order:  # a signal whose exception was dropped
+                if _making and not _order:  # Python dropped the exception that a signal raised
                     raise KeyboardInterrupt
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:

@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 _MODULES = {f"plot_{module.name}": module.name for module in iter_modules(__path__)}
-del _MODULES["plot_style"]  # this module has no plot function
+del _MODULES["plot_style"]  # the module `style` has no plot function
 
 __all__ = [*_MODULES]
 

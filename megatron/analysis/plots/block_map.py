@@ -1,4 +1,4 @@
-"""Draw the block scales of a tensor as an image, with one row per row of the tensor."""
+"""Draw the block scales of a tensor as an image; each pixel row shows one row of the tensor."""
 
 from __future__ import annotations
 

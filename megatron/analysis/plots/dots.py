@@ -89,7 +89,7 @@ def plot_dots(
 
 
 def _floor(values: pd.Series[float]) -> float:
-    """Return the position of zero on a logarithmic axis, below the smallest positive share."""
+    """Return where to draw zero on a logarithmic axis: below the smallest positive share."""
     positive = values[values > 0]
     smallest = float(positive.min()) if len(positive) else 1e-3
     return float(10.0 ** (np.floor(np.log10(smallest)) - 1))

@@ -31,7 +31,7 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
             label=str(name),
         )
     positive = data["relative_error"][data["relative_error"] > 0]
-    # If no error is positive, all values are exact, and any limits will do.
+    # If no error is positive, all values are exact, and the limits of the y-axis do not matter.
     low, high = (positive.min(), positive.max()) if len(positive) else (0.01, 1.0)
     ax.set_ylim(0.7 * float(low), 1.5 * float(high))
     ax.set_yscale("log")

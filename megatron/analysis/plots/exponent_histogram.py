@@ -70,7 +70,7 @@ def plot_exponent_histogram(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
     guide(ax)
     ax.set(xlabel="magnitude", ylabel="share of values in a binade")
-    if lanes:  # leave space between the axis and its label for the names of the formats
+    if lanes:  # leave space for the names of the formats between the y-axis and its label
         longest = max(len(str(lane["format"])) for lane in lanes)
         ax.yaxis.labelpad = max(ax.yaxis.labelpad, 5.0 * longest - 26)
     ax.set_title(title, loc="left")
@@ -78,7 +78,7 @@ def plot_exponent_histogram(
 
 
 def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], size: float) -> None:
-    """Draw the range bar of one format with its name; it is thinner where numbers are subnormal.
+    """Draw the name of a format and its range as a bar, which is thinner for subnormal numbers.
 
     Args:
         lane: row of the table `ranges`.
@@ -87,7 +87,7 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         size: factor for the height of the bar; below 1 if there are many bars.
     """
     color = color_of(str(lane["format"]))
-    # By default, the thin line from `lowest` to `highest` is hidden behind the bar.
+    # Without `lowest` and `highest`, the thin line is as long as the bar, which hides it.
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
         ("lowest", "highest", 1.0),

@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing
 
-MOST_NUMBERS = 700  #: maximum number of cells for which the cells are labeled
+MOST_NUMBERS = 700  #: values are written into the cells of heatmaps with at most this many cells
 
 
 def plot_heatmap(
@@ -25,7 +25,7 @@ def plot_heatmap(
     norm: Normalize | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one cell per row of `data`, colored by its value and, if space allows, labeled with it.
+    """Draw one cell per row of `data`, colored by the value and labeled with it if space allows.
 
     Args:
         data: table with columns `row`, `column` and `value`. Rows and columns are drawn in the
@@ -75,7 +75,7 @@ def plot_heatmap(
 
 
 def _label_cells(ax: Axes, rows: list[object], columns: list[object]) -> None:
-    """Label rows and columns at the center of their cells; if there are many, label only some."""
+    """Label the rows and columns of the heatmap, or only some of them if there are many."""
     for names, setter, most in ((rows, ax.set_yticks, 40), (columns, ax.set_xticks, 60)):
         every = math.ceil(len(names) / most)
         chosen = range(0, len(names), every)

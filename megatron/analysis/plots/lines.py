@@ -17,9 +17,9 @@ from megatron.analysis.plots.style import (
     right_of_title,
 )
 
-EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the ends of the y-axis
-NOISE = 0.1  #: minimum of half the span of a linear axis, as a fraction of the median value
-NARROW = 8.0  #: ratio of the largest to the smallest value from which the axis is logarithmic
+EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the two ends of the y-axis
+NOISE = 0.1  #: half of the minimum span of a linear axis, as a fraction of the median value
+NARROW = 8.0  #: a logarithmic axis needs at least this ratio of the largest to the smallest value
 
 
 def plot_lines(
@@ -101,7 +101,7 @@ def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
 
 
 def _at_the_edge(ax: Axes, x: pd.Series, color: str, *, top: bool) -> None:
-    """Draw a mark at the upper or lower end of the y-axis for each `x`."""
+    """Draw a mark at each `x`, at the upper or lower end of the y-axis."""
     if x.empty:  # an empty line has no extent, which breaks the layout of the figure
         return
     ax.plot(

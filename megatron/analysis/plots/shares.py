@@ -21,7 +21,7 @@ HEIGHT = 0.36  #: height of a bar, relative to the distance between rows
 
 
 def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw two bars per row: its share of all tensors and its share of all values.
+    """Draw two bars per group: its share of all tensors and its share of all values.
 
     Unlike a pie chart, bars keep small shares readable and allow comparing two quantities.
 

@@ -44,8 +44,8 @@ TRACK = "#f1f2f3"  #: color of empty cells and pixels, and of the background beh
 FILL = 0.12  #: opacity of the area below an outline
 ALARM = "#b3261e"  #: color of warnings, such as NaN, Inf and unreadable files
 
-#: Prefixes of quantization types that restrict the quantized operations. The number says how much
-#: lighter the color is than the color of the format (0: the same, 1: white).
+#: Prefixes of quantization types that limit which operations are quantized. The number says how
+#: much lighter the color of the type is than the color of its format (0: the same, 1: white).
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
 #: Colors of unknown names, distinct from each other and from the colors of the formats.
 _SPARE = ("#0f7173", "#b3922e", "#7b4b94", "#c06c84", "#6b7a8f", "#8c6d46", "#557a46", "#3f88c5")
@@ -72,7 +72,7 @@ RC: dict[Any, Any] = {
     "text.parse_math": False,
     "legend.frameon": False,
     "legend.fontsize": 9,
-}  #: settings for `matplotlib.rc_context` around the drawing of a figure
+}  #: settings that `matplotlib.rc_context` applies while a figure is drawn
 
 
 def color_of(name: str) -> str:
@@ -100,7 +100,7 @@ def color_of(name: str) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the color of each name, as `color_of` does, but give unknown names distinct colors.
+    """Return the color of each name as in `color_of`, except that unknown names differ in color.
 
     If there are more unknown names than spare colors, colors repeat.
     """
@@ -129,7 +129,7 @@ def lighter(color: str, share: float) -> str:
 def short_count(count: float) -> str:
     """Return a count as text with three significant digits, such as 983, 12.4 K or 1.56 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        # With the next smaller unit, 999.5 and above would be formatted as 1e+03.
+        # A number such as 999,500 is shown as 1 M, because `.3g` would format 999.5 K as 1e+03 K.
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:g}"
@@ -159,7 +159,7 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis as plain numbers, or as powers of ten if any are long.
+    """Label the ticks of a logarithmic axis with plain numbers, or with powers of ten if too long.
 
     Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """
@@ -220,5 +220,5 @@ def quiet(ax: Axes) -> Axes:
 
 
 def right_of_title(ax: Axes, note: str) -> None:
-    """Write a note next to the title of the axes, at the right end."""
+    """Write a note at the right end of the line with the title of the axes."""
     ax.set_title(note, loc="right", color=FAINT, fontsize=9, fontweight="normal")

@@ -40,7 +40,7 @@ def plot_value_histogram(
                 zorder=3,
             )
     # The axis begins below 1, so that a bin with a single value is visible. The limits are set
-    # first, because setting a logarithmic scale on empty data warns.
+    # before the scale, because Matplotlib warns if an axis without data becomes logarithmic.
     ax.set_ylim(0.7, 4.0 * max(float(data["count"].max()), 1.0))
     ax.set_yscale("log")
     decades(ax.yaxis)

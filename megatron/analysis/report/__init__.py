@@ -1,4 +1,4 @@
-"""Write report.html, a self-contained page that a browser can open without network or server.
+"""Write report.html, a self-contained page that needs neither a network nor a server.
 
 It contains its data as JSON (`content.py`), the page's script (`page.js`, which lists the sections)
 and Plotly's JavaScript, which draws the figures.

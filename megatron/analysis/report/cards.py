@@ -1,4 +1,4 @@
-"""Read the facts and the format audit from a run card.
+"""Read what the report shows of a run card: facts about the run, and the format of each matmul.
 
 A run card is not trusted: it may contain anything.
 """
@@ -29,7 +29,10 @@ ARGUMENTS = (
 
 
 def facts(card: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and values of the run card entries to show; missing entries are omitted."""
+    """Return the names and values of the run card's entries that the report shows.
+
+    Missing entries are omitted.
+    """
     pairs = [(name, as_text(card.get(name))) for name in FACTS]
     for group in GROUPS:
         parts = {name: as_text(value) for name, value in _mapping(card.get(group)).items()}

@@ -120,7 +120,7 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:
-    """Return, for each format, a list of the median SQNR at each value of a column.
+    """Return one list per format: the median SQNR of the tensors with each value of a column.
 
     Each median is taken over all runs and iterations; it is None if no SQNR is known.
 
@@ -154,8 +154,9 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
 
 
 def by_type(figure_data: FigureData) -> list[list[Any]]:
-    """Return the median deviation from the unquantized run, by quantization type, kind and layer.
+    """Return the median deviation of tensors from the unquantized run.
 
+    There is one row per quantization type, kind of tensor and layer: these three, then the median.
     Only the last iteration that was compared is included.
     """
     data = figure_data.deviations
@@ -167,9 +168,9 @@ def by_type(figure_data: FigureData) -> list[list[Any]]:
 
 
 def positions(figure_data: FigureData) -> list[list[int]]:
-    """Return each tensor's run, iteration, layer and place, which identify its heatmap cell.
+    """Return the run, iteration, layer and place (module and tensor name) of each tensor.
 
-    Runs and places (module and tensor names) are given as indices.
+    They identify the tensor's cell in the heatmap. Runs and places are given as indices.
     """
     tensors = figure_data.tensors
     runs = {name: i for i, name in enumerate(runs_of(tensors))}
@@ -201,7 +202,7 @@ def names(figure_data: FigureData) -> list[str]:
 
 
 def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tensors whose details the report contains, at most `MOST_DETAILS`.
+    """Return the indices of the at most `MOST_DETAILS` tensors whose details the report contains.
 
     The first tensors of all lists in `named` come first, then their second tensors, and so on.
     All other tensors follow, sorted by three criteria: tensors on which formats are evaluated come

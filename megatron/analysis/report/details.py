@@ -107,7 +107,7 @@ def _in_format(
     """
     values = part.values[shown]
     error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
-    # Formats with blocks never return infinity, so a value not counted in `part.values` became NaN.
+    # Block formats never produce infinity, so the values not counted in `part.values` became NaN.
     poisoned = binades - part.values if use["poisoned"] else np.zeros_like(binades)
     return {
         "axis": use["axis"],
@@ -122,7 +122,7 @@ def _in_format(
 
 
 def _maps(figure_data: FigureData, tensor: int) -> dict[str, Any]:
-    """Return a map of the block scales in each format, with blocks along the last dimension.
+    """Return a map of a tensor's block scales for each format; blocks run along the last dimension.
 
     The result is empty if the tensor cannot be loaded, for instance because parts are missing.
     """

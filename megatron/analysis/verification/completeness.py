@@ -31,7 +31,7 @@ from megatron.analysis.verification.counter_gaps import in_words
 from megatron.analysis.verification.results import Finding
 from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
-_PASS = ["iteration", "micro_batch"]  #: columns that identify a pass of the run
+_PASS = ["iteration", "micro_batch"]  #: columns that identify a pass (one micro-batch)
 #: Command-line arguments in the run card that must be integers; other values are ignored.
 _NUMBERS = (
     "control_iter",
@@ -40,14 +40,14 @@ _NUMBERS = (
     "collect_micro_batches",
     "num_layers",
 )
-NAMED = 16  #: maximum number of missing ranks that are reported one by one
-#: Limits on the expected number of combinations of pass, module and rank, which may be at most
-#: `DENSE` for each record, plus `SMALL`. One run has records for most combinations; if there are
-#: far more combinations than records, the records come from different runs.
+NAMED = 16  #: maximum number of missing ranks reported one by one per pipeline stage
+#: Limits that reveal records of different runs. One run has records for most combinations of pass,
+#: module and rank. If there are more than `DENSE` * (number of records) + `SMALL` combinations, the
+#: records come from different runs.
 DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: kinds of events that explain missing records of a rank
-#: Arguments that select iterations, with the values that select all iterations. The records show
-#: which passes were selected.
+#: Command-line arguments that select iterations, each with the values that select all iterations.
+#: The records show which passes were selected.
 _ITERATIONS = {
     "collect_iterations": (None,),
     "collect_start": (None,),
@@ -55,7 +55,8 @@ _ITERATIONS = {
     "collect_ring": (None,),
     "collect_flag_file": (None,),
 }
-#: Arguments that select tensors within an iteration, with the values that select all tensors.
+#: Command-line arguments that select tensors within an iteration, each with the values that select
+#: all tensors.
 _TENSORS = {
     "collect_modules": (None,),
     "collect_tensors": (None,),
@@ -71,11 +72,11 @@ class _Run:
 
     records: pd.DataFrame  #: all records, from tensor files and indexes
     card: Mapping[str, Any]
-    events: Sequence[Mapping[str, Any]]  #: events recorded in the indexes
+    events: Sequence[Mapping[str, Any]]  #: events listed in the indexes
 
     @property
     def where(self) -> str:
-        """Name by which findings refer to the run."""
+        """Name of the run in the messages of findings."""
         return f"run {self.records['run_id'].iloc[0]}"
 
     @property
@@ -85,7 +86,7 @@ class _Run:
 
     @cached_property
     def last_iterations(self) -> dict[int, int]:
-        """Last iteration, which may be incomplete, of each rank that ended early; keyed by rank."""
+        """Last iteration of each rank that ended early, keyed by rank; it may be incomplete."""
         if self.finished:
             ended = set(rank for rank, _ in self.ends)
         else:
@@ -124,7 +125,7 @@ class _Run:
 
     @property
     def early(self) -> bool:
-        """Return whether the run ended early and has records of only one iteration."""
+        """Return whether a rank ended early in a run that has records of only one iteration."""
         return bool(self.last_iterations) and self.records["iteration"].nunique() == 1
 
 
@@ -182,11 +183,11 @@ def _how_it_ended(run: _Run) -> Iterator[Finding]:
 
 
 def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the command-line flags of the run that restricted collection.
+    """Return the command-line flags that limited which tensors the run collected.
 
     Args:
         card: run card.
-        harmless: names of arguments, with the values that do not restrict collection.
+        harmless: names of arguments, with the values that do not limit the collection.
     """
     args = card.get("arguments") or {}
     return [
@@ -197,7 +198,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers without the records that the run card implies."""
+    """Report iterations, micro-batches and layers that the run card implies but no record has."""
     records = run.records
     args = {
         name: value

@@ -29,7 +29,7 @@ def gaps(records: pd.DataFrame) -> dict[int, list[Range]]:
 
 
 def within(records: pd.DataFrame, rank: int, ranges: Sequence[Range], iteration: int) -> bool:
-    """Return whether all gaps of a rank come after its records of iterations before `iteration`."""
+    """Return whether all gaps of a rank follow its last record from before `iteration`."""
     earlier = records[(records["rank"] == rank) & (records["iteration"] < iteration)]
     last = earlier["counter"].max()
     return bool(pd.isna(last) or min(low for low, _ in ranges) > last)

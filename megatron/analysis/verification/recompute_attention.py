@@ -46,7 +46,7 @@ RESULTS = (*_FORWARD, *_GRADIENTS)  #: tensors that can be recomputed from the o
 
 @dataclass(frozen=True, slots=True)
 class AttentionFormats:
-    """Formats of the two matmuls of attention, and the softmax between them.
+    """Formats of the two matmuls of attention, and parameters of the softmax between them.
 
     The formats of a matmul are None if it is computed in high precision.
     """
@@ -56,7 +56,7 @@ class AttentionFormats:
     softmax: Softmax = field(default_factory=Softmax)
 
     def check(self, *, backward: bool) -> None:
-        """Refuse formats with which attention cannot be recomputed.
+        """Raise `NotCheckedError` if attention cannot be recomputed in these formats.
 
         Args:
             backward: whether to check the operands of the backward pass, too.
@@ -109,7 +109,7 @@ def attention(
 
 
 def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Recomputation:
-    """Compare a saved result with its recomputation.
+    """Compare a saved result of attention with its recomputation.
 
     Args:
         saved: the saved result.
@@ -163,7 +163,7 @@ def _recompute(
         for name in ("key", "value")
     )
     by_rank: list[dict[str, Tensor]] = []
-    shares: list[Sequence[Tensor]] = []  #: key and value gradients that each rank contributes
+    shares: list[Sequence[Tensor]] = []  #: each rank's part of the key and value gradients
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
         hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)
@@ -243,7 +243,7 @@ def _unnormalized(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Reshape [s, b, groups, d] to [b * heads, s, d], with each group repeated for its heads."""
+    """Reshape [s, b, groups, d] to [b * heads, s, d]; repeat each group for the heads it serves."""
     if x.shape[2] != heads:
         x = x.repeat_interleave(heads // x.shape[2], dim=2)
     return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
@@ -292,7 +292,7 @@ def _gathered(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _scattered(whole: Tensor, size: int) -> list[Tensor]:
-    """Divide a sequence into the zigzag chunks of each rank. This is the inverse of `_gathered`."""
+    """Divide a sequence into the zigzag chunks of each rank; the inverse of `_gathered`."""
     if size == 1:
         return [whole]
     chunks = whole.chunk(2 * size)

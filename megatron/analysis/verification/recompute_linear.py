@@ -125,7 +125,7 @@ def _operands(
 def quantized(
     operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
 ) -> Tensor:
-    """Return an operand with the values that the GEMM of the run used.
+    """Return an operand's quantized values, which are those that the run's GEMM used.
 
     Args:
         operand: format and transform of the operand.
@@ -199,7 +199,7 @@ def _compare(
         gamma = a.shape[1] * _FLOAT32 / (1 - a.shape[1] * _FLOAT32)
         allowed = gamma * size
         if hadamard is not None:
-            # the inverse transform sums `hadamard.size` values that were rounded to the dtype
+            # the inverse transform adds `hadamard.size` values, each rounded to the saved dtype
             allowed += torch.finfo(saved.dtype).eps * exact.abs()
             root = torch.tensor(float(hadamard.size)).sqrt().double()
             turn = hadamard.matrix().double().t() / root

@@ -26,7 +26,7 @@ _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
-#: Marks that a line of the format audit shows as suffixes in parentheses.
+#: Properties of a matmul that the format audit shows in parentheses after its formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
@@ -51,7 +51,9 @@ class NotCheckedError(Exception):
 
 
 def parse_operand(name: str) -> Operand:
-    """Parse a format name from an audit or a record, such as `nvfp4:sr+H16:nvfp4` or `none`.
+    """Parse an operand's format from a format audit or record, such as `nvfp4:sr` or `none`.
+
+    A Hadamard transform may follow, as in `nvfp4:sr+H16:nvfp4`.
 
     Raises:
         NotCheckedError: if the format is unknown.
@@ -80,7 +82,7 @@ def uses(name: str | None) -> tuple[Operand, Operand]:
 
 
 def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]:
-    """Return the combinations of formats that a matmul may have had, given three records.
+    """Return all combinations of a matmul's formats that agree with the formats in three records.
 
     Args:
         a: format in the record of operand A.
@@ -93,8 +95,8 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
     (fprop_a, wgrad_a), (fprop_b, dgrad_b), (dgrad_c, wgrad_c) = uses(a), uses(b), uses(c)
     candidates = []
     slots = (fprop_a, fprop_b, dgrad_c, dgrad_b, wgrad_c, wgrad_a)
-    # GemmFormats refuses a gradient and an operand with different transforms; such a matmul must
-    # have been straight-through
+    # GemmFormats raises ValueError if the two operands of a GEMM have different transforms; such a
+    # matmul must have been straight-through
     with contextlib.suppress(ValueError):
         candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
@@ -108,7 +110,7 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
 def of_card(
     card: Mapping[str, Any], module: str, operation: str, iteration: int
 ) -> GemmFormats | None:
-    """Read the formats of a module's matmul from the audit in the run card.
+    """Read the formats of a module's matmul from the format audit in the run card.
 
     The result is None if the audit does not contain the operation.
 
@@ -175,13 +177,13 @@ def _reading_an_audit() -> Iterator[None]:
 
 
 def _part(card: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
-    """Return the part of the audit that applies to an iteration, or {} if there is none."""
+    """Return the part of the format audit that applies to an iteration, or {} if there is none."""
     parts = [part for part in card.get("quantization") or [] if part["iteration"] <= iteration]
     return max(parts, key=lambda part: part["iteration"]) if parts else {}
 
 
 def _entry(part: Mapping[str, Any], module: str, operation: str) -> Mapping[str, Any] | None:
-    """Return the audit's entry for an operation of a module, or None if there is none.
+    """Return the format audit's entry for an operation of a module, or None if there is none.
 
     The entry has the form that `matmul_audit.for_card` writes.
     """
@@ -197,9 +199,13 @@ def _of_entry(entry: Mapping[str, Any]) -> GemmFormats:
 
 
 def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
-    """Return the formats of a matmul, given its operands by slot and its marks in the audit.
+    """Return the formats of a matmul, given its operands and its marks in the format audit.
 
     A mark is a suffix in parentheses, such as `straight-through`.
+
+    Args:
+        operands: operands by slot (operand of one GEMM).
+        marks: marks of the matmul.
     """
     if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED}):
         raise NotCheckedError(
@@ -253,7 +259,7 @@ def _covers(names: str, module: str) -> bool:
 
 
 def _of_summary(summary: str, operation: str) -> GemmFormats:
-    """Parse the formats of a matmul from its summary in a text audit.
+    """Parse the formats of a matmul from its summary, a part of a line in the format audit.
 
     A summary is, for example, `mxfp8`, `high precision` or
     `fprop mxfp8 x mxfp8, dgrad ... (straight-through)`.

@@ -27,8 +27,8 @@ from megatron.fake_quant.gemm import SLOTS
 from megatron.tensor_record import CODES, OF_ITERATION
 
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
-#: Columns that identify a pass through a layer. A linear layer is checked on each rank separately,
-#: and attention on all ranks that share its sequences together.
+#: Columns that identify a pass through a layer. A linear layer is checked on each rank separately.
+#: Attention is checked jointly on all ranks that share its sequences.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
 _ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record, and outcome of a result
@@ -54,7 +54,7 @@ class Results:
     """Outputs and gradients of one run, which are checked by recomputing them."""
 
     store: TensorStore
-    records: pd.DataFrame  #: records with good files, without repeated passes
+    records: pd.DataFrame  #: records whose files passed the check, without repeated passes
     card: Mapping[str, Any]
     slack: float
 
@@ -116,7 +116,7 @@ class Results:
         }
 
     def _linear(self, rows: pd.DataFrame, once: Mapping[str, Any]) -> Iterator[tuple[Any, Outcome]]:
-        """Yield the record and outcome of each result of a linear layer in one pass on one rank.
+        """Check one pass of a linear layer on one rank; yield each result's record and outcome.
 
         If several combinations of formats are possible, the best outcome is used.
 
@@ -147,7 +147,7 @@ class Results:
         yield from ((by_name[name], outcome) for name, outcome in best.items())
 
     def _attention(self, rows: pd.DataFrame) -> Iterator[tuple[Any, Outcome]]:
-        """Yield the record and outcome of each result of attention in one pass.
+        """Check one pass of attention; yield each result's record and outcome.
 
         `rows` contains the records of all ranks that share the sequences.
         """
@@ -167,29 +167,28 @@ class Results:
             yield from ((row, reason) for row in results.itertuples())
 
 
-#: Exceptions that incompatible operand shapes or damaged files cause.
+#: Exceptions that a recomputation may raise if operand shapes do not match or a file is damaged.
 _IMPOSSIBLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
 
 
 def _impossible(error: Exception) -> Recomputation:
-    """Return the outcome for a pass through a layer whose recomputation raised `error`."""
+    """Return the outcome of a pass through a layer after its recomputation raised `error`."""
     why = str(error).strip().partition("\n")[0]
     text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
     return Recomputation(exact=False, excess=math.inf, text=text)
 
 
 def _check_whole(rows: Iterable[Any]) -> None:
-    """Refuse partially collected tensors, because matmuls need complete operands.
+    """Raise `NotCheckedError` if a tensor was collected only in part (with `--collect-slice`).
 
-    Raises:
-        NotCheckedError: if a tensor was collected with `--collect-slice`.
+    Matmuls need complete operands.
     """
     if any(row.slice is not None for row in rows):
         raise NotCheckedError("collected with --collect-slice: a part of an operand or result")
 
 
 def _better(first: Outcome | None, second: Outcome) -> Outcome:
-    """Return the outcome with the smaller deviation, or the only one that was checked."""
+    """Return the outcome with the smaller deviation; if only one was checked, return that one."""
     if first is None or isinstance(first, NotCheckedError):
         return second
     if isinstance(second, NotCheckedError):

@@ -73,7 +73,7 @@ class Verification:
             why = "an index names it, but it is not there"
             findings.append(Finding("file", str(row.path), why))
         records = store.records.assign(data_rank=data_ranks(store.records))
-        # use an array, because pandas interprets an empty list as a selection of columns
+        # an array, because pandas would interpret an empty list as a selection of columns
         good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
         known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
@@ -148,10 +148,10 @@ class Verification:
         return True
 
     def _check_metadata(self, row: Any, tensor: Tensor) -> None:
-        """Refuse a tensor whose dtype or shape contradicts its record.
+        """Raise ValueError if a tensor's dtype or shape contradicts its record.
 
         Raises:
-            ValueError: if the tensor is refused, or the `dims` of its record are invalid.
+            ValueError: in this case, or if the `dims` of the record are invalid.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
@@ -174,7 +174,7 @@ class Verification:
             )
 
     def _without_recomputed(self, records: pd.DataFrame) -> pd.DataFrame:
-        """Return the records without the forward passes that recomputation saved a second time.
+        """Return the records without those that activation recomputation saved a second time.
 
         The tensors of a repeated pass are compared with the tensors of the first pass.
         """
@@ -190,7 +190,7 @@ class Verification:
         return ordered[~again].sort_index()
 
     def _replicas(self, records: pd.DataFrame) -> None:
-        """Compare all replicas of each shard with the first replica."""
+        """Compare each shard's replicas with the first one, and report differences as findings."""
         firsts: dict[tuple[Any, ...], Any] = {}
         for row in records.itertuples():
             shard = tuple(getattr(row, cut.group) for cut in parse_dims(row.dims))
@@ -214,7 +214,7 @@ def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Ve
 
 
 def _identified(records: pd.DataFrame) -> Any:
-    """Return a mask of the records that say which tensor they describe.
+    """Return a mask of the records that identify the tensor they describe.
 
     Such a record contains the run, pass, rank, layer and tensor name.
     """
