@@ -40,8 +40,8 @@ class Diagnostic:
     #: bias, dead_channels or outliers.
     kind: str
     text: str
-    #: Indices of the affected tensors. If the text contains numbers of single tensors, the worst
-    #: tensor comes first. For an unfinished run, only its first tensor is included.
+    #: Indices of the affected tensors. If the text names the worst tensors, they come first. For an
+    #: unfinished run, only its first tensor is included.
     tensors: tuple[int, ...]
     format: str = ""  #: format that the warning is about, or an empty string
 

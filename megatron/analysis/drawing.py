@@ -140,7 +140,7 @@ def _draw_outputs(
     result.unchanged = len(result.files)
     names = [name for name in names if name not in current]
     result.kept = set_aside(output, names, dump)
-    hidden = None if order.figure_data.progress else True  # None means only on a terminal
+    hidden = None if order.figure_data.progress else True  # None: hidden except on a terminal
     drawn = []
     with tqdm(total=len(names), desc="Drawing", unit="output", leave=False, disable=hidden) as bar:
         for made in make_all(names, order, workers):

@@ -173,7 +173,7 @@ def operands_of(measured: Measurements) -> tuple[Measurements, str]:
 
 
 def grouping(measured: Measurements) -> str:
-    """Return the column by which the histograms are grouped, with one outline per group.
+    """Return the name of the column by which the values are grouped in the histograms.
 
     The column is the quantization type if there are several types, and otherwise the operation.
     """
@@ -259,7 +259,7 @@ def _brief(name: str) -> str:
 
 
 def share_data(measured: Measurements, column: str) -> pd.DataFrame:
-    """Return the number of tensors and values in each group of `column`, for `plot_shares`."""
+    """Return a table for `plot_shares` with the number of tensors and values in each group."""
     return pd.DataFrame(
         [
             {"name": _brief(name), "tensors": tensors, "values": summary.count}

@@ -223,7 +223,7 @@ def _printer() -> Callable[[str], None]:
     from tqdm import tqdm
 
     def say(path: str) -> None:
-        tqdm.write(f"Wrote {shown(path)}")  # prints above the progress bar
+        tqdm.write(f"Wrote {shown(path)}")  # print the line above the progress bar
         sys.stdout.flush()
 
     return say

@@ -71,7 +71,10 @@ def _refuse(why: str) -> Figure:
 
 
 def latest(figure_data: FigureData) -> pd.DataFrame:
-    """Return one row per layer: the attention probabilities in the newest run's last iteration."""
+    """Return a table of the attention probabilities in the newest run's last iteration.
+
+    There is one row per layer.
+    """
     table = figure_data.tensors
     probs = table[table["tensor_name"] == "attention_probs"]
     if probs.empty:
@@ -103,7 +106,7 @@ def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
 
 
 def by_head(probs: Tensor) -> Tensor:
-    """Reshape the tensor to [batch, heads, queries, keys], with a batch of 1 if it has none.
+    """Reshape attention probabilities to [batch, heads, queries, keys].
 
     Raises:
         NothingToDrawError: the tensor has fewer than three dimensions, or no values.

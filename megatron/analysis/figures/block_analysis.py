@@ -52,10 +52,10 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
-    """Return the `count` tensors with the lowest SQNR in a format, at most one per place.
+    """Return the `count` tensors with the lowest SQNR, at most one per module and tensor name.
 
-    A place is a module and tensor name. Of all tensors of a place, the one with the lowest SQNR
-    is chosen. The SQNR is measured with blocks along the last dimension, as in the maps.
+    Of all tensors with the same module and tensor name, the one with the lowest SQNR is chosen. The
+    SQNR is measured with blocks along the last dimension, as in the maps.
     """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     if uses.empty:
@@ -200,7 +200,7 @@ def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
 
 
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
-    """Return the counts as a table for `plot_counts`, without 0.01 % of the blocks at each end.
+    """Return the counts as a table for `plot_counts`, leaving out 0.01 % of the blocks at each end.
 
     Args:
         counts: for each format, the number of blocks with the integers `first`, `first + 1`, ...

@@ -103,7 +103,7 @@ def deviation(figure_data: FigureData) -> Figure:
 
 
 def _last(data: pd.DataFrame) -> str:
-    """Return the compared iteration as text.
+    """Return the iteration in which the runs are compared, as text.
 
     If quantization types are compared in different iterations, all of them are listed.
     """

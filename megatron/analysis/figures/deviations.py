@@ -1,4 +1,4 @@
-"""Compute how far the tensors of each run are from the same tensors of the unquantized run."""
+"""Compute how much the tensors of each run differ from the same tensors of the unquantized run."""
 
 from __future__ import annotations
 

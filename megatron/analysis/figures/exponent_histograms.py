@@ -1,4 +1,4 @@
-"""Compute the data of exponent histograms: values per binade, and the ranges of the formats."""
+"""Compute the data of exponent histograms: shares of values per binade, and formats' ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.inspect import format_properties
 
-#: Text in the note of a figure; it explains the bars below an exponent histogram.
+#: Part of a figure's note that explains the bars below an exponent histogram.
 RANGE_NOTE = (
     "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
     "with the median scale, and the line extends to blocks with other scales"

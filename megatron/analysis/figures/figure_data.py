@@ -150,7 +150,7 @@ class FigureData:
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
         """Return an iterable over the rows that shows a progress bar labeled `what`."""
-        hidden = None if self.progress else True  # with None, tqdm shows the bar only on a terminal
+        hidden = None if self.progress else True  # None: hidden except on a terminal
         bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
         return bar
 
@@ -317,7 +317,7 @@ def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFram
 
 
 def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
-    """Return a phrase that says of how many tensors a cell, dot or point shows the median.
+    """Return a phrase such as "a cell is the median of 4 to 8 tensors".
 
     Args:
         keys: columns that identify a cell, dot or point.

@@ -110,7 +110,7 @@ def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) 
 
 
 def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
-    """Draw a statistic by layer and place (module and tensor name), on a logarithmic scale."""
+    """Draw a statistic by layer and place (module and tensor name) on a logarithmic color scale."""
     data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
     data = data.assign(column=data["column"].map(figure_data.label))
     positive = data["value"][data["value"] > 0]

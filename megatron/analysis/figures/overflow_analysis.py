@@ -24,7 +24,7 @@ from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures of values that underflow, saturate, or are not finite.
+    """Yield the figures on underflow, saturation, and NaN and Inf values.
 
     They are "underflow", "saturation", "underflow_by_magnitude" and "special_values".
 

@@ -59,7 +59,7 @@ class Sums:
     formats: dict[Key, FormatSum]  #: sums by layer, place and format
     #: number of values in each of 255 binades, by layer, place and quantization type
     binades: dict[Key, Counts]
-    patterns: dict[str, Counts]  #: number of values by bfloat16 bit pattern, by place
+    patterns: dict[str, Counts]  #: number of values with each bfloat16 bit pattern, by place
 
     def binades_of(self, places: set[str], quant_type: str | None = None) -> Counts:
         """Return the number of values per binade, summed over all layers.

@@ -127,7 +127,7 @@ def _stop(*_: object) -> None:
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Print an exception that Python cannot raise further, except a KeyboardInterrupt.
+    """Print an exception that Python cannot propagate, unless it is a KeyboardInterrupt.
 
     Python drops a KeyboardInterrupt that `_stop` raises while a weak reference's callback runs. The
     cleared `_order` then ends the drawing before the next figure.
@@ -145,7 +145,7 @@ def _end_with_parent() -> None:
 
 def _make(name: str) -> Made:
     if not _order:
-        raise KeyboardInterrupt  # the executor raises it again in the parent process
+        raise KeyboardInterrupt  # which the executor raises again in the parent process
     order = _order[0]
     _making.append(name)
     try:
@@ -155,7 +155,7 @@ def _make(name: str) -> Made:
 
 
 def make(name: str, order: Order) -> Made:
-    """Draw one output of `OUTPUTS`.
+    """Draw one of the `OUTPUTS`, and return its files, missing figures and failed figures.
 
     If a figure fails, the error is recorded in the result, and the other figures are still drawn,
     because computing their statistics may have taken hours.
@@ -178,7 +178,7 @@ def make(name: str, order: Order) -> Made:
             made.files.append(write_report(order.figure_data, order.output / "report.html"))
         else:
             for title, draw in OUTPUTS[name].load()(order.figure_data):
-                if _making and not _order:  # Python dropped the exception that a signal raised
+                if _making and not _order:  # Python dropped the exception that `_stop` raised
                     raise KeyboardInterrupt
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:

@@ -1,4 +1,4 @@
-"""Draw histograms of a property of blocks, such as headroom, range or scale, by format."""
+"""Draw histograms of a property of blocks (headroom, range or scale), one per format."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def plot_exponent_histogram(
 
 
 def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], size: float) -> None:
-    """Draw the name of a format and its range as a bar, which is thinner for subnormal numbers.
+    """Draw a format's name, and its range as a bar that is thinner for subnormal numbers.
 
     Args:
         lane: row of the table `ranges`.

@@ -37,7 +37,7 @@ def plot_magnitude_histogram(
         exponents = part["exponent"].tolist()
         edges = [*exponents, exponents[-1] + 1]
         color = color_of(str(name))
-        if groups <= 2:  # the colors of more overlapping areas would mix
+        if groups <= 2:  # with more groups, overlapping colors would mix
             ax.stairs(part["count"], edges, fill=True, color=color, alpha=FILL)
         ax.stairs(part["count"], edges, color=color, linewidth=1.5, label=str(name))
     ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)

@@ -100,7 +100,7 @@ def color_of(name: str) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the color of each name as in `color_of`, except that unknown names differ in color.
+    """Return the color of each name as in `color_of`, but distinct colors for unknown names.
 
     If there are more unknown names than spare colors, colors repeat.
     """
@@ -159,7 +159,7 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis with plain numbers, or with powers of ten if too long.
+    """Label the ticks of a logarithmic axis with plain numbers, or powers of ten if these are long.
 
     Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """

@@ -1,4 +1,4 @@
-"""Read what the report shows of a run card: facts about the run, and the format of each matmul.
+"""Read from a run card what the report shows: facts on the run, and the format of each matmul.
 
 A run card is not trusted: it may contain anything.
 """

@@ -120,7 +120,7 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:
-    """Return one list per format: the median SQNR of the tensors with each value of a column.
+    """Return one list per format, with the median SQNR for each value of a column.
 
     Each median is taken over all runs and iterations; it is None if no SQNR is known.
 
@@ -202,11 +202,12 @@ def names(figure_data: FigureData) -> list[str]:
 
 
 def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> list[int]:
-    """Return the indices of the at most `MOST_DETAILS` tensors whose details the report contains.
+    """Return the indices of the tensors whose details the report contains.
 
-    The first tensors of all lists in `named` come first, then their second tensors, and so on.
-    All other tensors follow, sorted by three criteria: tensors on which formats are evaluated come
-    before the rest, then the last iteration of each run, and then the lowest SQNR.
+    At most `MOST_DETAILS` indices are returned. The first tensors of all lists in `named` come
+    first, then their second tensors, and so on. All other tensors follow, sorted by three criteria:
+    tensors on which formats are evaluated come before the rest, then the last iteration of each
+    run, and then the lowest SQNR.
     """
     first = [i for rank in itertools.zip_longest(*named) for i in rank if i is not None]
     chosen = [*dict.fromkeys([*first, *_latest_and_lowest(figure_data)])]

@@ -125,7 +125,7 @@ def _operands(
 def quantized(
     operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
 ) -> Tensor:
-    """Return an operand's quantized values, which are those that the run's GEMM used.
+    """Return the quantized values of an operand, as the GEMM of the run used them.
 
     Args:
         operand: format and transform of the operand.

@@ -26,7 +26,7 @@ _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
-#: Properties of a matmul that the format audit shows in parentheses after its formats.
+#: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
@@ -95,8 +95,8 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
     (fprop_a, wgrad_a), (fprop_b, dgrad_b), (dgrad_c, wgrad_c) = uses(a), uses(b), uses(c)
     candidates = []
     slots = (fprop_a, fprop_b, dgrad_c, dgrad_b, wgrad_c, wgrad_a)
-    # GemmFormats raises ValueError if the two operands of a GEMM have different transforms; such a
-    # matmul must have been straight-through
+    # GemmFormats raises ValueError if the two operands of a GEMM have different transforms. A
+    # matmul with such records must have been straight-through.
     with contextlib.suppress(ValueError):
         candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
@@ -121,7 +121,7 @@ def of_card(
         part = _part(card, iteration)
         if (entry := _entry(part, module, operation)) is not None:
             return _of_entry(entry)
-        if "operands" not in part:  # the audit consists only of lines of text
+        if "operands" not in part:  # an audit without entries, only with lines of text
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
                     continue  # matching a long line would take quadratic time

@@ -197,7 +197,7 @@ def _better(first: Outcome | None, second: Outcome) -> Outcome:
 
 
 def _attention_formats(by_rank: list[dict[str, Any]], card: Mapping[str, Any]) -> AttentionFormats:
-    """Return the formats of QK^T and PV, from the audit in the run card or from the records.
+    """Return the formats of QK^T and PV, from the run card's format audit or from the records.
 
     Raises:
         NotCheckedError: if the run used a recipe and its card has no audit, or if the audit or a

@@ -56,7 +56,7 @@ class Verification:
     store: TensorStore
     exact: bool = False  #: whether results must be bit-identical
     slack: float = 1.0  #: factor by which the allowed deviations are multiplied
-    progress: Callable[[], object] = lambda: None  #: function called after each file and each pass
+    progress: Callable[[], object] = lambda: None  #: called after each checked file and pass
     verdict: Verdict = field(default_factory=Verdict)
 
     @staticmethod
@@ -214,8 +214,5 @@ def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Ve
 
 
 def _identified(records: pd.DataFrame) -> Any:
-    """Return a mask of the records that identify the tensor they describe.
-
-    Such a record contains the run, pass, rank, layer and tensor name.
-    """
+    """Return a mask of the records that contain the run, pass, rank, layer and tensor name."""
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)
