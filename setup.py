@@ -20,7 +20,7 @@ RUNTIME = {
     "transformers": "5.23.0",  # Hugging Face tokenizers; the models in the package are not used
     "safetensors": "0.8.0",  # reads and writes weights in the Hugging Face format
     "tiktoken": "0.14.0",  # tokenizers of the Llama 3 family in Meta's format
-    # Packages for downloading and reading corpora. They are not an extra, because .venv is created
+    # Packages for downloading and reading corpora. They are not a pip extra, because .venv is made
     # once and must serve every script. Together they take 200 MB; torch takes 750 MB.
     "datasets": "5.2.0",  # Wikipedia and Dolma from the Hugging Face hub
     "pyarrow": "26.0.1",  # reads Parquet files, the format of the Hugging Face hub
@@ -119,7 +119,7 @@ if __name__ == "__main__":
         # NVIDIA's apex is used if it is installed. It is not listed here, because the project named
         # `apex` on the Python Package Index is a different one.
         extras_require={
-            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # range of megatron-core 0.16.1
+            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as in megatron-core 0.16.1
             "cluster": requirements(CLUSTER),
             "dev": requirements(TEST) + requirements(LINT),
         },

@@ -1,4 +1,4 @@
-"""Time the computation of a dump's statistics, and compare it with plain torch and numpy.
+"""Time the statistics of a tensor dump, and compare the time with plain torch and numpy code.
 
     python benchmarks/analysis.py                     # collect 2 GB, measure, delete (minutes)
     python benchmarks/analysis.py --dump FOLDER       # measure an existing dump
@@ -95,7 +95,7 @@ def collect(folder: Path, flags: str) -> None:
 
 
 def write_tiny(folder: Path, count: int) -> None:
-    """Write a dump of `count` tiny tensors with an index; all tensor files have equal content."""
+    """Write a dump of `count` tiny tensors: an index, and tensor files with identical content."""
     import torch
 
     from megatron.tensor_record import COMPONENTS, TensorRecord, index_name
@@ -139,7 +139,14 @@ def write_tiny(folder: Path, count: int) -> None:
 
 
 def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str, float]:
-    """Run one measurement in a separate process; see analysis_worker.py."""
+    """Run analysis_worker.py in a separate process, and return the measurements that it prints.
+
+    Args:
+        how: "ours" or "naive".
+        folder: folder of the dump.
+        number: number of workers for "ours"; for "naive", one tensor in `number` is measured.
+        formats: names of the number formats.
+    """
     command = [sys.executable, str(WORKER), how, str(folder), str(number), *formats]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() if how == "naive" else 1)}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
@@ -150,13 +157,13 @@ def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time the analysis of a dump; return the rows that compare it with plain torch and numpy."""
+    """Time the statistics of a dump; return table rows for plain torch and numpy, and for ours."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
     workers = sorted({1, 2, os.cpu_count() or 1})
     runs = {number: [] for number in workers}
-    # Alternate the numbers of workers, so that other load on the machine affects all of them.
+    # Alternate between the numbers of workers, so that other load on the machine affects all.
     for _, number in itertools.product(range(options.rounds), workers):
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]
@@ -186,7 +193,7 @@ def _row(
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time the analysis of dumps of tiny tensors; return one table row per number of tensors."""
+    """Time the statistics of dumps of tiny tensors; return one table row per size of dump."""
     rows = []
     for count in options.records:
         folder = scratch / f"tiny{count}"

@@ -1,4 +1,4 @@
-"""Run one measurement of `analysis.py` in a separate process, to measure its peak memory.
+"""Measure one analysis for `analysis.py` in a separate process, including its peak memory.
 
     python benchmarks/analysis_worker.py ours FOLDER WORKERS FORMAT...
     python benchmarks/analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
@@ -107,7 +107,7 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
 
 
 def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
-    """Compute the statistics of an unquantized tensor."""
+    """Compute and discard the statistics of an unquantized tensor."""
     x.numel(), x.isnan().sum(), x.isinf().sum(), (x == 0).sum(), torch.signbit(x).sum()
     x.min(), x.max(), x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.abs().max()
     x.abs().sum()
@@ -121,7 +121,7 @@ def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
 
 
 def errors(view: torch.Tensor, dim: int, name: str, results: list[torch.Tensor]) -> float:
-    """Compute a format's quantization errors for blocks along one axis; return the MSE.
+    """Compute the quantization errors of one format along one dimension; return the MSE.
 
     The dequantized tensor is appended to `results`.
     """

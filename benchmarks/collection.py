@@ -59,7 +59,7 @@ HEAD = (
     "MB",
     "peak MiB",
 )
-#: Raw writes of `writing_speed.py`, with the phrase that describes each one in the report.
+#: Phrase that the report adds for each kind of raw write that `writing_speed.py` measures.
 RAW = {"raw": "", "direct": ", past the page cache"}
 
 
@@ -161,7 +161,7 @@ class Worker:
         self.steps: list[dict[str, float]] = []
 
     def answer(self, prefix: str) -> str:
-        """Return the next output line that starts with `prefix`; skip the lines of libraries."""
+        """Return the next line that starts with `prefix`; skip lines that libraries print."""
         while line := self.process.stdout.readline():
             if line.startswith(prefix):
                 return line
@@ -174,18 +174,18 @@ class Worker:
             self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` reports why the process has ended.
+            pass  # The process has ended; `answer` reports why.
         return json.loads(self.answer("{"))
 
     def end(self) -> None:
-        """Stop the process immediately."""
+        """Kill the worker process."""
         self.process.stdin.close()
         self.process.kill()
         self.process.wait()
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python interpreter with mindstudio-probe; None if it is excluded or unavailable."""
+    """Return a Python interpreter with mindstudio-probe, or None if this package is left out."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -198,7 +198,7 @@ def python_of_peers(options: argparse.Namespace) -> Path | None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker], dict, str]:
-    """Measure all collection modes in random order, then the writer without training.
+    """Measure training steps in every collection mode, then the writing speed without training.
 
     Return the workers by mode, the writing speeds, and the release of mindstudio-probe.
     """
@@ -213,7 +213,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
             worker.answer("ready")
         order = random.Random(0)
         for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            # The order is random, because the previous process affects the speed of a step.
+            # The order is random, because a step's speed depends on which process ran before it.
             for worker in order.sample(workers, len(workers)):
                 worker.steps.append(worker.ask("step"))
         disk = next(worker for worker in workers if worker.name == "plain").ask("disk")
@@ -227,7 +227,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
 
 
 def windows(values: list[float], size: int) -> list[float]:
-    """Return the mean of each group of `size` consecutive values."""
+    """Return the mean of each complete group of `size` consecutive values."""
     return [
         statistics.fmean(values[start : start + size])
         for start in range(0, len(values) - size + 1, size)
@@ -284,7 +284,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Describe the ratio of our writing speed to the raw speed, and its range over the rounds."""
+    """Return text with the median ratio of our writing speed to a raw write's, and its range."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "

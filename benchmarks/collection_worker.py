@@ -21,10 +21,11 @@ from typing import Any
 import training_worker as training
 import writing_speed
 
-#: Measurements of a step: its duration; the time for which the collection blocked training; the
-#: time for plain copies of the same tensors; the time after the step until everything is on disk
-#: (all in seconds); the number of tensors; their size in bytes; the peak memory of the process and
-#: the peak host memory of the collection, in MiB.
+#: Names of a step's measurements. The first four are times in seconds: the duration of the step,
+#: how long the collection blocked training, the time for plain copies of the same tensors, and the
+#: time after the step until everything is on disk. The next two are the number of tensors and their
+#: size in bytes. The last two are in MiB: the peak memory of the process and the peak host memory
+#: of the collection.
 FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host")
 
 
@@ -66,7 +67,7 @@ class Ours:
             self._copy_beside()
 
     def _copy_beside(self) -> None:
-        """Also copy every collected tensor to the host with torch, and measure the time.
+        """Make the collector also copy each tensor to the host with plain torch, and time this.
 
         The copy is made alternately before and after the collection's own copy, because the first
         copy fills the caches for the second. Weights are copied only in the first micro-batch.
@@ -91,7 +92,7 @@ class Ours:
         saver.save = both
 
     def begin(self) -> None:
-        """Do nothing; this project's collector needs no preparation for a step."""
+        """Do nothing; this project's collector needs no preparation before a step."""
 
     def end(self) -> dict[str, float]:
         """Wait until all tensors of the step are on disk; return the measurements of the step."""
@@ -125,7 +126,7 @@ class MsProbe:
             "rank": [],
             "step": [],
             "async_dump": options.async_dump,
-            # An asynchronous dump requires a list of substrings; all module names contain this.
+            # An asynchronous dump requires parts of module names; all names contain "Module".
             "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
         }
         path = options.folder / "config.json"
@@ -134,11 +135,11 @@ class MsProbe:
         self.debugger = PrecisionDebugger(config_path=str(path))
 
     def begin(self) -> None:
-        """Start the dump of a step."""
+        """Start mindstudio-probe's dump of one step."""
         self.debugger.start(model=self.model)
 
     def end(self) -> dict[str, float]:
-        """Finish the dump of a step, and return the time taken, in seconds."""
+        """Finish mindstudio-probe's dump of one step; return how long this took, in seconds."""
         started = time.perf_counter()
         self.debugger.stop()
         self.debugger.step()

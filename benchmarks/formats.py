@@ -156,7 +156,7 @@ def run_worker(
     environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads} | memory
     events = []
     with (
-        tempfile.TemporaryDirectory() as elsewhere,  # Some peer packages write files.
+        tempfile.TemporaryDirectory() as elsewhere,  # Some peers write into the current folder.
         tempfile.TemporaryFile("w+") as log,
         tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
     ):
@@ -220,7 +220,7 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
 
 
 def tree() -> str:
-    """Return the commit of this repository, if git can tell."""
+    """Return the repository's commit as "commit HASH", or another phrase if git cannot tell."""
     command = ["git", "-C", REPO, "describe", "--always", "--dirty"]
     try:
         description = subprocess.run(command, capture_output=True, text=True, check=True)

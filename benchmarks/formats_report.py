@@ -71,7 +71,10 @@ def agreement(case: Event, data: str, elements: int) -> str:
 
 
 def apart(differ: int, far: int) -> str:
-    """Format the number of differing elements and, if smaller, the number of large differences."""
+    """Format the number of differing elements, and how many of them differ by more than 4 ulp.
+
+    The second number is left out if it equals the first.
+    """
     if differ == 0 or differ == far:
         return f"{differ:,}"
     return f"{differ:,} ({far:,} by > 4 ulp)"

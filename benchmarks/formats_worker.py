@@ -1,9 +1,10 @@
-"""Measure formats in the peer packages' Python for benchmarks/formats.py, and report JSON lines.
+"""Time and compare number formats for benchmarks/formats.py, and report results as JSON lines.
 
-All functions are timed in this one process. In each round, the copy, our function and every peer
-have one turn, in an order that changes from round to round, so that other load on the machine
-affects all of them alike. Peers print text when they are imported. Standard output is therefore
-reserved for the reports, and all other output is redirected to standard error.
+This worker runs in the Python that has the peer packages. All functions are timed in this one
+process. In each round, the copy, our function and every peer have one turn, in an order that
+changes from round to round, so that other load on the machine affects all of them alike. Peers
+print text when they are imported. Standard output is therefore reserved for the reports, and all
+other output is redirected to standard error.
 
     PYTHONPATH=. python benchmarks/formats_worker.py REQUEST
 
@@ -90,7 +91,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the input matrices for comparing results; the first one is also used for timing."""
+    """Return the input matrices by name. Results are compared on both, and timed on "randn"."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)
@@ -201,7 +202,7 @@ def main() -> None:
         (fmt, dtype, axis)
         for fmt in formats
         for dtype in request["dtypes"]
-        # The axis makes no difference to a format without blocks, so measure it only once.
+        # A format without blocks gives the same result on every axis, so measure it only once.
         for axis in (request["axes"] if fmt.block_size else ["last"])
     ]
     report("plan", cases=len(cases), releases=releases, device_name=device_name)

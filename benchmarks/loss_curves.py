@@ -68,14 +68,14 @@ def tokenized(options: argparse.Namespace) -> list[str]:
     prefix = options.output_dir / "text"
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
-    command += ["--overwrite"]  # A benchmark that is continued writes the same tokens again.
+    command += ["--overwrite"]  # A continued benchmark tokenizes the same text again.
     command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
     subprocess.run([*command, "--output-prefix", prefix], check=True)
     return [str(TOKENIZER), f"{prefix}_text_document"]
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Train with one quantization type and seed, unless the log is complete; return the losses."""
+    """Return the losses of one run; train it unless a complete log of the run exists."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
@@ -104,7 +104,7 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
 
 
 def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Return the loss by iteration from a complete log of the command `head`, otherwise None."""
+    """Return the losses by iteration; None if the log is incomplete or of another command."""
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
     return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None
@@ -137,7 +137,7 @@ def types_of(losses: pd.DataFrame) -> list[str]:
 
 
 def table(losses: pd.DataFrame) -> str:
-    """Return a Markdown table of each type's mean losses and differences from the first type."""
+    """Return a Markdown table of each type's mean loss and its difference from the first type's."""
     last, types = len(losses), types_of(losses)
     window = window_of(losses)
     rows = [["mean loss, iterations", *types]]
@@ -159,7 +159,7 @@ def table(losses: pd.DataFrame) -> str:
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
-    """Return an error message for each loss that did not fall and each pair of equal curves."""
+    """Return an error message per run whose loss did not fall, and per pair of equal curves."""
     window = window_of(losses)
     start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
     errors = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
@@ -180,7 +180,7 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         color, index = color_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=color, alpha=0.25, linewidth=0.8)
-        # Draw recipes with dashed lines, because their colors are arbitrary.
+        # Two recipes may have the same color, so they are drawn with dashed lines.
         dash = "--" if name.startswith("recipe_") else "-"
         top.plot(index, smooth[name].mean(axis=1), dash, color=color, label=name)
         bottom.plot(index, apart[name].mean(axis=1), dash, color=color)

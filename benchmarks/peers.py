@@ -1,4 +1,4 @@
-"""Call the number formats of other public packages: the peers that the benchmark compares.
+"""Call the number formats of other public packages, the peers of benchmarks/formats.py.
 
 Each loader imports one package and returns a finder. The finder takes one of our formats and
 returns a function that quantizes a contiguous matrix along the last axis and dequantizes it to the
@@ -85,7 +85,7 @@ def torchao_compiled() -> Finder:
 
     def find(fmt: Format) -> Call | None:
         call = eager(fmt)
-        torch._dynamo.reset()  # Otherwise, torch would silently run the ninth format uncompiled.
+        torch._dynamo.reset()  # Otherwise, torch silently stops compiling after eight formats.
         return None if call is None else torch.compile(call)
 
     return find
@@ -186,7 +186,7 @@ def torch_cast() -> Finder:
     return find
 
 
-#: By the peer's display name: its loader, and the distribution whose release is reported.
+#: Loader of each peer and the distribution whose release is reported, by the peer's name.
 PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "torch": (torch_cast, "torch"),
     "torchao": (torchao, "torchao"),
@@ -217,7 +217,7 @@ OTHER_ORDER = (
     "multiplies the scales in another order: last bits differ, and a value or a block's scale "
     "halfway between two codes can be rounded to the other one"
 )
-#: Reason why values differ from ours, by the peer's name and our format's name (or "mx").
+#: Reason why a peer's values differ from ours, by peer and format ("mx" for all MX formats).
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
         "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "

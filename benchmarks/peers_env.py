@@ -16,8 +16,8 @@ VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
 #: Packages that the library needs; setup.py pins their releases.
 ESSENTIAL = ("torch", "numpy", "numba")
-#: Other packages whose releases setup.py pins: peers that the tests use too; transformers, which
-#: quark needs; and megatron-core with its requirements, whose model mindstudio-probe dumps.
+#: Other packages whose releases setup.py pins. ml_dtypes and en_dtypes are peers. quark needs
+#: transformers. mindstudio-probe dumps a model of megatron-core, which needs einops and psutil.
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
 PROBE = """
 import importlib.metadata, json
@@ -80,7 +80,7 @@ def given(python: Path) -> Path:
 
     Nothing is installed into this Python.
     """
-    python = python.expanduser().absolute()  # not resolved: a venv's python is a symbolic link
+    python = python.expanduser().absolute()  # keeps the symbolic link of a venv's python
     try:
         missing = {"torch", "numpy"} - installed(python).keys()
     except (OSError, subprocess.CalledProcessError) as error:

@@ -38,7 +38,7 @@ from typing import Any
 
 import quoting
 
-# Both programs already divide the tokenization among processes.
+# The tokenizer uses no threads of its own, because both programs already use processes.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -74,7 +74,7 @@ def standard_library() -> Iterator[str]:
 
 
 def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
-    """Yield documents that end at an empty line, with about `megabytes` megabytes in total.
+    """Yield about `megabytes` MB of documents, which are cut from the texts at empty lines.
 
     A document has at least DOCUMENT characters, unless its text ends earlier.
     """

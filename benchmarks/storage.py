@@ -1,4 +1,4 @@
-"""Compute the storage that linear-layer weights would need in real hardware formats.
+"""Compute how many bytes the linear-layer weights would take on hardware with each format.
 
     python benchmarks/storage.py
     python benchmarks/storage.py --formats mxfp8 nvfp4 mx:e3m4:b16
@@ -34,7 +34,7 @@ ROWS = 64
 
 
 def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
-    """Yield (output features, input features, number of weights) for each linear-layer shape."""
+    """Yield (output features, input features, number of matrices) for each linear-layer shape."""
     layers, hidden, heads = model.num_hidden_layers, model.hidden_size, model.num_attention_heads
     if (latent := model.latent) is None:
         size = model.head_dim or hidden // heads

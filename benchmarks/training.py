@@ -129,7 +129,7 @@ class Worker:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` reports why the process has ended.
+            pass  # The process has ended; `answer` reports why.
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -140,7 +140,7 @@ class Worker:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Worker]:
-    """Train step by step with all worker processes, in random order; return the workers by name.
+    """Start one worker per type, train step by step in random order, and return them by name.
 
     The first two rounds are a warm-up; their times are not counted.
     """
@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
             worker.built = float(worker.answer().split()[1])
         order = random.Random(0)
         for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            # The order is random, because the previous process affects the speed of a step.
+            # The order is random, because a step's speed depends on which process ran before it.
             for worker in order.sample(workers, len(workers)):
                 worker.step()
     finally:

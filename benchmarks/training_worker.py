@@ -36,7 +36,10 @@ def parse() -> argparse.Namespace:
 
 
 def load_cpu_backend() -> None:
-    """Load the CPU backend from its file; with `--plain`, this repository is not importable."""
+    """Activate megatron/cpu_backend.py if there is no GPU, so that megatron-core runs on the CPU.
+
+    The module is loaded by path, because with `--plain` this repository is not importable.
+    """
     import torch
 
     if torch.cuda.is_available():

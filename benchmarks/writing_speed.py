@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
         "raw": lambda folder: write(folder, total, 0),
         "ours": lambda folder: collect(folder, tensors, layers, options.host_gib, tensor_saver),
     }
-    if hasattr(os, "O_DIRECT"):  # missing on macOS
+    if hasattr(os, "O_DIRECT"):  # macOS has none
         ways["direct"] = lambda folder: write(folder, total, os.O_DIRECT)
     rates: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
@@ -67,7 +67,7 @@ def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def write(folder: Path, total: int, flags: int) -> None:
-    """Write at least `total` bytes to one file, which is opened with `flags`.
+    """Write at least `total` bytes to one file; `flags` are additional flags of `os.open`.
 
     Raises:
         OSError: if the file system does not support the flags.

@@ -63,7 +63,7 @@ def formats_of(name: str) -> Formats:
 
 
 def list_tables() -> str:
-    """Return text that lists all accepted names."""
+    """Return text that lists all models, datasets, quantization types and other accepted names."""
     lines = ["models"]
     for name, model in MODELS.items():
         count = model.full.architecture.parameters()

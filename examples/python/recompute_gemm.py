@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Open a dump, assemble a linear layer's tensors from all ranks, and recompute the output.
+"""Recompute the output of a linear layer from the operands saved in a tensor dump.
 
     python=$(bash script/setup_env.sh)
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
@@ -29,7 +29,10 @@ NAMES = ("input", "weight", "output")
 
 
 def sqnr(x: Tensor, other: Tensor) -> float:
-    """Return the signal-to-quantization-noise ratio of `other` to `x`, in dB; inf if equal."""
+    """Return the signal-to-quantization-noise ratio, in dB, of `other` as an approximation of `x`.
+
+    The result is inf if the two are equal.
+    """
     signal, noise = x.double(), other.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 
@@ -47,7 +50,7 @@ def main(folder: str, module: str = "linear_qkv") -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
 
-    # A record holds the operand's formats for the forward and the backward pass.
+    # A record holds the operand's formats for both passes; `uses` returns the forward one first.
     formats = dict(zip(records["tensor_name"], records["format"], strict=True))
     forward = {name: uses(formats[name])[0] for name in ("input", "weight")}
     quantized = [

@@ -37,7 +37,7 @@ COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields by which t
 
 @dataclass
 class Tally:
-    """Counts of the tensors written so far, and the events of the collection."""
+    """Counts of the tensors written so far, and events such as a reached limit."""
 
     tensors: int = 0
     bytes: int = 0
@@ -142,7 +142,7 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Return whether the run card of this index contains the followed run's token.
+        """Return whether an index belongs to the followed run, that is, its run card has the token.
 
         The result is None if the run card does not exist yet.
         """
@@ -171,7 +171,7 @@ class IndexFollower:
                     self._offsets[index] += length
                     try:
                         self.tally.add(parse_json(line.decode()))
-                    except (ValueError, TypeError):  # written by another program
+                    except (ValueError, TypeError):  # not written by the collector
                         continue
         except (OSError, UnusableFileError) as error:
             self._foreign.add(index)

@@ -1,4 +1,4 @@
-"""Run a command, and watch and reliably stop the whole tree of processes that it starts.
+"""Run a command, watch it, and reliably stop the whole tree of processes that it starts.
 
 A process group is not enough: torchrun starts each of its workers in a separate session, and a
 process whose parent dies gets a new parent. On Linux, this process therefore becomes the subreaper
@@ -86,7 +86,7 @@ class ProcessTree:
             return None
 
     def lost_driver(self) -> int | None:
-        """Return the process ID of a driver that has ended, or None if all are running.
+        """Return the process ID of a driver script that has ended, or None if all are running.
 
         The result refers to the process table read last, for instance by `wait`.
         """

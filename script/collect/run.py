@@ -105,8 +105,8 @@ class Interrupts:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The terminal may send a signal that a driver forwards as well, so the same signal can
-        # arrive twice within a short time.
+        # The terminal may send a signal that a driver script forwards as well, so the same signal
+        # can arrive twice within a short time.
         if self.number is None:
             self.number, self._since = number, time.monotonic()
         elif time.monotonic() - self._since > 1.0:
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_limits(follower: IndexFollower) -> bool:
-    """Print the limits that ranks have reached, and return True if there are any."""
+    """Print a warning for each collection limit that was reached; return whether there is any."""
     for limit in follower.tally.limits:
         print(f"[WARNING] the collection is not complete: {limit}", file=sys.stderr, flush=True)
     return bool(follower.tally.limits)

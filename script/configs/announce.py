@@ -1,4 +1,4 @@
-"""Print the size of a collection before it starts, and ask for confirmation of a large one."""
+"""Print the size of a tensor collection before it starts; ask the user to confirm a large one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Scaling of the rotary frequencies in DeepSeek-V2.
+    """YaRN scaling of the rotary frequencies, as in DeepSeek-V2.
 
     megatron-core supports it only with latent attention.
     """

@@ -1,4 +1,4 @@
-"""Choose the quantization type of a collection, for the drivers.
+"""Choose the quantization type of a tensor collection for the driver scripts.
 
 The first of these that is set takes effect: the type that the user gives; CUSTOM_QUANT_TYPE, if no
 other variable sets the format of a single operation; the type that the environment and the settings
@@ -28,7 +28,7 @@ _POLICY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenType:
-    """The quantization type of a collection."""
+    """Quantization type of a tensor collection, and whether a flag sets it."""
 
     name: str  #: canonical name, which folders and files use
     by_flag: bool  #: whether `--custom-quant-type` passes the type; if not, training resolves it
@@ -78,7 +78,7 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
 
 
 def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
-    """Query the training code and return its output lines, or None if a dry run has no torch.
+    """Query the training code; return its output lines, or None in a dry run without torch.
 
     Raises:
         ConfigError: if the training code refuses the quantization type, or cannot be run.

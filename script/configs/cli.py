@@ -20,7 +20,7 @@ def run_program(
     required: str,
     formats_of: Callable[[argparse.Namespace], Formats],
 ) -> int:
-    """Print the list that an option requests, or start the training run; return the exit status.
+    """Print the text that an option requests, or start the training run; return the exit status.
 
     Args:
         parser: parser of the arguments before `--`.

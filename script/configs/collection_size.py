@@ -1,4 +1,4 @@
-"""Compute the size of a collection, in files and bytes, before training starts.
+"""Compute the size of a tensor collection, in files and bytes, before training starts.
 
 `--collect-plan` runs an iteration and measures the same size, together with the time and memory
 that the collection takes. This module computes the size from the flags of the training command in a
@@ -22,20 +22,20 @@ from megatron.collection.selection import Selection, matches
 
 FILE_OVERHEAD = 2460  #: size of a file without its tensor values, in bytes
 UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not supported
-#: Recomputation granularity that recomputes core attention only; `full` recomputes everything.
+#: Value of --recompute-granularity that recomputes only core attention; `full` recomputes all.
 SELECTIVE = "selective"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Size of one collection."""
+    """Size of one tensor collection."""
 
     files: int
     bytes: int
     iterations: int | None  #: None if unlimited (`--control-iter 0` without `--train-iters`)
     limited: bool  #: whether the user has set a maximum number of files or bytes
-    optional: bool  #: whether a ring buffer or a flag file must trigger the collection
-    codes: bool  #: whether codes are collected too; they are not counted in `files` and `bytes`
+    optional: bool  #: whether an event (with a ring buffer) or a flag file must trigger it
+    codes: bool  #: whether quantized codes are collected too; `files` and `bytes` exclude them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Model:
             yield self._saved("self_attention.core_attention", name, "bask", sizes)
 
     def _pairs(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
-        """Yield each tensor and its gradient, which has the same shape."""
+        """Yield each tensor of a module, followed by its gradient, which has the same shape."""
         for name, letters in shapes.items():
             yield self._saved(module, name, letters, sizes)
             yield self._saved(module, f"grad_{name}", letters, sizes)
@@ -223,7 +223,7 @@ def _iterations(words: Sequence[str], selection: Selection, ring: int | None) ->
 
 
 def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags that `reader` uses and the command sets, by flag name."""
+    """Return the values of those flags of `reader` that the command sets, by flag name."""
     values: dict[str, Any] = {}
     for flag in read_by(reader):
         take = _list if flag.many else _TAKE[flag.type]

@@ -1,4 +1,4 @@
-"""Build the training command of one cell of the experiment matrix."""
+"""Build the command that trains one experiment of the matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRECISIONS = {"bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "6
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that the user sets; None keeps the value from the tables."""
+    """Sizes that the user sets; None keeps the value of the preset or training configuration."""
 
     train_iters: int | None = None
     micro_batch_size: int | None = None
@@ -28,13 +28,13 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Training run with all choices made, except for its files."""
+    """Choices that determine a training command, except the tokenizer and data files."""
 
     preset: Preset
     schedule: Schedule
     tensorboard: str
     checkpoint: str | None  #: folder to save checkpoints to; None to save nothing
-    resume: bool  #: whether the folder already holds a checkpoint
+    resume: bool  #: whether that folder already holds a checkpoint
     formats: Sequence[str]  #: flags that set the number formats
     dtype: str = "bf16"
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -46,7 +46,7 @@ class Experiment:
     def settled(self) -> Experiment:
         """Return a copy of the experiment in which every size is set.
 
-        Sizes that do not fit are refused here, before any file is searched for or made.
+        A size that does not fit is reported here, before any file is searched for or made.
 
         Raises:
             ConfigError: if a size does not fit; the message names values that do.
@@ -59,7 +59,7 @@ class Experiment:
         return dataclasses.replace(self, sizes=self._batch(sizes))
 
     def command(self, python: str, files: Files) -> list[str]:
-        """Return the training command of a settled experiment, as a list of arguments.
+        """Return the training command as a list of arguments; every size must be set.
 
         Raises:
             MissingFile: if the type of the tokenizer cannot be determined.
@@ -90,7 +90,7 @@ class Experiment:
         ]
 
     def _sizes(self) -> Sizes:
-        """Return the user's sizes, with missing sizes taken from the tables.
+        """Return the user's sizes, with missing sizes taken from the preset and the schedule.
 
         The global batch size may still be None.
         """
@@ -144,7 +144,7 @@ class Experiment:
         return dataclasses.replace(sizes, global_batch_size=batch)
 
     def _sharing(self) -> list[str]:
-        """Return the flags that shard the optimizer states, which small models do not need."""
+        """Return the flags that shard the optimizer state; none for a tiny model or one process."""
         if self.is_tiny or self.parallelism.world == 1:
             return []
         return ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from configs.models import Tokenizer
 
-#: Tokenizer family whose name is not part of the data paths.
+#: Tokenizer family whose data paths do not contain its name.
 PLAIN_FAMILY = "llama3"
 
 
@@ -21,7 +21,7 @@ class Dataset:
 
     title: str
     name: str  #: name of the folder, and first part of the file names
-    prepare: str  #: script that makes the files
+    prepare: str  #: script that makes the token files
 
     def prefix(self, tokenizer: Tokenizer) -> str:
         """Return the path prefix of the `.bin` and `.idx` files, relative to the repository."""

@@ -1,4 +1,4 @@
-"""Turn the options into a training run: look up names, find files, print or start the command."""
+"""Turn command-line options into a training run, and print or start its command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOTHING = "none"  #: value of --checkpoint-path with which nothing is saved
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Table entries and preset that the options select."""
+    """Model, dataset and preset that the command-line options select."""
 
     options: argparse.Namespace
     model: Model
@@ -62,7 +62,7 @@ def run_name(selection: Selection, formats: Formats, flags: Sequence[str], pytho
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Refuse unknown or missing names, before the Python environment is set up.
+    """Check the names in the options before the Python environment is set up.
 
     Raises:
         ConfigError: if a name is unknown or missing.
@@ -78,7 +78,7 @@ def check_names(options: argparse.Namespace) -> None:
 
 
 def select(options: argparse.Namespace, python: str) -> Selection:
-    """Return the table entries for the options; choose the preset if the user gives none.
+    """Return the model, dataset and preset; choose the preset if the options give none.
 
     `check_names` must have accepted the options.
     """
@@ -95,7 +95,7 @@ def select(options: argparse.Namespace, python: str) -> Selection:
 
 
 def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
-    """Return the value of an option, or else the value of an environment variable, or else None."""
+    """Return an option's value or, if it is not given, that of an environment variable or None."""
     text = os.environ.get(variable)
     if given is not None or not text:
         return given
@@ -106,7 +106,7 @@ def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> in
 
 
 def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) -> None:
-    """Refuse options for several machines if the run uses only one.
+    """Raise ConfigError for options that only a run on several machines may have.
 
     Otherwise, each machine would train independently, and all would write to the same folders.
     """

@@ -122,14 +122,14 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
 
 
 def require(options: argparse.Namespace, *names: str) -> None:
-    """Refuse a command line that lacks any of the options in `names`."""
+    """Raise ConfigError if the command line lacks any of the options in `names`."""
     missing = [f"--{name}" for name in names if getattr(options, name.replace("-", "_")) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing; --list prints all accepted names")
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line at `--` into this program's options and flags of `pretrain_gpt.py`."""
+    """Split a command line at `--` into options of this program and flags of `pretrain_gpt.py`."""
     words = list(argv)
     if "--" not in words:
         return words, []

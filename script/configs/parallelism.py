@@ -63,10 +63,10 @@ class Launch:
     master_port: int = 6000
 
     def check(self, parallelism: Parallelism) -> None:
-        """Refuse a missing address of the first machine, or a node rank that is out of range.
+        """Check the first machine's address and the node rank of a run on several machines.
 
         Raises:
-            ConfigError: if the first machine's name is missing, or this machine's rank is invalid.
+            ConfigError: if the address is missing, or the node rank is out of range.
         """
         if parallelism.nnodes == 1:
             return
@@ -123,7 +123,7 @@ def _one_of(flag: str, choices: Sequence[int]) -> str:
     return f"{flag} {f'{listed} or ' if listed else ''}{choices[-1]} would fit"
 
 
-#: Flags of `pretrain_gpt.py` that split the layers into pipeline stages of different sizes.
+#: Flags of `pretrain_gpt.py` that give pipeline stages different numbers of layers.
 UNEVEN_STAGES = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
@@ -136,7 +136,7 @@ UNEVEN_STAGES = (
 def check_model(
     parallelism: Parallelism, model: Architecture, *, uneven_stages: bool = False
 ) -> None:
-    """Refuse parallel sizes that do not fit the model.
+    """Check that the parallel sizes fit the model.
 
     Args:
         parallelism: parallel sizes.
@@ -176,10 +176,10 @@ def check_model(
 
 
 def check_ranks(parallelism: Parallelism, seq_length: int) -> None:
-    """Refuse a number of processes or a sequence length that cannot be divided as requested.
+    """Check that the processes and the sequence can be divided by the parallel sizes.
 
     Raises:
-        ConfigError: if a value cannot be divided; the message names a value that can be.
+        ConfigError: if they cannot be divided evenly; the message names a number that can be.
     """
     world, model = parallelism.world, parallelism.model
     tp, pp, cp, ep = parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep

@@ -19,7 +19,7 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """Return a format's quantization types, which consist of a prefix and the format's name."""
+    """Return the three quantization types of a format, each a prefix and the format's name."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 
@@ -33,7 +33,7 @@ QUANTIZATIONS: tuple[str, ...] = (
 
 UNQUANTIZED = ("bf16", "none")
 
-#: Name of the choice that passes no flag, so that the environment and the settings file decide.
+#: Accepted name that passes no format flag; the environment and the settings file then decide.
 AS_SET = "settings"
 
 
@@ -69,7 +69,7 @@ def accepted() -> dict[str, str]:
 
 
 def attention_choices() -> dict[str, dict[str, str]]:
-    """Return the formats of Q K^T (qk) and P V (pv), by choice in flash_attention_config.py."""
+    """Return the formats of Q K^T (qk) and P V (pv) for each value of --fa-quantization."""
     choices: dict[str, dict[str, str]] = {"none": {}}
     for name in formats():
         choices |= {

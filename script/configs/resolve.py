@@ -1,4 +1,4 @@
-"""Find the interpreter, CUDA devices, the tokenizer and the data on this machine.
+"""Find the Python interpreter, the GPUs, the tokenizer and the data on this machine.
 
 A path that the user gives is relative to the current folder and must exist. A default path is
 relative to the repository's root, and is printed without the root if that is the current folder.
@@ -31,7 +31,7 @@ def say(message: str) -> None:
 
 
 def at_home(path: str) -> str:
-    """Return a path in the repository as an absolute path or relative to the current folder.
+    """Return a path in the repository in a form that is valid in the current folder.
 
     `path` is relative to the root of the repository. The result is `path` if the current folder is
     the root, and otherwise the absolute path.
@@ -45,7 +45,7 @@ FOREIGN_LEFT_OUT = "import sys; sys.path[:] = [path for path in sys.path if path
 
 
 def is_set(variable: str) -> bool:
-    """Return whether an environment variable is switched on, as script/driver.sh defines it."""
+    """Return whether an environment variable has a nonempty value other than 0, false and no."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
 
 
@@ -60,7 +60,7 @@ class Files:
         return Path(self.tokenizer).exists() and has_data(self.data)
 
     def lacking(self) -> str:
-        """Return a phrase that names the missing file and is inserted into a message."""
+        """Return a phrase that says what is missing, for insertion into a message."""
         if not has_data(self.data):
             return f"none in {self.data}"
         return (
@@ -83,7 +83,7 @@ def default_corpus() -> Files:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """Files that the user gives, and the files that are used if the user gives none."""
+    """Tokenizer and data that the user gives, and the default files."""
 
     tokenizer: str | None  #: tokenizer path given by the user, if any
     data: str | None  #: data prefix given by the user, if any
@@ -111,7 +111,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         data = data.removesuffix(suffix)
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
     if dry_run:
-        # In a dry run, a driver passes the default corpus before it exists.
+        # In a dry run, a driver script passes the default corpus before it exists.
         if files != default_corpus() and not files.there() and not is_set(MISSING_SAID):
             say(f"Missing: {_missing(files, request, python)}.")
         return files
@@ -142,7 +142,7 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    """Refuse missing files; the message lists all of them, starting with what the user gave.
+    """Check that the files exist; the error lists all missing ones, those of the user first.
 
     Raises:
         MissingFile: if files are missing; the message has a remedy for each file.
@@ -274,7 +274,7 @@ def enter_environment() -> None:
 
 @cache
 def cuda_devices(python: str, *, dry_run: bool = False) -> int:
-    """Return the number of GPUs that torch can use; in a dry run, 1 if a driver is installed."""
+    """Return the number of usable GPUs; in a dry run, 1 if an NVIDIA driver is installed."""
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
         return 0
     if dry_run:

@@ -23,7 +23,7 @@ FORMAT_FLAGS = {
 }
 
 
-#: Quantization types whose effective name is their own name; the effective name of `none` is bf16.
+#: Quantization types that appear in the run name unchanged; `none` appears as bf16.
 QUANTIZED = accepted().keys() - {AS_SET, "none"}
 
 
@@ -46,7 +46,7 @@ class Formats:
     flags: Sequence[str]  #: flags of `pretrain_gpt.py` that set the formats
 
     def effective_name(self, flags: Sequence[str], python: str) -> str:
-        """Return the name of the formats that take effect.
+        """Return the part of the run name for the formats that take effect.
 
         It is `name` unless the user's flags set formats, or `name` is `AS_SET` and the environment
         or the settings file sets them.
@@ -83,7 +83,7 @@ except ValueError as error:
 
 
 def _resolved(flags: Sequence[str], python: str) -> str | None:
-    """Return the quantization type that flags, environment and settings file result in.
+    """Return the quantization type that results from flags, environment and settings file.
 
     The type is resolved by the code that training uses. Return None if `python` cannot run this
     code, which happens only in a dry run.
@@ -105,7 +105,7 @@ def _resolved(flags: Sequence[str], python: str) -> str | None:
 
 
 def data_name(prefix: str) -> str:
-    """Return a name for data that is not a dataset of the experiment matrix."""
+    """Return a name for data outside the experiment matrix, made from its path prefix."""
     name = Path(prefix).name
     for suffix in (".bin", ".idx", "_text_document"):
         name = name.removesuffix(suffix)

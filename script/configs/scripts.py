@@ -33,7 +33,7 @@ train_config --model {model} --dataset {dataset} --quantization {quantization} "
 
 
 def scripts() -> dict[Path, str]:
-    """Return the text of each script, by path."""
+    """Return the text of each training script, by path."""
     texts = {}
     for model, published in MODELS.items():
         for dataset, source in DATASETS.items():

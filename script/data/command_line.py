@@ -55,7 +55,7 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:
-    """Add the options that control how a run proceeds."""
+    """Add the options for worker processes, bad lines and existing output."""
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--workers", type=int, default=cores or 1, help=f"processes (default here: {cores})")

@@ -49,10 +49,11 @@ def topics() -> dict[str, str]:
 
 
 def train_tokenizer(documents: list[str]) -> bytes:
-    """Return a SentencePiece model that restores every text exactly; it is the same on every call.
+    """Train a SentencePiece tokenizer that decodes every text exactly; return the model file.
 
-    Text that is not in the vocabulary, such as a line break, is encoded as bytes. Neither spaces
-    nor Unicode forms are normalized: half of the corpus is code, in which indentation matters.
+    Every call returns the same model. Text outside the vocabulary, such as a line break, is encoded
+    as bytes. Neither spaces nor Unicode forms are normalized: half of the corpus is code, in which
+    indentation matters.
     """
     import sentencepiece
 

@@ -50,7 +50,7 @@ class Settings:
         return self.input_format or guess_format(path, wikipedia=self.wikipedia)
 
     def check_free(self) -> None:
-        """Refuse to replace existing output without --overwrite.
+        """Check that the run would not replace existing output without --overwrite.
 
         Raises:
             ValueError: if output exists and --overwrite is not set.
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass
 class Tokens:
-    """A tokenized batch: for each key, the concatenated ids and the length of each document."""
+    """A tokenized batch: per JSON key, the concatenated ids and the length of each document."""
 
     file: int
     end: Position
@@ -186,7 +186,7 @@ class Encoder:
         tokens.ids[key] = np.fromiter(joined, dtype=self.dtype, count=count)
 
     def texts(self, batch: Batch, document: Any) -> dict[str, str]:
-        """Return a document's text for each key.
+        """Return a document's text for each of the requested keys.
 
         Raises:
             ValueError: if the document is bad; the message gives the reason.

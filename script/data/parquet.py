@@ -1,4 +1,4 @@
-"""Read Parquet files in batches of rows; memory holds a batch and one page of the file."""
+"""Read Parquet files in batches of rows, with a batch and one page of the file in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_parquet(
     import pyarrow.parquet as pq
 
     try:
-        # A page is usually 1 MB and is read when it is needed, so even a large row group takes
-        # little memory.
+        # A Parquet page is usually 1 MB and is read when it is needed, so even a large row group
+        # takes little memory.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check_columns(path, file.schema_arrow, settings.json_keys)
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)

@@ -36,7 +36,7 @@ from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
 STATE_LIMIT = 256 << 20  #: maximum size of progress.json, in bytes; it lists every input file
-HOPELESS = 1000  #: number of bad documents after which a file without a valid document is refused
+HOPELESS = 1000  #: number of bad documents, without a valid one, after which a file is refused
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
@@ -55,7 +55,7 @@ class PartialOutput:
 
         self.settings, self.dtype = settings, np.dtype(dtype)
         self.folder = Path(f"{settings.output_prefix}.partial")
-        # All settings that affect the output, in addition to the input.
+        # Settings that affect the output; a resumed run must have the same values.
         self.options = {
             "tokenizer": tokenizer,
             "json_keys": list(settings.json_keys),
@@ -252,7 +252,11 @@ class PartialOutput:
             self.commit()
 
     def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
-        """Refuse an input file whose first `HOPELESS` documents, or all if fewer, are bad."""
+        """Check that the first `HOPELESS` documents of an input file include a valid one.
+
+        Raises:
+            ValueError: if they do not, or if a file with fewer documents has no valid one.
+        """
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]

@@ -1,4 +1,4 @@
-"""Tokenize Wikipedia or Dolma, downloaded or from a folder, into the files that the scripts use.
+"""Tokenize Wikipedia or Dolma, from the hub or a folder, into the files that training reads.
 
     python script/data/prepare.py wikipedia --input dumps/ --tokenizer-model model/llama3.2-1b
     python script/data/prepare.py dolma --limit-files 4
@@ -76,7 +76,7 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
 
 
 def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
-    """Return the path of the tokenizer, and check that it loads if a download follows.
+    """Return the path of the tokenizer; before a download, also check that it can be loaded.
 
     The download can take hours, so a wrong tokenizer is reported before it.
 

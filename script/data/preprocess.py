@@ -89,7 +89,7 @@ def read_batches(settings: Settings, output: PartialOutput) -> Iterator[Batch]:
 
 
 def check(settings: Settings) -> None:
-    """Refuse invalid settings, before megatron-core is imported, which takes seconds."""
+    """Raise ValueError for invalid settings, before the slow import of megatron-core."""
     if settings.workers < 1:
         raise ValueError(f"--workers {settings.workers} is below 1; give the number of processes")
     for path in settings.input if len(settings.json_keys) > 1 else ():
@@ -103,7 +103,7 @@ def check(settings: Settings) -> None:
 
 
 def preprocess(settings: Settings) -> dict[str, Manifest]:
-    """Start or resume a run, and return the manifest of each output pair, by prefix."""
+    """Start or resume a run; return the manifest of each `.bin/.idx` pair, by path prefix."""
     from tqdm import tqdm
 
     settings = dataclasses.replace(settings, input=expand(settings))
@@ -113,7 +113,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
 
     record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.monitor_interval = 0  # no monitor thread, because the workers are forked
+    tqdm.monitor_interval = 0  # no monitor thread may run while workers are forked
     with PartialOutput(settings, dataclasses.asdict(record), encoder.dtype) as output:
         if not output.complete:
             _write(settings, output)

@@ -19,7 +19,7 @@ from batch import START, Batch, Position
 from compressed import decompressed
 from parquet import read_parquet
 
-BATCH_BYTES = 1 << 18  #: batch size in bytes; if small, all workers finish at about the same time
+BATCH_BYTES = 1 << 18  #: batch size in bytes; small, so that all workers end at about the same time
 #: Maximum size of a document, in bytes; a larger document probably means that the format is wrong.
 LARGEST_DOCUMENT = 256 << 20
 FORMATS = ("text", "wikitext", "jsonl", "parquet")
@@ -59,7 +59,7 @@ def guess_format(path: Path, *, wikipedia: bool = False) -> str:
 def read_file(
     path: Path, settings: Any, *, number: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """Yield the batches of one file from `start` on; the last batch is marked and may be empty.
+    """Yield the batches of one file from `start` on; the last one has `last` set and may be empty.
 
     Raises:
         ValueError: if the file is damaged, has disappeared, or has another format.
