@@ -29,7 +29,7 @@ RUNTIME = {
     "tensorboard": "2.21.0",  # logs the scalars of a training run
     "tqdm": "4.70.1",  # progress bars
     "pyyaml": "6.0.3",  # reads recipes
-    "pandas": "3.1.1",  # the table of a dump's records; tidy data for the plots
+    "pandas": "3.1.1",  # the table of collected tensors; tidy data for the plots
     "matplotlib": "3.11.2",  # figures
     "seaborn": "0.13.2",  # figures drawn from tidy tables
     "plotly": "7.1.0",  # its JavaScript is embedded in report.html, so the report works offline

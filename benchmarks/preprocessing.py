@@ -38,7 +38,7 @@ from typing import Any
 
 import quoting
 
-# The tokenizer uses no threads of its own, because both programs already use processes.
+# The tokenizer uses one thread, because both programs run it in several processes.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

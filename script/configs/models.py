@@ -53,7 +53,7 @@ class Model:
 
 
 def _tiny(published: Architecture, **sizes: object) -> Preset:
-    """Return a small model of the same architecture.
+    """Return the tiny preset: a small model with the architecture of `published`.
 
     It has 4 layers with a hidden size of 256. One iteration takes seconds on a CPU.
     """

@@ -28,7 +28,7 @@ class Schedule:
     save_interval: int | None = None
 
     def flags(self) -> list[str]:
-        """Return the flags that do not depend on the user's options."""
+        """Return those flags of the schedule that do not depend on the user's options."""
         words = [
             *("--lr-decay-style", "cosine", "--lr-warmup-fraction", number(self.warmup_fraction)),
             *("--eval-iters", str(self.eval_iters)),

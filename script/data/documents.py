@@ -32,7 +32,7 @@ class Settings:
     json_keys: tuple[str, ...] = ("text",)
     input_format: str | None = None  #: if None, the format is guessed from each file's name
     document_separator: str = ""
-    wikipedia: bool = False  #: whether a text file that begins with a title is wikitext
+    wikipedia: bool = False  #: whether a text file that begins with a title is read as wikitext
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None
@@ -203,7 +203,7 @@ class Encoder:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-        except ValueError as error:  # int() refuses numbers of thousands of digits
+        except ValueError as error:  # int() rejects numbers with thousands of digits
             raise ValueError("not JSON that can be read (a number has too many digits)") from error
         except RecursionError as error:
             raise ValueError("not JSON that can be read (nested too deep)") from error

@@ -65,9 +65,8 @@ class PartialOutput:
             "append_eod": settings.append_eod,
             "strict": settings.strict,
         }
-        # The current resume point, and the resume point at the start of the current input file. A
-        # single assignment changes both, so that an interrupt in `add` never leaves only one
-        # changed.
+        # The current resume point, and the one at the start of the current input file. A single
+        # assignment replaces both, so that an interrupt in `add` never replaces only one of them.
         self.points = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
         self.inputs: list[list[Any]] = []  # identities of the files read so far
         self.resumed = False
@@ -84,7 +83,7 @@ class PartialOutput:
         self.lock = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another run may have published its output in the meantime and removed the folder.
+            # Another run may have published its output and removed the folder before the lock.
             if not _is_at(self.lock, self.folder / "lock"):
                 raise BlockingIOError
         except BlockingIOError as error:
