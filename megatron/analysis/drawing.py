@@ -140,7 +140,8 @@ def _draw_outputs(
     result.unchanged = len(result.files)
     names = [name for name in names if name not in current]
     result.kept = set_aside(output, names, dump)
-    hidden = None if order.figure_data.progress else True  # None: hidden except on a terminal
+    # `disable=None` makes tqdm show the bar only on a terminal
+    hidden = None if order.figure_data.progress else True
     drawn = []
     with tqdm(total=len(names), desc="Drawing", unit="output", leave=False, disable=hidden) as bar:
         for made in make_all(names, order, workers):
@@ -181,7 +182,7 @@ def note_of_repeats(count: int) -> dict[str, int]:
 
 
 def default_formats(store: TensorStore) -> list[str]:
-    """Return `FORMATS` and the formats of the quantization types in the dump.
+    """Return `FORMATS`, followed by other formats that the dump's quantization types use.
 
     Operands in high precision, such as those of bf16 runs, add no format.
     """

@@ -1,4 +1,4 @@
-"""Compute the data of exponent histograms: shares of values per binade, and formats' ranges."""
+"""Compute the data of exponent histograms: shares of values per binade, and format ranges."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
             target, finer_exponents = fmt.scaling.target, fmt.scaling.finer_exponents
             shift = uses["scale_median"].median()
             low, high = uses["scale_min"].min(), uses["scale_max"].max()
-            if target is not None:  # the tensor scale multiplies the block scale
+            if target is not None:  # add the tensor scale's logarithm to the block scale's
                 shift += _shifts(uses["amax"], target)[0]
                 own = [_shifts(uses["amax"][[at]], target)[0] for at in uses.index]
                 low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()

@@ -91,7 +91,7 @@ class FigureData:
         GEMM reads the tensor, they run along its last dimension.
         """
         table = self.statistics.formats.copy()
-        # Convert categorical columns to text; otherwise, sorting uses the order of the categories.
+        # Convert categorical columns to text; otherwise, they are sorted in category order.
         for name in ("quantized_format", "axis", "used_by"):
             table[name] = table[name].astype(object).fillna("").astype(str)
         if table.empty:
@@ -150,7 +150,8 @@ class FigureData:
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
         """Return an iterable over the rows that shows a progress bar labeled `what`."""
-        hidden = None if self.progress else True  # None: hidden except on a terminal
+        # `disable=None` makes tqdm show the bar only on a terminal
+        hidden = None if self.progress else True
         bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
         return bar
 
