@@ -1,4 +1,4 @@
-"""Compute the losses of mixture-of-experts routers for the training log.
+"""Collect the losses of mixture-of-experts routers for the training log.
 
 These losses contribute to the gradient, but are not part of the `lm loss`.
 """
@@ -23,7 +23,7 @@ class _Loss:
 
     name: str  #: name of the loss in megatron-core's tracker
     sums_over_data: bool = False  #: whether the loss is summed over data-parallel ranks
-    #: whether the loss is summed over tensor- and context-parallel ranks; otherwise it is averaged
+    #: whether the loss is summed over tensor- and context-parallel ranks; if not, it is averaged
     sums: bool = True
 
 

@@ -139,7 +139,7 @@ def _enum_member(kind: type[enum.Enum]):
 
 
 def flag_options(field_type: Any) -> dict[str, Any] | None:
-    """Return `add_argument`'s keyword arguments for the flag of a field of type `field_type`.
+    """Return the keyword arguments with which `add_argument` declares a flag of type `field_type`.
 
     Return None if values of the type cannot be given on a command line (callables, objects).
     """

@@ -93,7 +93,7 @@ def _check_balancing(args: argparse.Namespace) -> None:
 
 
 def check_mla(args: argparse.Namespace) -> None:
-    """Check that no flag is given that the local layers ignore or multi-latent attention forbids.
+    """Raise `UserError` for flags that the local layers ignore or multi-latent attention forbids.
 
     The local layers are megatron-core's layers without Transformer Engine.
 

@@ -105,7 +105,10 @@ def flags_of(model: Model, folder: str) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> Model:
-    """Return the model that a complete command line describes; the config lacks `vocab_size`."""
+    """Return the model that a complete command line describes.
+
+    The model's config.json still lacks `vocab_size`.
+    """
     architecture = DEEPSEEK_V2 if args.multi_latent_attention else LLAMA
     config = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return Model(architecture, config | architecture.config(args) | {"hidden_act": "silu"})

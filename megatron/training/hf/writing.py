@@ -116,7 +116,7 @@ class _LocalParts:
 
 
 class _Export:
-    """An export of the weights, which gathers the source tensors one by one from all ranks."""
+    """An export that gathers one source tensor after the other from all ranks."""
 
     def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
         self.dtype = dtype
