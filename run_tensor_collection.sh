@@ -131,7 +131,7 @@ elif [[ $mode != batch && -z $quant_type ]]; then
 else
   quant_recipe=
 fi
-unset QUANT_RECIPE # from here on it is passed as a flag, or a type replaces it
+unset QUANT_RECIPE # from here on, the recipe is passed as a flag, or a type replaces it
 for word in ${training_flags[@]+"${training_flags[@]}"}; do
   case $word in # a ring and a flag file decide by themselves when the collection ends
     --collect-ring | --collect-ring=* | --collect-flag-file | --collect-flag-file=*) unbounded=yes ;;
@@ -234,7 +234,7 @@ failed=() limited=()
 for quant_type in "${types[@]}"; do
   status=0
   collect "$quant_type" || status=$?
-  if ((status > 128)); then exit "$status"; fi # interrupted: no further type
+  if ((status > 128)); then exit "$status"; fi # interrupted: collect no further type
   if ((status == 3)); then
     limited+=("$quant_type")
   elif ((status)); then failed+=("$quant_type"); fi

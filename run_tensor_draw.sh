@@ -42,7 +42,8 @@ case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 collection="control-iter quant-recipe $collection_flags $size_options tokenizer-path data-path dtype \
 preset nproc checkpoint-path stall-timeout"
 mode='' quant_type='' tensor_path='' output_dir='' run='' verbose='' yes=''
-# Options of the collection are passed on unchanged: that script has the defaults and the checks.
+# Options of the collection are passed on to run_tensor_collection.sh, which checks them and has the
+# defaults.
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
 parse "mode quant-type tensor-path output-dir run $collection" "$@"
 
@@ -83,7 +84,8 @@ case $mode in
     ;;
 esac
 
-# folder_of TYPE: set folder to that of a type; an existing folder is found in upper or lower case.
+# folder_of TYPE: set folder to the folder of a quantization type. An existing folder is found even
+# if it differs in upper and lower case.
 folder_of() {
   local candidate wanted
   wanted=$(folder_name "$1")
@@ -110,15 +112,15 @@ if [[ $mode == visualize ]]; then
   fi
 fi
 
-# The collection comes before find_python, because it checks its options before it makes an
-# environment.
+# The collection comes before find_python, because run_tensor_collection.sh checks its options
+# before it makes a Python environment.
 status=0
 if [[ $mode != visualize ]]; then
   run_child bash "$repo/run_tensor_collection.sh" "${collecting:-single}" \
     ${quant_type:+"$quant_type"} --tensor-path "$tensor_path" \
     ${given[@]+"${given[@]}"} ${look[@]+"${look[@]}"} ${verbose:+--verbose} ${yes:+--yes} \
     -- ${training_flags[@]+"${training_flags[@]}"} || status=$?
-  if ((status && status != 3)); then exit "$status"; fi # 3: collected up to a limit; draw that
+  if ((status && status != 3)); then exit "$status"; fi # 3: a limit was reached; draw
 fi
 if [[ $mode != collect ]]; then
   find_python

@@ -31,7 +31,7 @@ esac
 
 py=$(bash "$repo/script/setup_env.sh" --dev)
 cd -- "$repo"
-# Unlike the others, the shell linter is a program and not a module.
+# Add the environment to PATH, because shellcheck is a program and not a Python module.
 PATH="$(dirname -- "$py"):$PATH"
 
 failed=()

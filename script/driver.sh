@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034 # the scripts that source this file use its variables
-# Functions that the drivers share; this file is sourced, never run. It works with bash 3.2 (macOS).
+# Functions that the driver scripts share; this file is sourced, never run. It works with bash 3.2
+# (macOS).
 #
 # Sets repo (the repository's root) and home (the prefix of default paths, empty in the root). A path
 # that the user gives is relative to the current folder, a default path to the root.
@@ -7,12 +8,12 @@
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
 if [[ $PWD == "$repo" ]]; then home=; fi
-case ${DRY_RUN-} in # the same as unset, also for the scripts that this one starts
+case ${DRY_RUN-} in # these values count as unset, also in scripts that this one starts
   0 | [Ff]alse | FALSE | [Nn]o | NO) DRY_RUN= ;;
 esac
 
-# Options of a collection that are passed on under the same names, each with one value: the flags of
-# megatron/collection/flags.py except for the switch collect-plan.
+# Options of the tensor collection that are passed on under the same names, each with one value.
+# They are the flags in megatron/collection/flags.py except for collect-plan, which has no value.
 collection_flags=$(sed -n -e '/"collect_plan"/d' -e 'y/_/-/' -e 's/^ *name="\(collect-.*\)",$/\1/p' \
   "$repo/megatron/collection/flags.py" | tr '\n' ' ')
 
@@ -22,8 +23,8 @@ switches="collect-plan quant-audit save-tensors verbose yes dry-run"
 # Options that override values of the preset; the training script reads each from a variable.
 size_options="train-iters micro-batch-size global-batch-size seq-length lr"
 
-# tell FORMAT WORD...: print a message that may be lost. If its reader has ended, as `head -n 1`
-# does, the subshell gets the signal that would otherwise end this script.
+# tell FORMAT WORD...: print a message that may be lost. If the reader of the output has ended, such
+# as `head -n 1`, the subshell gets the signal SIGPIPE, which would otherwise end this script.
 # shellcheck disable=SC2059 # the caller's format
 tell() { (printf "$@") || :; }
 say() { tell '%s\n' "$*" >&2; }
@@ -31,7 +32,7 @@ die() {
   say "[ERROR] $*"
   exit 1
 }
-refuse() { # report a wrong command line
+refuse() { # report a wrong command line, and exit with status 2
   say "[ERROR] $*"
   exit 2
 }
@@ -75,7 +76,7 @@ switch() {
   esac
 }
 
-# unknown_option WORD ACCEPTED: refuse an option, and suggest the nearest ones.
+# unknown_option WORD ACCEPTED: report an unknown option, and suggest the most similar ones.
 unknown_option() {
   local near=''
   near=$("${LAB_PYTHON:-python3}" "$repo/script/configs" nearest --word="${1%%=*}" \
@@ -84,8 +85,8 @@ unknown_option() {
 }
 
 # parse ACCEPTED WORD...: set a variable for each option (`--data-path` sets data_path) and three
-# arrays: positional for words without dashes, look for options that print something and stop before
-# training, training_flags for the words after `--`.
+# arrays. `positional` holds the words without dashes, `look` the options that print something and
+# stop before training, and `training_flags` the words after `--`.
 parse() {
   local accepted=$1 name value variable seen=' '
   shift
@@ -143,7 +144,8 @@ looks() { [[ " ${look[*]-} ${training_flags[*]-} " =~ ' '--(collect-plan|quant-a
 # next_place: remove the first element of the array places.
 next_place() { places=(${places[@]+"${places[@]:1}"}); }
 
-# take_mode MODES DEFAULT: set mode from an option or from the first of places, which is removed.
+# take_mode MODES DEFAULT: set mode from an option or from the first word in the array places, which
+# is then removed.
 take_mode() {
   if [[ -n ${places[0]-} && (-z $mode || " $1 " == *" ${places[0]} "*) ]]; then
     one mode "$mode" "${places[0]}" ''
@@ -152,7 +154,7 @@ take_mode() {
   : "${mode:=$2}"
 }
 
-# take_type: set quant_type from an option or from the only word left in places.
+# take_type: set quant_type from an option or from the only word left in the array places.
 take_type() {
   if ((${#places[@]} > 1)); then
     refuse "'${places[1]}' is one word too many; give MODE and TYPE, and put flags of" \
@@ -161,8 +163,8 @@ take_type() {
   one quant_type "$quant_type" "${places[0]-}" ''
 }
 
-# one NAME OPTION POSITIONAL DEFAULT: set NAME to the value that the user gives, as an option or as
-# a word in its place.
+# one NAME OPTION POSITIONAL DEFAULT: set the variable NAME to the value of the option or of the
+# positional argument. Two different values are an error.
 one() {
   if [[ -n $2 && -n $3 && $2 != "$3" ]]; then
     refuse "two values for ${1//_/-}: '$3' and '$2'; give one"
@@ -170,14 +172,15 @@ one() {
   printf -v "$1" %s "${2:-${3:-$4}}"
 }
 
-# whole OPTION VALUE LEAST [HINT]: refuse anything but a whole number of at least LEAST.
+# whole OPTION VALUE LEAST [HINT]: report an error unless VALUE is a whole number of at least LEAST.
 whole() {
   if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
     refuse "$1 is '$2'; give a whole number of at least $3${4:+ ($4)}"
   fi
 }
 
-# find_python: set py, and make the environment if necessary; a dry run makes nothing.
+# find_python: set py to the Python interpreter, and make its environment if necessary. A dry run
+# makes nothing.
 find_python() {
   if [[ -n ${DRY_RUN-} ]]; then
     py=${LAB_PYTHON:-python3}
@@ -193,7 +196,7 @@ find_python() {
 }
 
 # run_module MODULE WORD...: run a module as python -m does, but import nothing from the current
-# folder, which may contain a foreign module named numpy.
+# folder, which may contain an unrelated module named numpy.
 run_module() {
   "$py" -c 'import sys; sys.path[:] = [p for p in sys.path if p]; import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' "$@"
@@ -211,13 +214,13 @@ choose_type() {
 # folder_name TYPE: print the name of a type's folder, as megatron.tensor_record forms it.
 folder_name() { printf '%s' "${1//[^A-Za-z0-9_.+-]/-}"; }
 
-# recipe_type FILE: print the name that replaces the type for a recipe.
+# recipe_type FILE: print the name that a recipe has instead of a quantization type.
 recipe_type() {
   local name=${1##*/}
   printf 'recipe_%s' "${name%.*}"
 }
 
-# check_recipe FILE: refuse a recipe that the code of training cannot read.
+# check_recipe FILE: report an error if the training code cannot read a recipe.
 check_recipe() {
   if [[ -n ${DRY_RUN-} ]]; then return; fi
   run_module megatron.fake_quant.policy --check-recipe "$1" || exit 2

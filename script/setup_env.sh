@@ -56,11 +56,11 @@ found() {
   exit 0
 }
 
-# Prints one line each: the version, the interpreter, the interpreter that a virtual environment is
-# based on, the kind of environment, and the missing pins. The kind is `inside` for the virtual
-# environment in the given folder, `base` for a Python installation in that folder, and `outside` for
-# anything else. Installed releases are read without importing them. The first half must also run
-# under a Python that is too old for the rest, and print its version.
+# Prints up to five lines: the version, the interpreter, the interpreter that a virtual environment
+# is based on, the kind of environment, and the names of missing packages. The kind is `inside` for
+# the virtual environment in the given folder, `base` for a Python installation in that folder, and
+# `outside` for anything else. Installed releases are read without importing the packages. The first
+# half must also run under a Python that is too old for the rest, and print its version.
 probe='
 import sys
 sys.path[:] = filter(None, sys.path)  # without the current folder
@@ -147,13 +147,13 @@ if [[ -n $trouble ]]; then
     "called python3"
 fi
 
-# Remove the current folder from the path, which -c would search first.
+# Remove the current folder from the module path, because python -c searches it first.
 "$builder" -c 'import sys; sys.path[:] = filter(None, sys.path); import ensurepip, venv' 2>/dev/null ||
   die "Python $builder_version ($builder) has no venv module; on Debian and Ubuntu run" \
     "'apt install python${builder_version%.*}-venv', elsewhere set LAB_PYTHON to a complete Python"
 
-# The lock belongs to the open file, which this shell shares with the Python that takes the lock. So
-# it is held until this script ends in any way. (macOS has no flock command.)
+# This shell shares the open lock file with the Python that locks it, so the lock is held until this
+# script ends in any way. (macOS has no flock command.)
 { exec 9>>"$repo/.venv.lock"; } 2>/dev/null ||
   die "cannot write to $repo, where .venv is made; use a copy of the repository that you may write to"
 take='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[1:] else 0))'
@@ -207,8 +207,8 @@ make_room() {
 if [[ -e $unfinished ]] || ! look "$venv/bin/python" "$stamp" || [[ $kind == outside ]]; then
   make_room
   say "Making $venv with Python $builder_version ($builder) ..."
-  # The marks come first, so that an interruption at any later point leaves them behind.
-  # The real path, because venv refuses a link.
+  # The files .lab-made and .lab-making are written first, so that they exist after an interruption
+  # at any later point. The real path is given, because venv does not accept a symbolic link.
   if ! { mkdir -p -- "$venv" && : >"$made" && : >"$unfinished" &&
     "$builder" -I -m venv --without-pip "$(cd -P -- "$venv" && pwd)"; }; then
     die "cannot make $venv (the reason is above); free the space or fix the folder, and run it again"
@@ -220,12 +220,12 @@ elif [[ $kind == base ]]; then
     "setup.py pins and name $venv/bin/python in LAB_PYTHON, or rename $venv, and run it again"
 else
   say "Completing $venv (Python $version) ..."
-  # After an interruption, only an environment of this script is made again, never a user's own.
+  # After an interruption, .venv is made again only if this script made it, not if a user did.
   if [[ -e $made ]]; then : >"$unfinished"; fi
 fi
 rm -f "$stamp"
 
-# inside: refuse to continue unless the Python of .venv installs into .venv.
+# inside: end with an error unless the Python of .venv installs into .venv.
 inside() {
   if ! look "$venv/bin/python" || [[ $kind != inside ]]; then
     die "$venv is not the virtual environment that its Python would install into; delete $venv, and" \
@@ -235,8 +235,8 @@ inside() {
 # in_venv MODULE...: run a module of .venv, never one from the current folder or PYTHONPATH.
 in_venv() { "$venv/bin/python" -I -m "$@"; }
 
-# Some settings make pip install elsewhere. Those in the environment are unset here. One in a
-# configuration file is refused, because nothing overrides it.
+# Some settings make pip install elsewhere. They are unset here in the environment. In a
+# configuration file they are an error, because nothing overrides them.
 unset PIP_PYTHON PIP_TARGET PIP_PREFIX PIP_ROOT PIP_DRY_RUN
 PIP_USER=0 PIP_REQUIRE_VIRTUALENV=1
 export PIP_USER PIP_REQUIRE_VIRTUALENV
@@ -275,8 +275,9 @@ if ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-i
     "is $log); if no release fits, set LAB_PYTHON to Python 3.10 to 3.13, and run it again"
 fi
 
-# pip compiles one file at a time, and without compiled files imports take twice as long if
-# PYTHONDONTWRITEBYTECODE is set. Templates do not compile, which does no harm.
+# pip would compile one file at a time, so all files are compiled here in parallel. Without compiled
+# files, imports take twice as long if PYTHONDONTWRITEBYTECODE is set. Templates that are not valid
+# Python do not compile, which does no harm.
 "$venv/bin/python" -I -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
 
 cp "$venv/requirements.txt" "$stamp.partial"

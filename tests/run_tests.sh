@@ -52,5 +52,5 @@ cd -- "$repo"
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 # One thread per test process; otherwise each process would use as many threads as there are cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Keep the order of tests/conftest.py; by default xdist starts with the files that have most tests.
+# Keep the order of tests/conftest.py; by default, xdist starts with the files with the most tests.
 exec "$py" -m pytest -n "$TEST_WORKERS" --dist loadfile --no-loadscope-reorder -m "$marks" ${rest[@]+"${rest[@]}"}

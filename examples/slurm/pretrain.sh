@@ -43,12 +43,12 @@ fi
 
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-LAB_PYTHON=$(bash script/setup_env.sh) # once, before the machines start
+LAB_PYTHON=$(bash script/setup_env.sh) # set up once, before the machines start
 export MASTER_ADDR MASTER_PORT LAB_PYTHON
-# Since SLURM 22.05 srun ignores the job's --cpus-per-task, and would bind a task to one core.
+# Since SLURM 22.05, srun ignores the job's --cpus-per-task and would bind a task to one core.
 if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
-# Only the task knows the machine's number.
+# The task's shell expands SLURM_NODEID, because only there it is the number of the task's machine.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c \
   'exec "$LAB_PYTHON" script/train_config.py --node-rank "$SLURM_NODEID" "$@"' train \
