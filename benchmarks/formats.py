@@ -125,7 +125,7 @@ def cores() -> int:
 
 
 def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
-    """Run the worker process and return all events that it reports.
+    """Measure all cases in the worker process, and return the events that it reports.
 
     On the CPU, a second run adds the times with reused memory to each case.
     """

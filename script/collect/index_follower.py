@@ -1,4 +1,4 @@
-"""Read the index files that a run appends to while it collects, and count the tensors in them.
+"""Read the index files to which a run adds its collected tensors, and count these tensors.
 
 Only the run that was started with this program's token is followed. Other runs may have written to
 the same folder, or may be writing to it now; their files are ignored. This module uses only the

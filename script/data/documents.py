@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass
 class Tokens:
-    """A tokenized batch: per JSON key, the concatenated ids and the length of each document."""
+    """A tokenized batch: the concatenated ids and the length of each document, by key."""
 
     file: int
     end: Position

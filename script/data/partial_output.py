@@ -83,7 +83,7 @@ class PartialOutput:
         self.lock = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another run may have published its output and removed the folder before the lock.
+            # Another run may have removed the folder (see `publish`) before this run took the lock.
             if not _is_at(self.lock, self.folder / "lock"):
                 raise BlockingIOError
         except BlockingIOError as error:
