@@ -164,7 +164,7 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
 
 
 def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
-    """Return a mask of the values that their own low bits round up.
+    """Return a mask of the values that hybrid rounding rounds up according to their low bits.
 
     The rule is SR14 for a float32 source and SR2 for others; see the module's docstring.
     """

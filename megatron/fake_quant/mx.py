@@ -61,7 +61,7 @@ def carry_from(fmt: Format) -> float:
 
 
 def carry_bits(fmt: Format) -> int:
-    """Return `carry_from` as the mantissa bits of a float32, for the fused kernels."""
+    """Return the smallest float32 mantissa of a block's maximum that doubles the block's scale."""
     return int(math.ldexp(carry_from(fmt), 24)) - (1 << 23)
 
 

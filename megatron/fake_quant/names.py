@@ -110,7 +110,10 @@ def _spelled_out(match: re.Match[str]) -> Format:
 
 
 def _kind(variant: str) -> str:
-    """Return the property that a variant such as `sr` changes; a name may change each one once."""
+    """Return the property that a variant such as `sr` changes.
+
+    A name may change each property once.
+    """
     if variant in RULES:
         return "rule"
     if variant in _ROUNDINGS:

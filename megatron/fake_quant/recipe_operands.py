@@ -149,7 +149,7 @@ def _gemm(
 
 
 def _hadamard(node: Node, what: str) -> Hadamard:
-    """Return the transform of `hadamard: 16` or `hadamard: {size: 16, signs: nvfp4}`."""
+    """Parse a Hadamard transform: `hadamard: 16` or `hadamard: {size: 16, signs: nvfp4}`."""
     what = f"hadamard of {what}"
     size, signs = node.value, "none"
     if isinstance(node.value, dict):

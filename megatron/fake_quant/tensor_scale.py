@@ -55,7 +55,7 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 
 
 def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tuple[Tensor, Scales]:
-    """Return the tensor scaled to the target, and its stored scale, `decode`."""
+    """Return the tensor, scaled so that its maximum becomes the target, and its stored scale."""
     encode = encode_scale(finite_amax(blocks), scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
@@ -66,7 +66,7 @@ def scale_up(elements: Tensor, scales: Scales) -> Tensor:
 
 
 def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return `encode` and `decode` of a format without block scales; both are 1 if it has no scale.
+    """Return the factors before and after rounding (`encode`, `decode`); 1 if there is no scale.
 
     finite_amax: function that returns the tensor's largest finite magnitude; it is called only if
         the format has a scale.

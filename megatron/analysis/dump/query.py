@@ -98,5 +98,5 @@ def _is_size(values: list[Any]) -> bool:
 
 
 def is_module(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern matches a module name, or what follows one of its dots."""
+    """Return whether a shell pattern matches a module name, or the part after any of its dots."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

@@ -55,7 +55,7 @@ class Cut:
 
 
 def parse_dims(dims: str) -> list[Cut]:
-    """Parse a record's field `dims`, and return one `Cut` per group that divides the tensor.
+    """Return, for each parallel group in a record's field `dims`, how it divides the tensor.
 
     Raises:
         ValueError: if `dims` does not have the form that the module's docstring describes.
@@ -224,7 +224,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:
-    """Combine the shards into one tensor; the cuts are undone one by one, the last one first."""
+    """Combine the shards into one tensor, group by group in reverse order of `cuts`."""
     for cut in reversed(cuts):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for index in sorted(shards):

@@ -153,7 +153,7 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """Return the index in `_coordinates` of each row's rank; new ranks are added.
+        """Return each row's rank as its index in `_coordinates`, to which new ranks are added.
 
         Most rows have the same rank as the previous row, whose index is then reused.
         """

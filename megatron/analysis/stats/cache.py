@@ -174,7 +174,7 @@ class Cache:
         return entry
 
     def names(self, entry: Entry) -> set[str]:
-        """Return the names of a tensor part's cached results: names of formats, or `VALUES`."""
+        """Return the names of a tensor part's cached results: format names and the key `VALUES`."""
         return {name for (name,) in self._run("SELECT name FROM results WHERE key = ?", entry.key)}
 
     def get(self, entry: Entry) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Measure formats with stochastic or hybrid rounding, and HiFloat4, value by value.
+"""Measure the errors of HiFloat4 and of stochastic and hybrid rounding, value by value.
 
 In these formats, the result for a value depends on more than the value and one block scale. For
 example, HiFloat4 has three levels of scales. `fake_quant.reference` quantizes the values, and each

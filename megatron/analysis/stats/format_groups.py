@@ -20,7 +20,7 @@ AXES = ("row", "column")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Group of formats that assign the same scale class to a block; see `scalar_quantizer`."""
+    """Group of formats whose block scales are the same up to a constant factor."""
 
     size: int  #: number of values per block, along the axis of the block
     square: bool
@@ -28,12 +28,12 @@ class Group:
 
     @property
     def first(self) -> Format:
-        """First format of the group, which is used to compute the scale class of a block."""
+        """First format of the group, which represents the others when block scales are computed."""
         return self.formats[0]
 
     @property
     def emax(self) -> int:
-        """Exponent of the largest element value that the computation of scale classes assumes.
+        """Exponent that every element type in the group is assumed to have for its largest value.
 
         The scale class of a block with an E8M0 scale is the byte of the scale for an element type
         with this exponent. A format whose element type reaches n binades higher stores a byte that
@@ -43,7 +43,7 @@ class Group:
 
     @property
     def by_pairs(self) -> bool:
-        """True if values are counted by the pair of scale classes of their row and column blocks.
+        """True if each value is counted by two scales: its row block's and its column block's.
 
         A tensor has only a few different E8M0 scales. E4M3 scales have 127 possible values, which
         form too many pairs.
@@ -94,7 +94,7 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """Return the properties of a format that determine the scale class for a given block amax.
+    """Return the properties of a format that, with a block's amax, determine its scale class.
 
     `Group.emax` explains the exponent, which is the second property of some formats.
     """

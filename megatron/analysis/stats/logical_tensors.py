@@ -42,12 +42,12 @@ class Part:
     replicas: tuple[tuple[str, ...], ...]  #: for each path, other files that should be identical
     matrix: MatrixView
     blocks: bool  #: whether formats with block scales apply; False for a slice
-    nbytes: int  #: approximate size of the tensor, in bytes
+    nbytes: int  #: size of the first file, in bytes; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """Tensor of a run and its parts, which are measured separately."""
+    """Logical tensor of one run. Its parts are measured separately."""
 
     row: Any  #: record of the first file, as a named tuple
     data_rank: int
@@ -77,7 +77,7 @@ def logical_tensors(
         dump: all records of the dump, if `records` is a selection. The size of a head is read from
             the records of other tensors and must not depend on the selection.
     """
-    # use an array: `map` on an empty column returns no boolean column, so it would select columns
+    # not `map`: on an empty column it returns no booleans, so `records[keep]` would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))
@@ -197,7 +197,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
 
 
 def _cuts(dims: Any) -> list[Cut] | None:
-    """Return the cuts that `dims` describes; None if `dims` is missing or invalid."""
+    """Parse a record's field `dims`; return None if it is missing or invalid."""
     try:
         return parse_dims(dims) if isinstance(dims, str) else None
     except ValueError:
@@ -205,7 +205,7 @@ def _cuts(dims: Any) -> list[Cut] | None:
 
 
 def _rank(row: Any, cut: Cut) -> int:
-    """Return the rank of a record in the parallel group of a cut."""
+    """Return a record's rank in the parallel group that `cut` describes."""
     return int(getattr(row, cut.group))
 
 

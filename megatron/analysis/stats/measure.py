@@ -92,7 +92,7 @@ class Measurements:
         return Measurements(table, histograms, self.problems, self.repeats)
 
     def histograms_by(self, column: str) -> dict[str, Histogram]:
-        """Return the joint histogram of the tensors with each value of a GROUPING column."""
+        """Return one joint histogram per value of `column`, which must be in `GROUPING`."""
         position = GROUPING.index(column)
         joined: dict[str, Histogram] = {}
         for key, histogram in self.histograms.items():

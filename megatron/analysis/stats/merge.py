@@ -26,7 +26,7 @@ TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
 class ResultMerger:
-    """Merger of the statistics of tensor parts, which are cached or computed by jobs.
+    """Helper that merges the statistics of tensor parts. They come from the cache or from jobs.
 
     The results of a tensor are merged as soon as the results of all its parts are available.
     """

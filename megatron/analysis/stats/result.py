@@ -207,7 +207,7 @@ REPEATED = "saved again by activation recomputation; skipped, because the first 
 
 
 def words_of_repeats(count: int) -> str:
-    """Return a line that tells how many tensors were skipped because they were saved twice."""
+    """Return a line that states how many tensors were skipped because they were saved twice."""
     return f"{count:,} tensor{'' if count == 1 else 's'}: {REPEATED}"
 
 

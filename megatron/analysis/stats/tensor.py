@@ -190,7 +190,7 @@ class _Measurement:
         )
 
     def plain(self, formats: tuple[Format, ...], all_errors: FormatErrors) -> None:
-        """Add the errors of formats without blocks, in which all values have scale class 0."""
+        """Add the errors of formats without block scales to `all_errors`."""
         quantizers = [(fmt, make_quantizer(fmt, self.dtype, self.amax)) for fmt in formats]
         if self.half is not None:
             bits, zero = widened(self.half)[self.patterns], np.zeros(1, np.int32)
@@ -250,7 +250,7 @@ class _Measurement:
         self._share_disagreement(group, all_errors)
 
     def _share_disagreement(self, group: Group, all_errors: FormatErrors) -> None:
-        """Copy the disagreement between the two axes from the row errors to the column errors."""
+        """Copy the differences between row-wise and column-wise results to the column errors."""
         for fmt in group.formats if not group.square else ():
             row, column = all_errors[fmt.name, "row"], all_errors[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]

@@ -1,4 +1,4 @@
-"""Statistics of the values of a tensor, which do not depend on a format and can be merged."""
+"""Mergeable statistics of a tensor's values, computed without any number format."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def power(byte: Any) -> Any:
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """Return a block's factors before and after rounding, and the mask that keeps its sign bits.
+    """Return the factors applied before and after rounding a block, and a mask to restore signs.
 
     A block with an Inf or a NaN gets NaN factors and a mask of zero.
     """

@@ -112,7 +112,7 @@ def infinite_from(element: Element) -> float:
 
 
 def _first(holds: Callable[[Tensor], Tensor], low: int) -> float:
-    """Return the smallest float32 for which `holds` is true, above the number with bits `low`.
+    """Return the smallest float32 for which `holds` is true; `low` holds the bits of a lower bound.
 
     The search is a bisection, so `holds` must be true for all larger numbers, too. Return Inf if
     `holds` is true for no finite number.
@@ -146,7 +146,7 @@ def scale_range(scaling: Scaling) -> tuple[float, float]:
 
 
 def whole_range(fmt: Format) -> tuple[float, float]:
-    """Return the smallest and the largest positive value, including block scales.
+    """Return the smallest and the largest positive product of an element and its block scale.
 
     The scale of the tensor is not included.
     """

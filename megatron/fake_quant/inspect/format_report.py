@@ -199,7 +199,7 @@ def _scale(fmt: Format) -> list[Line]:
 
 
 def _whole(fmt: Format) -> list[Line]:
-    """Return the lines that describe the range including scales and the effect of NaN and Inf."""
+    """Return lines on the range with scales applied, and on the effect of a NaN and of an Inf."""
     low, high = format_properties.whole_range(fmt)
     lines: list[Line] = []
     if fmt.block_size is not None:

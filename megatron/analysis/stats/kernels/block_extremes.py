@@ -181,7 +181,7 @@ def add_blocks(
     classes: NDArray[np.uint8],
     quantizer: ScalarQuantizer,
 ) -> None:
-    """Add the scales and the headroom that blocks have in one format to `errors`.
+    """Add to `errors` the scales of blocks in one format, and their headroom.
 
     Args:
         bits: distinct largest magnitudes of the blocks, as float32 bits.

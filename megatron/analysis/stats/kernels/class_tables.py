@@ -20,7 +20,7 @@ from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.scalar_quantizer import CLASSES
 
 PATTERNS = 1 << 16
-PLANES = 256  #: planes (256 KiB of counts) per table; an unused plane takes no memory
+PLANES = 256  #: maximum number of planes (256 KiB of counts each) in a table
 TABLE_BYTES = PLANES * PATTERNS * 4
 
 #: [scale classes or pairs of scale classes, bit patterns] counts; exact up to 2^53
@@ -28,7 +28,7 @@ Cells = NDArray[np.float64]
 
 
 class ClassTable:
-    """Table of counts by bit pattern and by the scale class of the block along one axis."""
+    """Table that counts values by bit pattern and by the scale class of their block."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((CLASSES, PATTERNS), np.uint32)
@@ -48,12 +48,12 @@ class ClassTable:
 
 
 class PairTable:
-    """Table of counts by bit pattern and by the scale classes of the row and the column block."""
+    """Table that counts values by bit pattern and by the scale classes of both their blocks."""
 
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
         self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
-        #: [planes, 2] pair of scale classes that each plane counts: row block, column block
+        #: [planes, 2] scale classes of the row block and the column block that each plane counts
         self.pairs = np.zeros((planes, 2), np.int32)
         self.used = 0
 
@@ -69,7 +69,7 @@ class PairTable:
 
 @kernel
 def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
-    """Copy the counts of the given planes and bit patterns to `cells`, and set them to zero."""
+    """Move the given planes' counts of the given bit patterns to `cells`; leave zeros behind."""
     for row in range(len(planes)):
         plane, part = counts[planes[row]], cells[row]
         for k in range(len(patterns)):
@@ -124,7 +124,7 @@ def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any)
 
 @kernel
 def _count(values: Any, base: Any, flat: Any) -> None:
-    """Count the values of one row; the plane of value j begins at index `base[j]` of `flat`.
+    """Count the values of one row by bit pattern; the counts for column j begin at `flat[base[j]]`.
 
     One loop covers the whole row, because starting many short loops would take longer than
     counting.
@@ -170,9 +170,9 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # [scale class of a row block, column] index in `flat` at which the plane of the pair begins
+    # [scale class of a row block, column] index in `flat` at which the counts of the pair begin
     bases = np.empty((CLASSES, width), np.uint32)
-    # [scale class, row block] number of the strip (row of tiles) for which `bases` is valid
+    # [scale class, row block] number of the row of tiles for which `bases` is valid
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
@@ -218,7 +218,7 @@ def _edges(width: Any, size: Any, run: Any) -> Any:
 
 @kernel
 def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
-    """Find the plane that counts each pair of scale classes, and assign planes to new pairs.
+    """Find where each pair of scale classes is counted, and assign free planes to new pairs.
 
     Each pair consists of `class_` and the scale class of one of the columns.
 

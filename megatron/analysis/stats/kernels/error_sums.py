@@ -117,7 +117,7 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize counted values once along rows and once along columns, and sum the differences.
+    """Quantize distinct values along both axes, and sum the differences weighted by their counts.
 
     A value has one result with the scale of its row block and one with the scale of its column
     block. A value that becomes NaN or Inf along only one axis is counted, but does not enter the
@@ -242,7 +242,7 @@ def account_pairs(
 
 @kernel
 def compare_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
-    """Sum the differences between values quantized along rows and the same values along columns.
+    """Sum the differences between row-wise and column-wise results of the same values.
 
     `compare_counted` describes `counts` and `totals`.
     """

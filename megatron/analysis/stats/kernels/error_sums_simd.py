@@ -67,7 +67,7 @@ def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -
 def account_counted_simd(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Quantize counted bfloat16 values in a block-scaled format, and sum their errors.
+    """Quantize distinct bfloat16 values with block scales, and sum the errors weighted by counts.
 
     The results are the same as those of `account_counted`.
     """
@@ -187,7 +187,7 @@ def _error(magnitude: Any, became: Any) -> Any:
 
 @kernel
 def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None:
-    """Add the sums of the bit patterns to the sums of their binades and of the whole tensor."""
+    """Add each bit pattern's sums to the sums of its binade and of the whole tensor."""
     counts, totals, binade_counts, binade_sums = sums
     for k in range(len(patterns)):
         magnitude = np.int32(patterns[k] & MAGNITUDE)
@@ -223,7 +223,7 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize counted bfloat16 values along rows and along columns, and sum the differences.
+    """Quantize distinct bfloat16 values along both axes; sum the differences weighted by counts.
 
     The format has block scales. The results are the same as those of `compare_counted`.
     """
