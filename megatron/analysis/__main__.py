@@ -98,7 +98,7 @@ def _add_stats(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Print the findings and a summary, and return the exit status."""
+    """Verify a dump, print the findings and a summary, and return the exit status."""
     from tqdm import tqdm
 
     from megatron.analysis.store import TensorStore

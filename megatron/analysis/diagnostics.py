@@ -27,7 +27,7 @@ UNDERFLOW = 0.1  #: a format gets a warning if more than this share of the value
 #: A format gets a warning if its SQNR in dB is below this value. At 10 dB, the power of the error
 #: is a tenth of the power of the signal.
 SQNR = 10.0
-BIAS = 0.01  #: a format gets a warning if its |mean error| / mean magnitude is larger
+BIAS = 0.01  #: a format gets a warning if its |mean error| / mean magnitude exceeds this value
 NAMED = 3  #: maximum number of tensors that a warning lists
 NOTES = 6  #: maximum number of notes with a warning of their own; the others share one warning
 

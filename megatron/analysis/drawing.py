@@ -5,8 +5,8 @@
     result = draw(Path("enhanced_tensor_logs"), Path("draw"))
     result.files, result.missing, result.problems
 
-After an interruption, the next call takes the statistics from the cache. Outputs that have not
-changed since they were last drawn are not drawn again.
+After an interruption, the next call takes the statistics from the cache. Outputs that are still up
+to date are not drawn again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class DrawResult:
     kept: list[Path] = field(default_factory=list)  #: new paths of renamed earlier outputs
     problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
     tensors: int = 0  #: number of tensors that were drawn
-    notes: dict[str, int] = field(default_factory=dict)  #: number of tensors, keyed by note
+    #: Number of tensors to which a note applies, by note.
+    notes: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  #: messages on the cache and unfinished runs
 
 
@@ -70,7 +71,7 @@ def draw(
     progress: bool = False,
     **computing: Any,
 ) -> DrawResult:
-    """Draw the chosen outputs of a dump.
+    """Draw the chosen figures, text files and report of a dump.
 
     Args:
         formats: formats to compare; by default `FORMATS` and the formats used in the dump.
@@ -162,7 +163,7 @@ def _add(made: Made, result: DrawResult) -> None:
 
 
 def result_of_quick(look: QuickResult) -> DrawResult:
-    """Return the `DrawResult` of a call that draws only the output "quick"."""
+    """Convert the result of `quick_analysis` to a `DrawResult`."""
     return DrawResult(
         [look.picture, look.text],
         problems=look.problems,

@@ -43,7 +43,7 @@ REACH = 4.0  #: largest magnitude in the histogram, as a multiple of the quantil
 TAIL = 1e-4  #: maximum share of values left out at the low end of the magnitude histogram
 DPI = 150  #: resolution of the picture, in dots per inch
 LONGEST = 36  #: maximum length of a name in the picture, in characters
-#: Columns whose distinct values are counted in the headline, keyed by the word for one value.
+#: Columns whose distinct values the headline counts, keyed by the noun for one value.
 COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
 
@@ -217,9 +217,9 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 
 
 def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
-    """Return the number of values in each octave by group, and a note on the values left out.
+    """Return the number of values in each binade by group, and a note on the values left out.
 
-    The lowest octaves are left out if together they hold at most a share `TAIL` of the values.
+    The lowest binades are left out if together they hold at most a share `TAIL` of the values.
     """
     everything, summary, column = (
         measured.histogram().octaves(),

@@ -9,7 +9,7 @@ store.load_global(layer=0, module="linear_qkv", tensor_name="output")   joined f
 The table is read from the index files, so no `.pt` file needs to be opened. If a tensor is not
 listed in an index, as in a dump of another program, its file is opened to read the metadata. If
 the file has no metadata, only the information in the file name is available. Unreadable files are
-listed in `problems`, and files that an index lists but that do not exist in `missing`.
+listed in `problems`. Files that do not exist although an index names them are listed in `missing`.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class TensorStore:
     def select(self, **conditions: Any) -> pd.DataFrame:
         """Return the records that meet all conditions; the table is empty if there are none.
 
-        Each condition names a column and gives a value, a list of values, a range, or None for
-        unknown. `layer` is short for `layer_idx`; the coordinates of a rank are `rank`, `tp`,
+        Each condition names a column and gives a value, a list of values, a range, or None
+        (unknown). `layer` is short for `layer_idx`; the coordinates of a rank are `rank`, `tp`,
         `pp`, `dp`, `cp`, `ep` and `etp`. A condition on `module` is a shell pattern that matches
         the dotted name of the module or the end of it: `linear_qkv`, `layers.3.*`, `linear_fc*`.
 

@@ -18,7 +18,7 @@ _FORMULA = ("=", "+", "-", "@")
 
 
 def shown(value: object) -> str:
-    """Return a name or message from a file on one line, with control characters escaped.
+    """Format a name or message as one line, with control characters escaped.
 
     The text is cut to `LIMIT` characters.
     """

@@ -23,7 +23,7 @@ def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
     and values are those that `TensorStore.select` accepts.
 
     Raises:
-        ValueError: if a condition does not have one of these forms, or no tensor meets all of them.
+        ValueError: if a condition has none of these forms, or no tensor meets all conditions.
     """
     wanted: dict[str, Any] = {}
     for condition in conditions:

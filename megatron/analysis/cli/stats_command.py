@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             statistics = compute(store, formats, cache=cache, **options)
         except ForeignCacheError as error:
-            if arguments.cache is not None:  # the user must choose a different cache folder
+            if arguments.cache is not None:  # the user chose this folder and must choose another
                 raise
             print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
             statistics = compute(store, formats, cache=None, **options)

@@ -71,7 +71,7 @@ def _refuse(why: str) -> Figure:
 
 
 def latest(figure_data: FigureData) -> pd.DataFrame:
-    """Return a table of the attention probabilities in the newest run's last iteration.
+    """Return a table of the attention-probability tensors in the newest run's last iteration.
 
     There is one row per layer.
     """
@@ -89,7 +89,7 @@ def latest(figure_data: FigureData) -> pd.DataFrame:
 
 
 def source_of(rows: pd.DataFrame) -> str:
-    """Return a phrase that names the run and the iteration of `rows`, which `latest` returned."""
+    """Return a phrase that names the run and the iteration of the tensors in `rows`."""
     first = rows.iloc[0]
     run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
     return f"{run} (the newest), iteration {first['iteration']} (its last)"
@@ -165,11 +165,11 @@ def entropy(probs: Tensor) -> float:
 
 
 def queries_at_once(head: Tensor, multiple: int = 1) -> int:
-    """Return how many queries to process at a time to have about `CHUNK` probabilities in memory.
+    """Return how many queries to process at a time so that about `CHUNK` values are in memory.
 
     Args:
         head: probabilities [queries, keys] of one head.
-        multiple: number that the result is a multiple of.
+        multiple: the result is a multiple of this number.
     """
     return max(CHUNK // (head.shape[-1] * multiple), 1) * multiple
 

@@ -167,12 +167,12 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
 
 
 def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
-    """Return the number of blocks for each E8M0 scale byte, except blocks of zeros or with NaN.
+    """Return the number of blocks with each E8M0 scale byte, without blocks of zeros or with NaN.
 
     All-zero blocks store the smallest scale, so their number is subtracted from the first count.
 
     Args:
-        scales: number of blocks for each of the 256 E8M0 bytes.
+        scales: number of blocks with each of the 256 E8M0 bytes, counting all blocks.
     """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     counts: np.ndarray = scales.copy()
@@ -203,8 +203,10 @@ def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
     """Return the counts as a table for `plot_counts`, leaving out 0.01 % of the blocks at each end.
 
     Args:
-        counts: for each format, the number of blocks with the integers `first`, `first + 1`, ...
-        first: integer that the first count belongs to.
+        counts: for each format, the number of blocks by an integer property, such as the exponent
+            of the scale.
+        first: value of the property for the first count; each next count belongs to the next
+            integer.
     """
     longest = max(len(part) for part in counts.values())
     padded = {name: np.pad(part, (0, longest - len(part))) for name, part in counts.items()}

@@ -105,7 +105,7 @@ def deviation(figure_data: FigureData) -> Figure:
 def _last(data: pd.DataFrame) -> str:
     """Return the iteration in which the runs are compared, as text.
 
-    If quantization types are compared in different iterations, all of them are listed.
+    If it differs between quantization types, the text lists the iteration of each type.
     """
     last = data.groupby("quant_type")["iteration"].first()
     if last.nunique() == 1:

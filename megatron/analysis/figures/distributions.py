@@ -166,7 +166,7 @@ def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
 
 
 def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of the finite values that `patterns` counts.
+    """Return the mean and standard deviation of the finite values, given bit-pattern counts.
 
     Args:
         patterns: number of values with each bfloat16 bit pattern.
@@ -203,7 +203,7 @@ def standard_quantiles(
 def density(patterns: NDArray[np.int64]) -> pd.DataFrame | None:
     """Return the probability density in bins of equal width, or None if all values are equal.
 
-    Bin edges and densities are in units of the standard deviation.
+    The values are first divided by their standard deviation.
 
     Args:
         patterns: number of values with each bfloat16 bit pattern.

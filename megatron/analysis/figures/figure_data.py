@@ -60,7 +60,7 @@ class FigureData:
 
     @functools.cached_property
     def tensors(self) -> pd.DataFrame:
-        """Table `Statistics.tensors` with additional columns, and with missing names filled in.
+        """Table `Statistics.tensors` with additional columns, and with missing fields filled in.
 
         The new columns are `tensor` (the index), `part` (the module's short name), `place` (part
         and tensor name), `kind` (one of `KINDS`) and `operand` (whether a matmul reads the tensor).
@@ -107,7 +107,7 @@ class FigureData:
 
     @functools.cached_property
     def judged(self) -> pd.DataFrame:
-        """Rows of `uses` for the tensors on which formats are evaluated; `judge` selects them."""
+        """Rows of `uses` for the tensors on which formats are evaluated, as set by `judge`."""
         operands = self.uses["operand"].astype(bool)
         return self.uses[operands if self.judge == OPERANDS else ~operands]
 
@@ -145,7 +145,7 @@ class FigureData:
 
     @functools.cached_property
     def deviations(self) -> pd.DataFrame:
-        """Table computed by `deviations.deviations`, which loads two tensors per row."""
+        """Deviations of tensors from the unquantized run; computing a row loads two tensors."""
         return deviations(self.tensors, self.load, self._bar)
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
@@ -287,11 +287,11 @@ def _first_use(used_by: str) -> int:
 
 
 def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
-    """Return a slice of the binades that contain values, leaving out the smallest values.
+    """Return a slice that selects the binades with values, except those of the smallest values.
 
     Args:
         counts: number of values in each of the 255 binades.
-        tail: share of the values, the smallest in magnitude, to leave out.
+        tail: maximum share of the values, the smallest in magnitude, to leave out.
     """
     present = np.flatnonzero(counts)
     if not len(present):

@@ -108,7 +108,7 @@ def _plain(value: float) -> float | str | None:
 
 
 def as_text(numbers: dict[str, Any]) -> str:
-    """Return the result of `summary` as text."""
+    """Format the statistics of the whole dump, as returned by `summary`, as text."""
     lines = [f"Statistics of {numbers['folder']}", ""]
     lines += [f"  run {run or '(unknown)'}: {how}" for run, how in numbers["endings"].items()]
     lines += [f"  {words_of_repeats(numbers['repeats'])}"] if numbers["repeats"] else []

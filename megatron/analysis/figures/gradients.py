@@ -81,10 +81,10 @@ def underflow(figure_data: FigureData) -> Figure:
 
 
 def judged_gradients(figure_data: FigureData) -> pd.DataFrame:
-    """Return the rows of `FigureData.judged` for gradients.
+    """Return the quantization errors of gradients, as rows of `FigureData.judged`.
 
     Raises:
-        NothingToDrawError: there are no such rows.
+        NothingToDrawError: no quantization error of a gradient is known.
     """
     gradients = figure_data.judged[figure_data.judged["kind"] == "gradient"]
     if gradients.empty:

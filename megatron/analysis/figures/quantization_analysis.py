@@ -107,7 +107,7 @@ def by_tensor(
 def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
     """Return a table for `plot_error_by_magnitude`: the mean relative error per binade and format.
 
-    The lowest 0.1 % of the values are left out.
+    The lowest binades, which together contain at most 0.1 % of the values, are left out.
     """
     places = figure_data.judged_places(kind)
     chosen = trimmed(figure_data.sums.binades_of(set(places)), 1e-3)

@@ -1,1 +1,1 @@
-"""Draw the outputs and write them to the output folder."""
+"""Draw the figures, text files and report of a dump, and write them to the output folder."""

@@ -25,10 +25,10 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def write_keeping(path: Path, content: bytes) -> list[Path]:
-    """Write a file; if an earlier file of this name has different content, rename it first.
+    """Write a file; first rename an earlier file of this name if its content differs.
 
-    The new name contains the modification time of the earlier file. If a file of this name already
-    exists, the earlier file is replaced instead.
+    The new name contains the modification time of the earlier file. If a file with the new name
+    already exists, the earlier file is replaced instead.
 
     Returns:
         The new path of the earlier file, in a list; the list is empty if no file was renamed.

@@ -1,4 +1,4 @@
-"""Keep track of the outputs that earlier calls left in the output folder.
+"""Keep track of the figures and other outputs that earlier calls wrote to the output folder.
 
 Outputs of other dumps are renamed before new ones are drawn; the new name contains the modification
 time. Outputs of the same dump are replaced, or left unchanged if they are up to date. A small file
@@ -40,7 +40,7 @@ def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
         options: values that affect the outputs; they must be serializable as JSON.
     """
     digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
-    # the list is empty for a library that is not installed; only the report needs plotly
+    # a library that is not installed has no version; only the report needs plotly
     versions = [[package.version for package in distributions(name=name)] for name in _LIBRARIES]
     digest.update(json.dumps([code_version(), *versions]).encode())
     for path in sorted(Path(__file__).parents[1].rglob("*")):
@@ -141,7 +141,7 @@ def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """Return the entries of the file `NAME` that are well-formed; the file may be damaged."""
+    """Return the well-formed entries of the file `NAME`, which may be damaged."""
     try:
         drawn = read_json(output / NAME)
     except (OSError, ValueError):

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
 
     #: Type of the function `draw` that each output's module defines. It yields one pair per figure
-    #: or text file: its name (for a text file, with the suffix), and a function that draws the
-    #: figure or returns the text. If the dump lacks data, this function raises
-    #: `NothingToDrawError`; the other figures are still drawn.
+    #: or text file: the name (with a suffix for a text file), and a function that draws the figure
+    #: or returns the text. If the dump lacks the data for one figure, the function in its pair
+    #: raises `NothingToDrawError`; the other figures are still drawn.
     Draw = Callable[[FigureData], Iterator[tuple[str, Callable[[], Figure | str]]]]
 
 

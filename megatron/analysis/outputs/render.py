@@ -145,7 +145,7 @@ def _end_with_parent() -> None:
 
 def _make(name: str) -> Made:
     if not _order:
-        raise KeyboardInterrupt  # which the executor raises again in the parent process
+        raise KeyboardInterrupt  # the executor raises it again in the parent process
     order = _order[0]
     _making.append(name)
     try:

@@ -1,4 +1,4 @@
-"""Draw the number of values in each octave, to show the exponent range that a format needs."""
+"""Draw the number of values in each binade, to show the exponent range that a format needs."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ TRACK = "#f1f2f3"  #: color of empty cells and pixels, and of the background beh
 FILL = 0.12  #: opacity of the area below an outline
 ALARM = "#b3261e"  #: color of warnings, such as NaN, Inf and unreadable files
 
-#: Prefixes of quantization types that limit which operations are quantized. The number says how
-#: much lighter the color of the type is than the color of its format (0: the same, 1: white).
+#: Prefixes of quantization types that limit which operations are quantized. The number states
+#: how much lighter the color of the type is than the color of its format (0: the same, 1: white).
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
 #: Colors of unknown names, distinct from each other and from the colors of the formats.
 _SPARE = ("#0f7173", "#b3922e", "#7b4b94", "#c06c84", "#6b7a8f", "#8c6d46", "#557a46", "#3f88c5")
@@ -78,7 +78,7 @@ RC: dict[Any, Any] = {
 def color_of(name: str) -> str:
     """Return the color of a format, quantization type, layer type, operation or tensor name.
 
-    An unknown name has a color that is computed from its characters, and so is always the same.
+    The color of an unknown name is computed from its characters, so it is always the same.
     """
     for table in (LAYER_COLORS, OPERATION_COLORS, FORMAT_COLORS, TENSOR_COLORS):
         if name in table:
@@ -100,7 +100,7 @@ def color_of(name: str) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the color of each name as in `color_of`, but distinct colors for unknown names.
+    """Return the color of each name from `color_of`, but give unknown names distinct colors.
 
     If there are more unknown names than spare colors, colors repeat.
     """
@@ -159,7 +159,7 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis with plain numbers, or powers of ten if these are long.
+    """Label a logarithmic axis with plain numbers, or with powers of ten if numbers would be long.
 
     Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """
@@ -220,5 +220,5 @@ def quiet(ax: Axes) -> Axes:
 
 
 def right_of_title(ax: Axes, note: str) -> None:
-    """Write a note at the right end of the line with the title of the axes."""
+    """Write a note on the line of the axes' title, aligned to the right."""
     ax.set_title(note, loc="right", color=FAINT, fontsize=9, fontweight="normal")

@@ -1,6 +1,6 @@
 """Write report.html, a self-contained page that needs neither a network nor a server.
 
-It contains its data as JSON (`content.py`), the page's script (`page.js`, which lists the sections)
+The page contains its data as JSON (`content.py`), its script (`page.js`, which lists the sections)
 and Plotly's JavaScript, which draws the figures.
 """
 

@@ -1,4 +1,4 @@
-"""Read from a run card what the report shows: facts on the run, and the format of each matmul.
+"""Read facts about a run and the format of each matmul from its run card, for the report.
 
 A run card is not trusted: it may contain anything.
 """

@@ -156,7 +156,8 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
 def by_type(figure_data: FigureData) -> list[list[Any]]:
     """Return the median deviation of tensors from the unquantized run.
 
-    There is one row per quantization type, kind of tensor and layer: these three, then the median.
+    There is one row per quantization type, kind of tensor and layer. A row lists these three and
+    then the median.
     Only the last iteration that was compared is included.
     """
     data = figure_data.deviations
@@ -170,7 +171,7 @@ def by_type(figure_data: FigureData) -> list[list[Any]]:
 def positions(figure_data: FigureData) -> list[list[int]]:
     """Return the run, iteration, layer and place (module and tensor name) of each tensor.
 
-    They identify the tensor's cell in the heatmap. Runs and places are given as indices.
+    These fields identify the tensor's cell in the heatmap. Runs and places are given as indices.
     """
     tensors = figure_data.tensors
     runs = {name: i for i, name in enumerate(runs_of(tensors))}

@@ -1,4 +1,4 @@
-"""Build the details of a tensor, which the report shows after a click.
+"""Build the details that the report shows after a click on a tensor.
 
 The details are the tensor's statistics, histogram, quantization errors and block maps.
 """
@@ -97,7 +97,7 @@ def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> 
 def _in_format(
     use: dict[str, Any], part: FormatArrays, binades: Counts, shown: slice
 ) -> dict[str, Any]:
-    """Return the quantization errors in one format, in total and for each binade in `shown`.
+    """Return a tensor's quantization errors in one format, in total and for each binade in `shown`.
 
     Args:
         use: row of `FigureData.uses`.

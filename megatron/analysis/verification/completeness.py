@@ -3,7 +3,7 @@
 A pass is the processing of one micro-batch by all layers. In each pass, every rank of a pipeline
 stage saves the tensors listed in `TENSOR_NAMES` for every matmul of the stage. All passes of an
 iteration share the same weights, so a weight may be saved in only one of them. The expected passes,
-modules and ranks are collected from all records of the run and from the arguments in the run card.
+modules and ranks are derived from all records of the run and from the arguments in the run card.
 The check therefore finds a single missing tensor as well as a missing rank, layer or micro-batch.
 
 If a tensor of a module is missing in all passes and on all ranks, the run may never have saved it.
@@ -47,7 +47,7 @@ NAMED = 16  #: maximum number of missing ranks reported one by one per pipeline 
 DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: kinds of events that explain missing records of a rank
 #: Command-line arguments that select iterations, each with the values that select all iterations.
-#: The records show which passes were selected.
+#: If an argument has another value, only the records show which iterations were selected.
 _ITERATIONS = {
     "collect_iterations": (None,),
     "collect_start": (None,),
@@ -86,7 +86,7 @@ class _Run:
 
     @cached_property
     def last_iterations(self) -> dict[int, int]:
-        """Last iteration of each rank that ended early, keyed by rank; it may be incomplete."""
+        """Last iteration, possibly incomplete, of each rank that ended early, keyed by rank."""
         if self.finished:
             ended = set(rank for rank, _ in self.ends)
         else:
@@ -198,7 +198,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers that the run card implies but no record has."""
+    """Report iterations, micro-batches and layers that lack records expected from the run card."""
     records = run.records
     args = {
         name: value

@@ -29,7 +29,13 @@ def gaps(records: pd.DataFrame) -> dict[int, list[Range]]:
 
 
 def within(records: pd.DataFrame, rank: int, ranges: Sequence[Range], iteration: int) -> bool:
-    """Return whether all gaps of a rank follow its last record from before `iteration`."""
+    """Return whether a rank lost no records of the iterations before `iteration`.
+
+    This is the case if every missing counter is higher than the counters of those iterations.
+
+    Args:
+        ranges: missing counters of the rank, from `gaps`.
+    """
     earlier = records[(records["rank"] == rank) & (records["iteration"] < iteration)]
     last = earlier["counter"].max()
     return bool(pd.isna(last) or min(low for low, _ in ranges) > last)

@@ -1,10 +1,11 @@
 """Determine the formats in which a matmul was computed, from the records and run card of a dump.
 
 A record contains the formats of one operand, as used in the forward and the backward pass. It does
-not contain whether the backward pass was straight-through. The probabilities of attention are
-recorded only on request, and the gradients of its scores never. The audit in the run card contains
-all of this information, but dumps of other training programs have no audit. In this case, several
-combinations of formats may be possible, and a result is accepted if it agrees with any of them.
+not state whether the backward pass was straight-through. The probabilities of attention are
+recorded only on request, and the gradients of its scores are never recorded. The format audit in
+the run card contains all of this information, but dumps of other training programs have no audit.
+In this case, several combinations of formats may be possible, and a result is accepted if it agrees
+with any of them.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def of_card(
         part = _part(card, iteration)
         if (entry := _entry(part, module, operation)) is not None:
             return _of_entry(entry)
-        if "operands" not in part:  # an audit without entries, only with lines of text
+        if "operands" not in part:  # the audit consists only of lines of text
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
                     continue  # matching a long line would take quadratic time
@@ -199,13 +200,13 @@ def _of_entry(entry: Mapping[str, Any]) -> GemmFormats:
 
 
 def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
-    """Return the formats of a matmul, given its operands and its marks in the format audit.
+    """Return the formats of a matmul, given its operands and its properties in the format audit.
 
-    A mark is a suffix in parentheses, such as `straight-through`.
+    The audit shows such a property in parentheses, for example `straight-through`.
 
     Args:
         operands: operands by slot (operand of one GEMM).
-        marks: marks of the matmul.
+        marks: properties of the matmul.
     """
     if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED}):
         raise NotCheckedError(

@@ -1,4 +1,4 @@
-"""Recompute the results of one run, pass by pass, and define the findings of a verification.
+"""Recompute the results of one run, pass by pass, and define the class of findings.
 
 This module determines which records belong to the same matmul, and the formats of the matmul. If
 the run card does not describe attention, the module assumes a causal mask, the default scale and no

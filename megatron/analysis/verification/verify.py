@@ -73,7 +73,7 @@ class Verification:
             why = "an index names it, but it is not there"
             findings.append(Finding("file", str(row.path), why))
         records = store.records.assign(data_rank=data_ranks(store.records))
-        # an array, because pandas would interpret an empty list as a selection of columns
+        # use an array, because pandas would interpret an empty list as a selection of columns
         good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
         known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
@@ -148,10 +148,10 @@ class Verification:
         return True
 
     def _check_metadata(self, row: Any, tensor: Tensor) -> None:
-        """Raise ValueError if a tensor's dtype or shape contradicts its record.
+        """Check that a tensor's dtype and shape agree with its record.
 
         Raises:
-            ValueError: in this case, or if the `dims` of the record are invalid.
+            ValueError: if they do not agree, or if the `dims` of the record are invalid.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
