@@ -199,8 +199,8 @@ def close_collection() -> None:
     """Wait until all collected tensors are written, and close the tensor collector.
 
     Raises:
-        RunError: on every rank if a rank failed to write its tensors; on the first rank only if
-            it failed to write the run card.
+        RunError: on every rank, if any rank failed to write its tensors; on the first rank alone,
+            if only the run card could not be written.
     """
     failure = tensor_saver.close()
     if failure is not None:

@@ -36,7 +36,7 @@ _Z_LOSS = _Loss("z_loss", sums=False)
 
 
 def expert_losses(config: TransformerConfig) -> dict[str, float]:
-    """Return the mean of each router loss over layers and micro-batches, without its coefficient.
+    """Return the mean of each router loss (without its coefficient) over layers and micro-batches.
 
     Must be called on all ranks, once per iteration. The result is the same on every rank.
     """

@@ -142,8 +142,8 @@ def _start_processes(args: argparse.Namespace) -> None:
             "WORLD_SIZE is set but MASTER_ADDR is not; start the ranks with "
             "`torchrun --nproc-per-node N pretrain_gpt.py ...`"
         )
-    # `python pretrain_gpt.py` runs a single rank. This rank uses no port, because another run on
-    # the same machine could already occupy the port.
+    # `python pretrain_gpt.py` runs a single rank. This rank opens no port, because another run on
+    # the same machine could already use the default port.
     dist.init_process_group(
         args.distributed_backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout
     )

@@ -49,10 +49,11 @@ def _leave_now(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the `with` block; later collections do not visit its objects.
+    """Disable garbage collection in the `with` block.
 
-    The block contains imports, which leave little garbage and take seven seconds. Garbage
-    collection would take more than one of these seconds.
+    Later collections skip all objects that exist at the end of the block. The block contains
+    imports, which leave little garbage and take seven seconds. Garbage collection would take more
+    than one of these seconds.
     """
     gc.disable()
     try:

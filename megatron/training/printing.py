@@ -27,7 +27,7 @@ class Log:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text to stdout; after the first error, discard it."""
+        """Write text to stdout. After the first write error, all text is discarded."""
         try:
             return self._stream.write(text)
         except OSError as error:

@@ -27,7 +27,7 @@ _received: int | None = None  #: number of the first signal received; None if th
 
 
 def raise_if_received() -> None:
-    """Raise `Interrupted` again if a signal was received, in case its first exception was lost.
+    """Raise `Interrupted` again if a signal was received, in case the first exception was lost.
 
     Raises:
         Interrupted: if a signal was received.

@@ -37,7 +37,8 @@ class StepResult:
     skipped: bool  #: whether fp16 gradients overflowed, in which case the weights are not updated
     grad_norm: float | None
     num_zeros: int | None
-    max_attention_logit: float | None = None  #: None without `--log-max-attention-logit`
+    #: largest attention logit of the iteration; None without `--log-max-attention-logit`
+    max_attention_logit: float | None = None
 
 
 @contextlib.contextmanager

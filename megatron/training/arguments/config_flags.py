@@ -41,7 +41,7 @@ ANOTHER_MEANING = ("quant_recipe",)
 
 @dataclass(frozen=True)
 class Spelling:
-    """An additional flag for a field that already has a generated flag."""
+    """An additional flag for a configuration field that already has a generated flag."""
 
     flag: str
     field: str  #: name of the field that the flag sets
@@ -66,7 +66,7 @@ HISTORICAL = (
     Spelling("--no-initialization", "perform_initialization", False),
 )
 #: Megatron-LM's defaults, which replace those of the dataclass fields. The dataclass sets
-#: q_lora_rank to 512, so that the queries would always be compressed.
+#: q_lora_rank to 512, which would compress the queries of every model.
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}
 #: text that `--help` adds to megatron-core's description of a field
 ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}

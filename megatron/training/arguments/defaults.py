@@ -84,9 +84,8 @@ def _derive_p2p(args: argparse.Namespace) -> None:
     """Set the flags that control the communication between pipeline stages.
 
     As in Megatron-LM, the interleaved schedule overlaps messages with computation by default. With
-    two pipeline ranks, this is the only correct choice, because the previous and the next rank are
-    the same. Batched messages to this rank are matched by their order, so that activations would be
-    received as gradients.
+    two pipeline ranks, this is the only correct choice: the previous rank is also the next one, and
+    batched messages to it are matched by their order. Activations would be received as gradients.
     """
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     _default(args, "overlap_p2p_comm", interleaved)
@@ -162,7 +161,7 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 
 def _derive_fusions(args: argparse.Namespace) -> None:
-    """Set the defaults of the bias fusions, and check that other fusions' packages are installed.
+    """Set the defaults of the bias fusions, and check that other fusions have their packages.
 
     The bias fusions are enabled on CUDA devices. On the CPU, fused functions bring no speedup and
     take time to compile.

@@ -29,8 +29,7 @@ _FSDP = "this trainer wraps the model for plain data parallelism, not with FSDP"
 _MUON = "the optimizers here are adam and sgd"
 _MAMBA = "it is for models with Mamba layers"
 
-#: pairs of a reason and flag names; for this reason, neither the local layers nor this trainer read
-#: these flags
+#: names of the flags that neither the local layers nor this trainer read, grouped by the reason
 _UNREAD_BY_REASON = (
     (
         _TE,
@@ -123,7 +122,7 @@ CUDA_ONLY = _names("""
 
 @dataclass(frozen=True)
 class Need:
-    """A condition without which some flags have no effect."""
+    """A condition that must be met for some flags to have an effect."""
 
     what: str  #: text that describes the condition in the error message, usually a flag
     met: Callable[[argparse.Namespace], object]  #: function that tests the condition

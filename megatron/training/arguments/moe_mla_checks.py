@@ -93,9 +93,10 @@ def _check_balancing(args: argparse.Namespace) -> None:
 
 
 def check_mla(args: argparse.Namespace) -> None:
-    """Raise `UserError` for flags that the local layers ignore or multi-latent attention forbids.
+    """Raise `UserError` for flags that the layers ignore or that contradict multi-latent attention.
 
-    The local layers are megatron-core's layers without Transformer Engine.
+    The check applies to the local layers, which are megatron-core's layers without Transformer
+    Engine.
 
     Raises:
         UserError: if there is such a flag; the message names the flag and the reason.

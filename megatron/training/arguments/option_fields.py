@@ -33,7 +33,7 @@ def option(
 
 
 def minimums(groups: Sequence[type]) -> dict[str, float]:
-    """Return the minimum of each flag that declares one, by field name."""
+    """Return the smallest accepted value of each flag that has one, by field name."""
     return {
         f.name: f.metadata["minimum"]
         for group in groups

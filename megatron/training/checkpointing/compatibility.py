@@ -88,9 +88,10 @@ COMPUTATION = (
     "moe_router_group_topk",
     "moe_expert_capacity_factor",
 )
-#: flag that `--save-hf` writes to config.json; its default is `--seq-length`, even if a run resumes
+#: flag for the longest sequence that the model accepts, which `--save-hf` writes to config.json;
+#: its default is the current `--seq-length`, even in a run that resumes
 LONGEST = "max_position_embeddings"
-#: flags that must be the same for the optimizer's state to be loaded
+#: flags that must be the same as in the checkpoint if the optimizer's state is loaded
 OPTIMIZER = ("use_distributed_optimizer", "optimizer")
 #: hyperparameters in the optimizer's state; the scheduler's state contains those of the schedule
 NUMBERS = (
@@ -101,7 +102,8 @@ NUMBERS = (
     "decoupled_lr",
     "decoupled_min_lr",
 )
-#: flags that must be the same for the random states of the ranks to be loaded
+#: flags of the parallel layout; the ranks' random states are loaded only if all of these flags are
+#: the same as in the checkpoint
 LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -138,7 +140,7 @@ def run_description(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> dict[str, str]:
-    """Return a dict of strings with the properties of this run that `RUN` lists."""
+    """Return the properties of this run that must not change when it resumes, as strings."""
     return {
         "format": _format(),
         "data": _data(args),
@@ -166,7 +168,7 @@ def _format() -> str:
 
 
 def _data(args: argparse.Namespace) -> str:
-    """Return a description of the data sets that depends on their names and contents only."""
+    """Return the names, weights and content digests of the data sets, without their folders."""
     parts = []
     for split in ("", "train", "valid", "test"):
         blend = getattr(args, f"{split}_data_path" if split else "data_path")
@@ -231,9 +233,9 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
 
 
 def check_run(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the properties listed in `RUN` have not changed since the checkpoint was written.
+    """Check that properties such as the data and the seed are the same as in the checkpoint.
 
-    Must be called on all ranks.
+    `RUN` lists these properties. Must be called on all ranks.
 
     Raises:
         UserError: on all ranks, if a property differs and `--allow-changed-run` is not given; the
@@ -300,7 +302,7 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that hyperparameters equal the checkpoint's, unless a flag selects which ones to use.
+    """Check that hyperparameters equal the checkpoint's, unless a flag states which values apply.
 
     Raises:
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor

@@ -157,8 +157,8 @@ def begin(final: Path) -> Path:
 def put_in_place(partial: Path, final: Path) -> None:
     """Flush a complete checkpoint to disk and rename its folder from `partial` to `final`.
 
-    If there already is a checkpoint of this iteration, because the run resumed from an earlier one,
-    it is replaced.
+    An existing checkpoint of the same iteration is replaced. Such a checkpoint exists if the run
+    resumed from an earlier one.
     """
     fsync_tree(partial)
     if final.exists():

@@ -174,7 +174,7 @@ def _counts(number: Any) -> bool:
 
 
 def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    """Return a storage entry: the key of a tensor part or of an object, and its byte range."""
+    """Return the key of a stored tensor part or object, and its byte range in a file."""
     named = _state(key, "metadata.MetadataIndex")
     name, offset = named.get("fqn"), named.get("offset")
     state = _state(place, "filesystem._StorageInfo")

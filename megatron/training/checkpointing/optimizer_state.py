@@ -69,7 +69,7 @@ def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def set_numbers(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
-    """Restore the settings that `numbers` returned before loading a checkpoint replaced them.
+    """Restore the settings that `numbers` returned, after loading a checkpoint has replaced them.
 
     Loading does not change the order of the groups.
     """

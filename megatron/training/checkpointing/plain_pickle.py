@@ -110,7 +110,7 @@ class _Operations(dict[int, Callable[[Any], None]]):
 
 
 class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
-    """A subclass of the standard library's Python unpickler that has no side effects.
+    """An unpickler without side effects, based on the standard library's pure-Python unpickler.
 
     It accepts fewer operations than its base class.
     """

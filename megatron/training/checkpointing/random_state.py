@@ -1,4 +1,4 @@
-"""Functions that collect and restore the random states of a rank for a checkpoint."""
+"""Functions that get, wrap and restore the random states of a rank for a checkpoint."""
 
 import random
 from typing import Any

@@ -82,7 +82,7 @@ class Reader(CachedMetadataFileSystemReader):
     """A subclass of megatron-core's file reader that checks all data before torch opens it."""
 
     def read_metadata(self) -> Metadata:
-        """Return the index of the checkpoint, which is read once and then cached."""
+        """Return the checkpoint's index, which is read once and then cached."""
         if self._cached_metadata is None:
             index = read_index(Path(self.path))
             meta = dataclasses.replace(index.storage_meta, load_id=self.load_id)

@@ -269,7 +269,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _common(args: argparse.Namespace, progress: TrainingProgress, **has: bool) -> dict[str, Any]:
-    """Return the state that is stored once for all ranks.
+    """Return the state that a checkpoint stores once for all ranks.
 
     Args:
         args: arguments of the run.
@@ -295,8 +295,8 @@ def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         ) from error
-    # `load_state_dict` applies the schedule before it reads the weight decay. `step(0)` applies the
-    # schedule again.
+    # `load_state_dict` applies the schedule before it reads the weight decay. `step(0)` therefore
+    # applies the schedule again.
     trained.scheduler.step(0)
 
 

@@ -236,7 +236,7 @@ class MicroBatches:
                     batch_sampler=sampler,
                     num_workers=args.num_workers,
                     pin_memory=torch.cuda.is_available(),
-                    generator=torch.Generator(),  # unlike the default, keeps the run's random state
+                    generator=torch.Generator(),  # the default would draw from the run's generator
                 )
             )
 
@@ -279,9 +279,9 @@ class MicroBatches:
 def micro_batches(
     args: argparse.Namespace, dataset, *, total: int, consumed: int
 ) -> list[MicroBatches]:
-    """Return one independent iterator over the micro-batches per model chunk of this rank.
+    """Return a list with one iterator over the micro-batches for each model chunk of this rank.
 
-    Must be called on all ranks.
+    The iterators are independent of each other. Must be called on all ranks.
 
     Args:
         args: the run's arguments.

@@ -22,9 +22,9 @@ from megatron.bounded_files import UnusableFileError, check_regular, open_regula
 from megatron.training.errors import UserError
 
 MARK = b"MMIDIDX\x00\x00"  #: first bytes of every megatron-core index
-#: fields of the header: mark, version, dtype code, number of sequences, number of document bounds
+#: fields of the header: `MARK`, version, dtype code, number of sequences, number of document bounds
 HEADER = struct.Struct("<9sQBQQ")
-#: Integer dtypes by megatron-core's dtype code; 6 and 7 are floats, which cannot be token ids.
+#: Integer dtypes by megatron-core's dtype code; codes 6 and 7 are floats, hence not token ids.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 LENGTH = np.dtype("<i4")
 PLACE = np.dtype("<i8")

@@ -1,4 +1,4 @@
-"""Read tokenizers in tiktoken's format: a text file with one `base64-of-the-bytes rank` per line.
+"""Read tokenizers in tiktoken's format: a text file with one base64 token and its rank per line.
 
 Llama 3's `tokenizer.model` and OpenAI's `*.tiktoken` files have this format. Such a file holds only
 the tokens that byte-pair merging produces. It states neither how text is split before merging nor
@@ -32,7 +32,8 @@ LONGEST_PIECE = 400_000  #: maximum length of the text in one call of tiktoken, 
 #: Maximum number of consecutive white-space characters, or of consecutive other characters.
 LONGEST_RUN = 25_000
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
-_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # a match starts where a run starts
+# The lookbehinds make a match begin at the first character of a run.
+_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (

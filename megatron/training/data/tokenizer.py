@@ -53,7 +53,10 @@ HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def guess_tokenizer_type(path: str | Path) -> str:
-    """Return the type of the tokenizer at `path`, which is a tokenizer file or a model folder."""
+    """Return Megatron-LM's name for the type of the tokenizer at `path`.
+
+    An example is `HuggingFaceTokenizer`. The path is that of a tokenizer file or a model folder.
+    """
     path = Path(path)
     _refuse_special(path)
     if not path.exists():

@@ -17,7 +17,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of the transformers library that this program can build as well."""
+    """A model class of the transformers library whose models this program can also build."""
 
     name: str  #: name of the class in transformers
     model_type: str
@@ -46,12 +46,12 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, Layout]:
-        """The layout of each model tensor, by the tensor's name in the unpartitioned model."""
+        """The mapping of each model tensor to checkpoint tensors, by the model tensor's name."""
         return self.architecture.tensors(self.config)
 
     @property
     def sources(self) -> dict[str, Source]:
-        """All source tensors (tensors of the Hugging Face checkpoint), by name."""
+        """Names and shapes of the tensors of the Hugging Face checkpoint, by tensor name."""
         return {s.name: s for layout in self.tensors.values() for s in layout.sources}
 
 

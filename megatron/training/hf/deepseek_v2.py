@@ -5,8 +5,9 @@ complex numbers. megatron-core's multi-latent attention first moves the rows of 
 halves, in queries and keys alike. The dot product of a query and a key therefore has the same
 terms, and the conversion keeps the order of the rows.
 
-In transformers, the norm of the latent has an epsilon of 1e-6, independent of `rms_norm_eps`. In
-this program, both norms use `--norm-epsilon`. The two values are equal in the published models.
+In transformers, the norm of a latent vector has an epsilon of 1e-6, and all other norms use
+`rms_norm_eps`. In this program, all norms use `--norm-epsilon`. In the published models,
+`rms_norm_eps` is also 1e-6.
 """
 
 import argparse
@@ -151,7 +152,10 @@ def layer_pattern(pattern: int | list[int], layers: int) -> list[int]:
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layout of each model tensor, by the tensor's name in the unpartitioned model."""
+    """Return how each model tensor is assembled from tensors of a Hugging Face checkpoint.
+
+    The keys are the names of the model tensors in the unpartitioned model.
+    """
     layouts = outside_of_layers(config)
     hidden = config["hidden_size"]
     for index in range(config["num_hidden_layers"]):

@@ -21,7 +21,7 @@ _FIELDS = {field.name: field for field in fields(MLATransformerConfig)}
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Return the names of the options that the command line sets explicitly."""
+    """Return the names of the flags that the command line sets explicitly."""
     unset = object()
     seeded = argparse.Namespace(**{action.dest: unset for action in parser._actions})
     parser.parse_known_args(argv, seeded)
@@ -114,20 +114,20 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
 
 
 def _default(args: argparse.Namespace, name: str) -> Any:
-    """Return the value that an option would have without the checkpoint."""
+    """Return the value that a flag would have without the checkpoint."""
     value = getattr(args, name)
     return default_of(_FIELDS[name]) if value is None and name in _FIELDS else value
 
 
 def _spelled(name: str, value: Any) -> str:
-    """Return an option and its value as they are written on the command line."""
+    """Return a flag and its value as they are written on the command line."""
     if isinstance(value, bool):
         return flag_of(name if value else f"no_{name}")
     return f"{flag_of(name)} {_shown(value)}"
 
 
 def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
-    """Set the options that every run requires but a conversion does not use."""
+    """Set the flags that every run requires but a conversion does not use."""
     args.save_optim = args.load_optim = args.load_rng = False
     args.mock_data = args.data_path is None and args.train_data_path is None
     defaults: dict[str, Any] = {"lr": 0.0, "micro_batch_size": 1}
@@ -164,7 +164,7 @@ def describe(args: argparse.Namespace) -> Model:
 
 
 def differing(expected: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Return the names of the options whose values differ from the expected values."""
+    """Return the names of the flags whose values differ from the expected values."""
     return [
         name
         for name, value in expected.items()
@@ -184,7 +184,7 @@ def _comparable(name: str, value: Any, args: argparse.Namespace) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """Return the command-line spelling of an option."""
+    """Return the command-line spelling of a flag, such as `--num-layers`."""
     return "--" + name.replace("_", "-")
 
 

@@ -30,7 +30,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-MARKER = ".written-by-save-hf"  #: name of the file that marks an incomplete folder
+MARKER = ".written-by-save-hf"  #: name of a file that shows that this program created the folder
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 

@@ -1,7 +1,7 @@
-"""Describe how model tensors are assembled from source tensors, for any number of ranks.
+"""Map tensors of a Hugging Face checkpoint to the model's tensors, for any number of ranks.
 
 A model tensor is a parameter of megatron-core's model; a source tensor is a tensor of a Hugging
-Face checkpoint. A layout lists strips: ranges of rows (or columns) of one or several source
+Face checkpoint. A `Layout` lists strips: ranges of rows (or columns) of one or several source
 tensors, in the order in which the tensor-parallel ranks hold them. Each rank holds the pieces of
 these strips that fall into its shard. The pieces determine what a rank reads from a checkpoint, and
 where its weights go when a checkpoint is written.
@@ -21,7 +21,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Strip:
-    """A range of rows (or columns) of a source tensor."""
+    """A range of rows (or columns) of a tensor of a Hugging Face checkpoint."""
 
     source: Source
     start: int
@@ -41,16 +41,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The source tensors of a model tensor, and how their strips are divided among the ranks."""
+    """The rule by which a model tensor is built from checkpoint tensors and divided among ranks."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: function that returns the strips for a number of ranks
+    strips: Callable[[int], list[Strip]]  #: function of the number of ranks
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
-    padded: bool = False  #: whether the last ranks may hold padding after the strips
+    padded: bool = False  #: whether the shards of the last ranks may end with padding
 
     def pieces(self, *, rank: int, ranks: int, length: int) -> list[Piece]:
-        """Return the pieces of the source tensors that one rank holds.
+        """Return the pieces of checkpoint tensors that one rank holds.
 
         Args:
             rank: index of the rank in the group of ranks that share the tensor.
@@ -76,12 +76,12 @@ class Layout:
 
 
 def whole(source: Source) -> Layout:
-    """Return the layout of a tensor that every rank holds entirely, such as a norm's weight."""
+    """Return the `Layout` of a tensor that every rank holds entirely, such as a norm's weight."""
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[0])], split=False)
 
 
 def rows(*sources: Source) -> Layout:
-    """Return a layout in which each rank holds an equal share of the rows of every source.
+    """Return a `Layout` in which each rank holds an equal share of the rows of every source.
 
     A rank's shares are concatenated. The gate and up projections of an MLP form one model tensor in
     this way.
@@ -98,15 +98,15 @@ def rows(*sources: Source) -> Layout:
 
 
 def columns(source: Source) -> Layout:
-    """Return a layout in which each rank holds an equal share of the columns of the source.
+    """Return a `Layout` in which each rank holds an equal share of the columns of the source.
 
-    Projections back to the hidden size have this layout.
+    Projections back to the hidden size are divided in this way.
     """
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[1])], dim=1)
 
 
 def vocabulary(source: Source) -> Layout:
-    """Return the layout of a tensor with one row per token, such as the embedding.
+    """Return the `Layout` of a tensor with one row per token, such as the embedding.
 
     The source has no padding rows, but the shards of the last ranks may have some.
     """
@@ -114,7 +114,7 @@ def vocabulary(source: Source) -> Layout:
 
 
 def query_groups(*sources: Source, groups: int) -> Layout:
-    """Return a layout that holds the query, key and value rows of each query group together."""
+    """Return a `Layout` in which the query, key and value rows of a query group are adjacent."""
 
     def strips(_: int) -> list[Strip]:
         return [

@@ -115,7 +115,10 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layout of each model tensor, by the tensor's name in the unpartitioned model."""
+    """Return how each model tensor is assembled from tensors of a Hugging Face checkpoint.
+
+    The keys are the names of the model tensors in the unpartitioned model.
+    """
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
@@ -139,10 +142,10 @@ def tensors(config: dict[str, Any]) -> dict[str, Layout]:
 
 
 def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layouts of the embedding, the final norm and the output layer.
+    """Return how the embedding, the final norm and the output layer map to checkpoint tensors.
 
-    The source of a tied output layer is the embedding. The model holds a copy of the embedding only
-    if the last pipeline stage is not also the first.
+    A tied output layer maps to the embedding of the checkpoint. The model holds a copy of the
+    embedding only if the last pipeline stage is not also the first.
     """
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     embedding = vocabulary(Source("model.embed_tokens.weight", (vocab, hidden)))
@@ -156,7 +159,7 @@ def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
 
 
 def norms(target: str, source: str, hidden: int) -> dict[str, Layout]:
-    """Return the layouts of the norms before a layer's attention and before its MLP."""
+    """Return how the norms before a layer's attention and MLP map to checkpoint tensors."""
     return {
         f"{target}{ours}.weight": same(Source(f"{source}{theirs}.weight", (hidden,)))
         for ours, theirs in (
@@ -167,7 +170,10 @@ def norms(target: str, source: str, hidden: int) -> dict[str, Layout]:
 
 
 def gated(target: str, source: str, hidden: int, inner: int) -> dict[str, Layout]:
-    """Return the layouts of a gated MLP, whose gate and up projections form one model tensor."""
+    """Return how the weights of a gated MLP map to checkpoint tensors.
+
+    The gate and up projections form one model tensor.
+    """
     gate, up = (Source(f"{source}{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
     down = Source(f"{source}down_proj.weight", (hidden, inner))
     return {

@@ -22,11 +22,14 @@ from megatron.training.printing import print_rank_0
 def parts(
     chunks: list[torch.nn.Module], tensors: dict[str, Layout]
 ) -> Iterator[tuple[str, torch.nn.Parameter, Layout, list[Piece]]]:
-    """Yield (name, parameter, layout, pieces) for each parameter of this rank.
+    """Yield each parameter of this rank with the parts of checkpoint tensors that it consists of.
+
+    Each item is (name, parameter, layout, pieces). `layout` describes the tensor on all ranks, and
+    `pieces` lists the parts on this rank.
 
     Args:
         chunks: model chunks of this rank.
-        tensors: layouts of all model tensors, by their names in the unpartitioned model.
+        tensors: `Layout` of each model tensor, by the tensor's name in the unpartitioned model.
     """
     for chunk in unwrap_model(chunks):
         for name, parameter in global_parameters(chunk):

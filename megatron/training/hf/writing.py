@@ -1,10 +1,10 @@
 """Write the weights of all ranks to a Hugging Face checkpoint.
 
-A source tensor is a tensor of the checkpoint. The first rank assembles the source tensors one by
-one from the parts that the ranks hold, and writes each file once it has all of its tensors. The
-first rank needs memory for one file and one tensor; every other rank needs memory for its part of
-one tensor. The tensors are assigned to numbered files in advance, based on their shapes. After each
-file, all ranks learn whether writing it failed.
+A variable named `source` refers to a tensor of the checkpoint. The first rank assembles these
+tensors one by one from the parts that the ranks hold, and writes each file once all tensors of the
+file are complete. The first rank needs memory for one file and one tensor; every other rank needs
+memory for its part of one tensor. The tensors are assigned to numbered files in advance, based on
+their shapes. After each file, all ranks learn whether writing it failed.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from megatron.training.printing import print_rank_0
 
 FILE_BYTES = 2 * 2**30  #: maximum size of a file, in bytes, unless a single tensor is larger
 
-ShardRange = tuple[int, int, int]  #: (dimension, start, stop) of a part of a source tensor
+ShardRange = tuple[int, int, int]  #: (dimension, start, stop) of a part of a checkpoint tensor
 
 
 def check_export(run: RunConfig) -> None:
@@ -101,7 +101,7 @@ def _write_errors(folder: str) -> Iterator[None]:
 
 @dataclass
 class _LocalParts:
-    """Parts of a source tensor that this rank holds."""
+    """The parts of one checkpoint tensor that this rank holds."""
 
     parts: list[tuple[torch.Tensor, Piece]] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class _LocalParts:
 
 
 class _Export:
-    """An export that gathers one source tensor after the other from all ranks."""
+    """The state of an export, which gathers checkpoint tensors from all ranks one by one."""
 
     def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
         self.dtype = dtype
@@ -133,7 +133,7 @@ class _Export:
         )
 
     def gather(self, source: Source) -> torch.Tensor | None:
-        """Return a whole source tensor on the first rank and None on the others.
+        """Return a whole checkpoint tensor on the first rank and None on the others.
 
         Must be called on all ranks.
         """
@@ -196,7 +196,7 @@ def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
 
 
 def _local_parts(model: Model, chunks: list[torch.nn.Module]) -> dict[str, _LocalParts]:
-    """Return the tensor parts that this rank contributes to the export, by source tensor name.
+    """Return the tensor parts that this rank contributes to the export, by checkpoint tensor.
 
     If several ranks hold equal copies of a part, only one of them contributes it.
     """
@@ -220,7 +220,7 @@ def _contributes(name: str, *, split: bool) -> bool:
 
 
 def _shape(source: Source, span: ShardRange) -> tuple[int, ...]:
-    """Return the shape of a part of a source tensor."""
+    """Return the shape of a part of a checkpoint tensor."""
     dim, start, stop = span
     return tuple(stop - start if i == dim else size for i, size in enumerate(source.shape))
 
