@@ -36,7 +36,7 @@ from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Transform and format of one operand of a GEMM; by default, the operand stays unchanged."""
+    """Hadamard transform and format of one GEMM operand, which stays unchanged by default."""
 
     format: Format | None = None  #: None if the operand is not quantized
     hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization

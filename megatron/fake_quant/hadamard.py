@@ -4,7 +4,7 @@ Multiplying both operands by the same orthogonal matrix along the axis that they
 change their product. The transform spreads an outlier over its neighbors, so that a block's scale
 suits the other values better. The matrix is block diagonal, with d x d blocks diag(s) H / sqrt(d).
 H is Sylvester's matrix: its entry i, j is (-1)^n, where n is the number of one bits that i and j
-have in common. s are signs:
+have in common. The numbers s_i are signs:
 
     y_j = sum_i x_i s_i H_ij / sqrt(d)
 

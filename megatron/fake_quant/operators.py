@@ -100,7 +100,7 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
-    """Return whether samples need separate calls, because each has its own seed or tensor scale."""
+    """Return whether each sample of a batch needs its own call, due to its seed or tensor scale."""
     return seeds is not None or fmt.has_tensor_scale
 
 

@@ -1,4 +1,4 @@
-"""Parse the configs of a recipe, which set the transform and the format of each operand.
+"""Parse the configs of a recipe, which set the Hadamard transform and format of each operand.
 
 The value of an operation (`linear`, `qk`, `pv`) is a format for all six operands, or a mapping with
 

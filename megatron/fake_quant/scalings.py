@@ -63,7 +63,7 @@ def module_of(scaling: Scaling) -> ScalingModule:
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
-    """Return the factor that each scale code stands for; HiFloat4 has 512 (see `hifloat4.py`)."""
+    """Return the factor that each scale code stands for. HiFloat4 has 512 codes (`hifloat4.py`)."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
 
 

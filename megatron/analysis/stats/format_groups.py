@@ -37,13 +37,14 @@ class Group:
 
         The scale class of a block with an E8M0 scale is the byte of the scale for an element type
         with this exponent. A format whose element type reaches n binades higher stores a byte that
-        is lower by n. (For all exponents from 1 on, the same bytes are clipped to zero.)
+        is lower by n. (A byte that is clipped to zero for exponent 1 is also clipped to zero for
+        every higher exponent.)
         """
         return _class_emax(self.first)
 
     @property
     def by_pairs(self) -> bool:
-        """True if each value is counted by two scales: its row block's and its column block's.
+        """True if values are counted by the scales of both their row block and their column block.
 
         A tensor has only a few different E8M0 scales. E4M3 scales have 127 possible values, which
         form too many pairs.
