@@ -7,10 +7,12 @@ All three compute C = alpha A B^T, with or without leading batch dimensions:
     PV      O = P V          A = P [queries, keys]     B = V^T [head_dim, keys], a view
 
 Their gradients have the same form: dA = alpha dC B and dB = alpha dC^T A. Each of the three GEMMs
-quantizes both of its operands along its own reduction axis, always from the high-precision tensor.
-A tensor quantized along K differs from the same tensor quantized along N, and quantizing the
-quantized copy again would add a second error. (Transformer Engine's documentation of MXFP8 gives
-the same reason for its row-wise and column-wise copies.)
+quantizes both of its operands along its own reduction axis, by default from the high-precision
+tensor. A tensor quantized along K differs from the same tensor quantized along N, and quantizing
+the quantized copy again adds a second error. (Transformer Engine's documentation of MXFP8 gives
+the same reason for its row-wise and column-wise copies.) Implementations that keep only the
+quantized forward copy in memory do quantize it again: an operand of the backward pass with the
+source "dequantized" reproduces them.
 
 Operands carry the values of the low-precision format in the tensors' own dtype. Products are
 accumulated as in a matmul of that dtype (in fp32 for bf16 on every device), and the result has that
@@ -22,7 +24,7 @@ batch dimensions are omitted.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,12 +36,26 @@ from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
 
+#: Tensor from which an operand is quantized: the high-precision tensor, or the values that the
+#: forward pass multiplied (its quantized copy, dequantized).
+Source = Literal["original", "dequantized"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """Hadamard transform and format of one GEMM operand, which stays unchanged by default."""
 
     format: Format | None = None  #: None if the operand is not quantized
     hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization
+    #: tensor that is transformed and quantized; see `GemmFormats` for "dequantized"
+    source: Source = "original"
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(
+                f"unknown source {self.source!r} of an operand; choose {' or '.join(SOURCES)}"
+            )
 
     def quantized(
         self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
@@ -61,11 +77,16 @@ class Operand:
             return x
         return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
 
+    def rotated_back(self, x: Tensor) -> Tensor:
+        """Undo the transform along the last axis of `x`, up to rounding to its dtype."""
+        return x if self.hadamard is None else self.hadamard.invert(x, -1)
+
     def __str__(self) -> str:
-        """Return the format and the transform as text, such as `nvfp4:sr+H16:nvfp4` or `none`."""
-        name = "none" if self.format is None else self.format.name
-        transform = self.hadamard
-        return name if transform is None else f"{name}+H{transform.size}:{transform.signs}"
+        """Return the operand as text, such as `none` or `nvfp4:sr+H16:nvfp4+dequantized`."""
+        text = "none" if self.format is None else self.format.name
+        if self.hadamard is not None:
+            text += f"+H{self.hadamard.size}:{self.hadamard.signs}"
+        return text if self.source == "original" else f"{text}+{self.source}"
 
 
 AS_IT_IS = Operand()
@@ -76,16 +97,23 @@ AS_IT_IS = Operand()
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
+#: Operands of the backward pass that the forward pass multiplies, too, and their slots there.
+OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
 
 
 @dataclass(frozen=True, slots=True)
 class GemmFormats:
     """Formats of the six operands of three GEMMs, which compute a matmul and its two gradients.
 
+    An operand of the backward pass with the source "dequantized" is quantized from the values that
+    the forward pass multiplied. If the forward pass transforms the operand, the transform is undone
+    first. Without a format of its own, the operand has these values unchanged.
+
     Raises:
         ValueError: if the two operands of a GEMM are transformed differently, which would change
-            the product; or if the backward pass is straight-through and one of its own operands is
-            set.
+            the product; if the backward pass is straight-through and one of its own operands is
+            set; or if the source of an operand is "dequantized" and the forward pass does not
+            quantize it.
     """
 
     fprop_a: Operand = AS_IT_IS  #: A in C = A B^T, quantized along K
@@ -118,6 +146,22 @@ class GemmFormats:
                 "the backward pass is straight-through and some of its operands have a format; "
                 "choose one of the two"
             )
+        for slot in SLOTS:
+            if getattr(self, slot).source == "dequantized":
+                self._check_forward_copy(slot)
+
+    def _check_forward_copy(self, slot: str) -> None:
+        forward = OF_FORWARD.get(slot)
+        if forward is None:
+            raise ValueError(
+                f"{slot} has the source dequantized, but the forward pass has no copy of it; only "
+                f"{' and '.join(OF_FORWARD)} have one, so remove the source"
+            )
+        if getattr(self, forward).format is None:
+            raise ValueError(
+                f"{slot} has the source dequantized, but the forward pass does not quantize this "
+                f"operand; give {forward} a format, or remove the source"
+            )
 
     def effective(self, slot: str) -> Operand:
         """Return the transform and the format in use for the operand `slot`, such as dgrad_b.
@@ -125,9 +169,8 @@ class GemmFormats:
         In a straight-through backward pass, the gradient is not quantized. The other operand is the
         one that the forward pass quantized, along the forward pass's axis.
         """
-        of_forward = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
         operand: Operand = getattr(
-            self, of_forward.get(slot, slot) if self.straight_through else slot
+            self, OF_FORWARD.get(slot, slot) if self.straight_through else slot
         )
         return operand
 
@@ -146,8 +189,9 @@ class GemmFormats:
 class _QuantizedMatmul(torch.autograd.Function):
     """Autograd function behind `quantized_matmul`; see the module's docstring.
 
-    The main result is C. A straight-through backward pass also needs the quantized operands. They
-    are returned too, because `torch.func` lets a function save only its inputs and results.
+    The main result is C. The backward pass may also need the quantized operands of the forward pass
+    (see `_Call.keeps`). They are returned too, because `torch.func` lets a function save only its
+    inputs and results.
     """
 
     generate_vmap_rule = True
@@ -195,12 +239,11 @@ class _QuantizedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             qdc_MN = call.quantized("dgrad_c", dc_MN, axis=-1)
             qb_NK = call.quantized("dgrad_b", b_NK, axis=-2)
-            da_MK = call.rotated_back(_scaled(torch.matmul(qdc_MN, qb_NK), call.alpha))
+            da_MK = call.gradient(torch.matmul(qdc_MN, qb_NK))
         if ctx.needs_input_grad[1]:
             qdc_MN = call.quantized("wgrad_c", dc_MN, axis=-2)
             qa_MK = call.quantized("wgrad_a", a_MK, axis=-2)
-            db_NK = torch.matmul(qdc_MN.transpose(-2, -1), qa_MK)
-            db_NK = call.rotated_back(_scaled(db_NK, call.alpha))
+            db_NK = call.gradient(torch.matmul(qdc_MN.transpose(-2, -1), qa_MK))
         return da_MK, db_NK, None, None, None
 
 
@@ -222,6 +265,8 @@ class _Call:
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
+        if operand.source == "dequantized":  # `x` is the forward pass's operand; see `keeps`
+            x = self.formats.effective(OF_FORWARD[slot]).rotated_back(x)
         # Both operands of wgrad are padded with the same number of zeros, which does not change the
         # sum over tokens.
         x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
@@ -236,8 +281,12 @@ class _Call:
         """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
+        changed_b = formats.fprop_b != AS_IT_IS
         through = formats.straight_through
-        return through and changed_a, through and formats.fprop_b != AS_IT_IS
+        return (
+            changed_a and (through or formats.wgrad_a.source == "dequantized"),
+            changed_b and (through or formats.dgrad_b.source == "dequantized"),
+        )
 
     def _seed(self, slot: str, x: Tensor, fmt: Format) -> int | Tensor | None:
         """Return the seed of an operand's stochastic rounding, or None for other rounding modes."""
@@ -250,12 +299,14 @@ class _Call:
         derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), slot)
         return derived
 
-    def rotated_back(self, grad: Tensor) -> Tensor:
-        """Undo the transform along K in a gradient computed from the forward pass's operands."""
-        hadamard = self.formats.fprop_a.hadamard
-        if not self.formats.straight_through or hadamard is None:
-            return grad
-        return hadamard.invert(grad, -1)
+    def gradient(self, product: Tensor) -> Tensor:
+        """Return a gradient, given the product of its operands.
+
+        A straight-through backward pass multiplies the forward pass's operands, whose transform
+        along K is undone in the product.
+        """
+        grad = _scaled(product, self.alpha)
+        return self.formats.fprop_a.rotated_back(grad) if self.formats.straight_through else grad
 
 
 def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:

@@ -7,14 +7,20 @@ The value of an operation (`linear`, `qk`, `pv`) is a format for all six operand
     probabilities  for pv: normalized (default) or unnormalized, as in a flash-attention kernel
     a GEMM's name  a format, or a mapping with its two operands, `format` and `hadamard` as keys
 
+The value of an operand is a format, or a mapping with
+
+    format         format of the operand
+    source         original (default), or dequantized: the values that the forward pass multiplied
+
 `GEMMS` lists the GEMMs and their operands in the order of `GemmFormats`.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats, Operand
+from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, SOURCES, GemmFormats, Operand
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
 from megatron.fake_quant.recipe_yaml import Node
@@ -40,6 +46,7 @@ GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
 }
 _PROBABILITIES = ("normalized", "unnormalized")
+_Text = TypeVar("_Text", bound=str)
 
 
 def parse_config(node: Node, what: str) -> Config:
@@ -101,19 +108,12 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         fallback = default if index == 0 else backward
         pair = _gemm(node.value.get(gemm), names, fallback, f"{gemm} of {what}")
         operands.update(zip(SLOTS[2 * index : 2 * index + 2], pair, strict=True))
-    unnormalized = False
-    if "probabilities" in node:
-        chosen = node.scalar("probabilities", what)
-        if chosen not in _PROBABILITIES:
-            raise node.value["probabilities"].error(
-                f"probabilities of {what} is {chosen!r}; choose {' or '.join(_PROBABILITIES)}"
-            )
-        unnormalized = chosen == "unnormalized"
-        if unnormalized and operands["fprop_a"] == AS_IT_IS:
-            raise node.value["probabilities"].error(
-                f"probabilities of {what} is unnormalized, which needs a format for them; "
-                "give format or fprop, or remove it"
-            )
+    unnormalized = _choice(node, "probabilities", what, _PROBABILITIES) == "unnormalized"
+    if unnormalized and operands["fprop_a"] == AS_IT_IS:
+        raise node.value["probabilities"].error(
+            f"probabilities of {what} is unnormalized, which needs a format for them; "
+            "give format or fprop, or remove it"
+        )
     if all(operand == AS_IT_IS for operand in operands.values()):
         return None
     try:
@@ -141,11 +141,37 @@ def _gemm(
     if "format" in node:
         default = _format(node.value["format"], f"format of {what}")
     hadamard = _hadamard(node.value["hadamard"], what) if "hadamard" in node else None
-    formats = [
-        _format(node.value[name], f"{name} of {what}") if name in node else default
-        for name in names
-    ]
-    return Operand(formats[0], hadamard), Operand(formats[1], hadamard)
+    first, second = (
+        _operand(node.value.get(name), default, hadamard, f"{name} of {what}") for name in names
+    )
+    return first, second
+
+
+def _operand(
+    node: Node | None, default: Format | None, hadamard: Hadamard | None, what: str
+) -> Operand:
+    """Return the operand that `mxfp8` or `{format: mxfp8, source: dequantized}` describes."""
+    if node is None:
+        return Operand(default, hadamard)
+    if not isinstance(node.value, dict):
+        return Operand(_format(node, what), hadamard)
+    if not node.value:
+        raise node.error(f"{what} is empty; give a format, or format and source")
+    node.only_keys(what, ("format", "source"))
+    if "format" in node:
+        default = _format(node.value["format"], f"format of {what}")
+    return Operand(default, hadamard, _choice(node, "source", what, SOURCES))
+
+
+def _choice(node: Node, key: str, what: str, choices: Sequence[_Text]) -> _Text:
+    """Return the value under `key`, which must be one of `choices`; the first is the default."""
+    if key not in node:
+        return choices[0]
+    chosen = node.scalar(key, what)
+    for choice in choices:
+        if chosen == choice:
+            return choice
+    raise node.value[key].error(f"{key} of {what} is {chosen!r}; choose {' or '.join(choices)}")
 
 
 def _hadamard(node: Node, what: str) -> Hadamard:

@@ -134,6 +134,102 @@ def test_shapes_that_do_not_fit_are_refused(a, b, message):
         quantized_matmul(torch.zeros(a), torch.zeros(b), GemmFormats())
 
 
+# The dequantized forward copy as the source of an operand of the backward pass.
+
+
+def source(name, hadamard=None):
+    return Operand(name and get_format(name), hadamard, "dequantized")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_operand_is_quantized_from_the_dequantized_forward_copy(dtype):
+    """The copy is quantized along K, and the operand again along N or M."""
+    a, b, dc = operands(2, dtype=dtype)
+    nvfp4, mxfp4 = get_format("nvfp4"), get_format("mxfp4")
+    formats = GemmFormats(
+        Operand(nvfp4), Operand(mxfp4), dgrad_b=source("mxfp8"), wgrad_a=source("mxfp4")
+    )
+    c, da, db = run(a, b, dc, formats)
+    qa, qb = (fake_quantize(x, fmt) for x, fmt in ((a, nvfp4), (b, mxfp4)))
+    assert torch.equal(c, qa @ qb.mT)
+    assert torch.equal(da, dc @ fake_quantize(qb, "mxfp8", -2))
+    assert torch.equal(db, dc.mT @ fake_quantize(qa, "mxfp4", -2))
+    original = replace(formats, dgrad_b=Operand(get_format("mxfp8")))
+    assert not torch.equal(da, run(a, b, dc, original)[1])
+
+
+def test_without_a_format_the_forward_copy_is_multiplied_as_it_is():
+    a, b, dc = operands()
+    formats = GemmFormats.uniform(MXFP8)
+    formats = replace(formats, dgrad_c=Operand(), dgrad_b=source(None), wgrad_a=source(None))
+    _, da, db = run(a, b, dc, replace(formats, wgrad_c=Operand()))
+    straight = GemmFormats(Operand(MXFP8), Operand(MXFP8), straight_through=True)
+    _, *expected = run(a, b, dc, straight)
+    assert torch.equal(da, expected[0])
+    assert torch.equal(db, expected[1])
+
+
+def test_a_stochastic_forward_copy_is_the_one_that_was_multiplied():
+    a, b, dc = operands()
+    eye = torch.eye(K, requires_grad=True)
+    formats = GemmFormats(Operand(get_format("mxfp4:sr")), Operand(get_format("mxfp4:sr")))
+    formats = replace(formats, dgrad_b=source(None), wgrad_a=source(None))
+    qa, _, da_of_eye = run(a, eye, torch.eye(M, K), formats)
+    assert not torch.equal(qa, fake_quantize(a.detach(), "mxfp4"))
+    assert torch.equal(da_of_eye[:M], qa), "the identity is exact, so dB is the copy of A"
+    qb, db_of_eye, _ = run(eye, b, torch.eye(K, N), formats)
+    assert torch.equal(db_of_eye[:N], qb.mT)
+
+
+def test_the_forward_transform_is_undone_in_the_forward_copy():
+    a, b, dc = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64)
+    a.requires_grad_(), b.requires_grad_()
+    rotated = Operand(MXFP8, H16)
+    formats = GemmFormats(
+        rotated,
+        rotated,
+        dgrad_b=source(None),
+        wgrad_c=Operand(None, H16),
+        wgrad_a=source("mxfp8", H16),
+    )
+    _, da, db = run(a, b, dc, formats)
+    copy_a, copy_b = (H16.invert(fake_quantize(H16.apply(x.detach()), MXFP8)) for x in (a, b))
+    assert torch.equal(da, dc @ copy_b)
+    qa = fake_quantize(H16.apply(copy_a, 0), MXFP8, 0)
+    assert torch.equal(db, H16.apply(dc, 0).mT @ qa)
+    torch.testing.assert_close(da, dc @ b, rtol=0.1, atol=2.0)
+
+
+def test_the_forward_copy_of_unnormalized_probabilities_is_normalized():
+    e, b, dc = operands()
+    e = e.detach().exp()
+    sums = e.sum(-1, keepdim=True)
+    a = (e / sums).requires_grad_()
+    formats = GemmFormats(Operand(MXFP8), Operand(MXFP8), wgrad_a=source(None), unnormalized=True)
+    c = quantized_matmul(a, b, formats, unnormalized=(e, sums))
+    (db,) = torch.autograd.grad(c, b, dc)
+    assert torch.equal(db, dc.mT @ (fake_quantize(e, MXFP8) / sums))
+
+
+@pytest.mark.parametrize(
+    ("slot", "message"),
+    [
+        ("fprop_a", "fprop_a has the source dequantized, but the forward pass has no copy of it"),
+        ("wgrad_c", "wgrad_c has .* no copy of it; only dgrad_b and wgrad_a have one"),
+        ("dgrad_b", "forward pass does not quantize this operand; give fprop_b a format"),
+        ("wgrad_a", "forward pass does not quantize this operand; give fprop_a a format"),
+    ],
+)
+def test_a_source_without_a_forward_copy_is_refused(slot, message):
+    with pytest.raises(ValueError, match=message):
+        GemmFormats(**{slot: source("mxfp8")})
+
+
+def test_an_unknown_source_is_refused():
+    with pytest.raises(ValueError, match="unknown source 'copy' .*; choose original or dequ"):
+        Operand(MXFP8, source="copy")
+
+
 # Hadamard transforms.
 
 

@@ -113,6 +113,24 @@ def test_transforms_are_of_both_operands(load):
     assert formats.dgrad_c == formats.dgrad_b == Operand(get_format("mxfp4"), Hadamard(32))
 
 
+def test_an_operand_can_come_from_the_dequantized_forward_copy(load):
+    recipe = load(
+        "configs:\n  c:\n    linear:\n      fprop: nvfp4\n"
+        "      dgrad: {weight: {format: mxfp8, source: dequantized}}\n"
+        "      wgrad: {format: 'mxfp4:sr', hadamard: 16, input: {source: dequantized}}\n"
+        + MATCHER
+        % "c"
+    )
+    assert names(in_force(recipe)) == {
+        "fprop_a": "nvfp4",
+        "fprop_b": "nvfp4",
+        "dgrad_c": "none",
+        "dgrad_b": "mxfp8+dequantized",
+        "wgrad_c": "mxfp4:sr+H16:none",
+        "wgrad_a": "mxfp4:sr+H16:none+dequantized",
+    }
+
+
 def test_probabilities_can_be_unnormalized(load):
     text = "configs:\n  c:\n    pv: {format: mxfp8, probabilities: %s}\n" + MATCHER % "c"
     assert in_force(load(text % "unnormalized"), "pv").unnormalized
@@ -287,6 +305,28 @@ def test_the_lm_head_needs_a_recipe():
         (
             "configs:\n  c:\n    linear:\n      wgrad: {hadamard: {sise: 16}}\n" + MATCHER % "c",
             "line 4: hadamard of wgrad of linear of config 'c' has the key 'sise'",
+        ),
+        (
+            "configs:\n  c:\n    linear:\n      format: mxfp8\n"
+            "      dgrad: {grad_output: {source: dequantized}}\n" + MATCHER % "c",
+            "line 3: linear of config 'c': dgrad_c has the source dequantized, but the forward",
+        ),
+        (
+            "configs:\n  c:\n    linear: {wgrad: {input: {source: dequantized}}}\n" + MATCHER % "c",
+            "line 3: linear of config 'c': wgrad_a has the source dequantized, but the forward "
+            "pass does not quantize this operand; give fprop_a a format",
+        ),
+        (
+            "configs:\n  c:\n    linear: {wgrad: {input: {source: copy}}}\n" + MATCHER % "c",
+            "source of input of wgrad of linear of config 'c' is 'copy'; choose original or deq",
+        ),
+        (
+            "configs:\n  c:\n    linear: {wgrad: {input: {from: copy}}}\n" + MATCHER % "c",
+            "input of wgrad of linear of config 'c' has the key 'from'; it takes format, source",
+        ),
+        (
+            "configs:\n  c:\n    linear: {wgrad: {input: {}}}\n" + MATCHER % "c",
+            "input of wgrad of linear of config 'c' is empty; give a format, or format and source",
         ),
         (
             "configs:\n  c:\n    pv: {probabilities: raw}\n" + MATCHER % "c",

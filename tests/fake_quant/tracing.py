@@ -25,6 +25,14 @@ GEMMS = {
         Operand(get_format("hifp8"), HADAMARD),
         straight_through=True,
     ),
+    "requantized": GemmFormats(
+        Operand(get_format("mxfp4:sr"), HADAMARD),
+        Operand(get_format("mxfp8"), HADAMARD),
+        dgrad_c=Operand(get_format("mxfp4")),
+        dgrad_b=Operand(get_format("nvfp4"), source="dequantized"),
+        wgrad_c=Operand(None, HADAMARD),
+        wgrad_a=Operand(get_format("mxfp4:sr"), HADAMARD, source="dequantized"),
+    ),
     "one operand": GemmFormats(fprop_b=Operand(get_format("mxfp8")), straight_through=True),
 }
 

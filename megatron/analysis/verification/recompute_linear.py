@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
-from megatron.fake_quant.gemm import GemmFormats, Operand
+from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats, Operand
 
 #: Operands from which each result of a linear layer is computed.
 LINEAR = {
@@ -110,6 +110,9 @@ def _operands(
 
     def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
         operand: Operand = getattr(formats, slot)
+        if operand.source == "dequantized":
+            forward = OF_FORWARD[slot]
+            x = getattr(formats, forward).rotated_back(of(forward, x, -1))
         return quantized(operand, x, axis, fill=fill, stored=codes.get(slot))
 
     straight = formats.straight_through

@@ -54,18 +54,23 @@ class NotCheckedError(Exception):
 def parse_operand(name: str) -> Operand:
     """Parse an operand's format from a format audit or record, such as `nvfp4:sr` or `none`.
 
-    A Hadamard transform may follow, as in `nvfp4:sr+H16:nvfp4`.
+    A Hadamard transform and the operand's source may follow, as in
+    `nvfp4:sr+H16:nvfp4+dequantized`.
 
     Raises:
         NotCheckedError: if the format is unknown.
     """
-    format_name, _, transform = name.partition("+H")
+    format_name, *parts = name.split("+")
+    settings: dict[str, Any] = {}
     try:
-        hadamard = None
-        if transform:
-            size, _, signs = transform.partition(":")
-            hadamard = Hadamard(int(size), int(signs) if signs.isdigit() else signs)  # type: ignore[arg-type]
-        return Operand(None if format_name == "none" else get_format(format_name), hadamard)
+        for part in parts:
+            if part.startswith("H"):
+                size, _, signs = part[1:].partition(":")
+                transform = Hadamard(int(size), int(signs) if signs.isdigit() else signs)  # type: ignore[arg-type]
+                settings["hadamard"] = transform
+            else:
+                settings["source"] = part
+        return Operand(None if format_name == "none" else get_format(format_name), **settings)
     except ValueError:
         raise NotCheckedError(f"this version does not know the format {name!r}") from None
 

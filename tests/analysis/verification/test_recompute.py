@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ CHOICES = {
     "straight-through": GemmFormats(MXFP8, MXFP4, straight_through=True),
     "rotated wgrad": GemmFormats(NVFP4, NVFP4, NVFP4, NVFP4, ROTATED, ROTATED),
     "rotated straight-through": GemmFormats(ROTATED, ROTATED, straight_through=True),
+    "requantized": GemmFormats(
+        NVFP4,
+        MXFP4,
+        MXFP8,
+        Operand(get_format("mxfp8"), source="dequantized"),
+        Operand(None, Hadamard(16, "nvfp4")),
+        Operand(get_format("mxfp4"), Hadamard(16, "nvfp4"), source="dequantized"),
+    ),
+    "requantized after a rotated forward pass": GemmFormats(
+        ROTATED, ROTATED, dgrad_b=Operand(None, source="dequantized")
+    ),
     "spelled out": GemmFormats.uniform(get_format("mx:e3m4:b16:rceil")),
 }
 
@@ -130,6 +142,10 @@ def test_operands_as_records_name_them():
     assert parse_operand("mxfp8:rceil") == Operand(get_format("mxfp8:rceil"))
     assert parse_operand("nvfp4+H16:nvfp4") == ROTATED
     assert parse_operand("none+H32:7") == Operand(None, Hadamard(32, 7))
+    assert parse_operand("nvfp4+dequantized") == Operand(get_format("nvfp4"), source="dequantized")
+    assert parse_operand("nvfp4+H16:nvfp4+dequantized") == replace(ROTATED, source="dequantized")
+    with pytest.raises(NotCheckedError, match="does not know the format 'mxfp8.doubled'"):
+        parse_operand("mxfp8+doubled")
     with pytest.raises(NotCheckedError, match="does not know the format 'mxfp9'"):
         parse_operand("mxfp9")
 
