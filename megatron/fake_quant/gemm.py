@@ -35,7 +35,6 @@ from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
-
 #: Tensor from which an operand is quantized: the high-precision tensor, or the values that the
 #: forward pass multiplied (its quantized copy, dequantized).
 Source = Literal["original", "dequantized"]

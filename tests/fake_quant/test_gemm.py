@@ -170,7 +170,7 @@ def test_without_a_format_the_forward_copy_is_multiplied_as_it_is():
 
 
 def test_a_stochastic_forward_copy_is_the_one_that_was_multiplied():
-    a, b, dc = operands()
+    a, b, _ = operands()
     eye = torch.eye(K, requires_grad=True)
     formats = GemmFormats(Operand(get_format("mxfp4:sr")), Operand(get_format("mxfp4:sr")))
     formats = replace(formats, dgrad_b=source(None), wgrad_a=source(None))
@@ -214,7 +214,7 @@ def test_the_forward_copy_of_unnormalized_probabilities_is_normalized():
 @pytest.mark.parametrize(
     ("slot", "message"),
     [
-        ("fprop_a", "fprop_a has the source dequantized, but the forward pass has no copy of it"),
+        ("fprop_a", r"fprop_a has the source dequantized, but the forward pass has no copy of it"),
         ("wgrad_c", "wgrad_c has .* no copy of it; only dgrad_b and wgrad_a have one"),
         ("dgrad_b", "forward pass does not quantize this operand; give fprop_b a format"),
         ("wgrad_a", "forward pass does not quantize this operand; give fprop_a a format"),
@@ -226,7 +226,7 @@ def test_a_source_without_a_forward_copy_is_refused(slot, message):
 
 
 def test_an_unknown_source_is_refused():
-    with pytest.raises(ValueError, match="unknown source 'copy' .*; choose original or dequ"):
+    with pytest.raises(ValueError, match=r"unknown source 'copy' .*; choose original or dequ"):
         Operand(MXFP8, source="copy")
 
 

@@ -114,14 +114,12 @@ def test_transforms_are_of_both_operands(load):
 
 
 def test_an_operand_can_come_from_the_dequantized_forward_copy(load):
-    recipe = load(
+    text = (
         "configs:\n  c:\n    linear:\n      fprop: nvfp4\n"
         "      dgrad: {weight: {format: mxfp8, source: dequantized}}\n"
         "      wgrad: {format: 'mxfp4:sr', hadamard: 16, input: {source: dequantized}}\n"
-        + MATCHER
-        % "c"
     )
-    assert names(in_force(recipe)) == {
+    assert names(in_force(load(text + MATCHER % "c"))) == {
         "fprop_a": "nvfp4",
         "fprop_b": "nvfp4",
         "dgrad_c": "none",

@@ -144,7 +144,7 @@ def test_operands_as_records_name_them():
     assert parse_operand("none+H32:7") == Operand(None, Hadamard(32, 7))
     assert parse_operand("nvfp4+dequantized") == Operand(get_format("nvfp4"), source="dequantized")
     assert parse_operand("nvfp4+H16:nvfp4+dequantized") == replace(ROTATED, source="dequantized")
-    with pytest.raises(NotCheckedError, match="does not know the format 'mxfp8.doubled'"):
+    with pytest.raises(NotCheckedError, match=r"does not know the format 'mxfp8.doubled'"):
         parse_operand("mxfp8+doubled")
     with pytest.raises(NotCheckedError, match="does not know the format 'mxfp9'"):
         parse_operand("mxfp9")
