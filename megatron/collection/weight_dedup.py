@@ -12,7 +12,7 @@ class WeightDedup:
     """Set of keys of the weights already saved in the current iteration."""
 
     def __init__(self) -> None:
-        self._saved: set[tuple[int, str, str]] = set()
+        self._saved: set[tuple[int, str, str, str | None]] = set()
 
     def begin_iteration(self) -> None:
         """Forget which weights were saved in the previous iteration."""
@@ -21,15 +21,19 @@ class WeightDedup:
     def is_new(self, fields: dict[str, Any]) -> bool:
         """Return True for a tensor to be saved, False for a weight already saved in this iteration.
 
-        Codes from stochastic rounding differ each time, so they are always saved.
+        Codes from stochastic rounding differ each time, so they are always saved. The same applies
+        to codes of a dequantized forward copy, which may have been rounded stochastically. The
+        format of a code tensor names the seed of its random Hadamard signs, if any.
 
         Args:
             fields: fields of the tensor's record.
         """
         name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
-        if name not in OF_ITERATION or rounding == "stochastic" or not fields["module"]:
+        fmt = fields.get("format")
+        varies = rounding == "stochastic" or (fmt is not None and fmt.endswith("+dequantized"))
+        if name not in OF_ITERATION or not fields["module"] or (rounding is not None and varies):
             return True
-        key = (fields["iteration"], fields["module"], name)
+        key = (fields["iteration"], fields["module"], name, fmt)
         if key in self._saved:
             return False
         self._saved.add(key)

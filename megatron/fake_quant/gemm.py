@@ -23,7 +23,7 @@ batch dimensions are omitted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -70,15 +70,26 @@ class Operand:
         x = self.rotated(x, axis=axis, fill=fill)
         return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
 
-    def rotated(self, x: Tensor, *, axis: int, fill: bool = False) -> Tensor:
-        """Return `x` after the transform and before quantization; see `quantized`."""
+    def rotated(
+        self, x: Tensor, *, axis: int, fill: bool = False, signs: int | Tensor | None = None
+    ) -> Tensor:
+        """Return `x` after the transform and before quantization; see `quantized`.
+
+        `signs` is the seed of the transform's random signs.
+        """
         if self.hadamard is None:
             return x
-        return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
+        return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis, seed=signs)
 
-    def rotated_back(self, x: Tensor) -> Tensor:
+    def rotated_back(self, x: Tensor, *, signs: int | Tensor | None = None) -> Tensor:
         """Undo the transform along the last axis of `x`, up to rounding to its dtype."""
-        return x if self.hadamard is None else self.hadamard.invert(x, -1)
+        return x if self.hadamard is None else self.hadamard.invert(x, -1, seed=signs)
+
+    def drawn(self, signs: int | Tensor | None) -> "Operand":
+        """Return the operand of one call, whose random signs are drawn from the seed `signs`."""
+        if self.hadamard is None or signs is None:
+            return self
+        return replace(self, hadamard=self.hadamard.drawn(int(signs)))
 
     def __str__(self) -> str:
         """Return the operand as text, such as `none` or `nvfp4:sr+H16:nvfp4+dequantized`."""
@@ -174,10 +185,16 @@ class GemmFormats:
         return operand
 
     @property
-    def stochastic(self) -> bool:
-        """True if any operand is rounded stochastically."""
+    def random(self) -> bool:
+        """True if any operand is rounded stochastically or transformed with random signs."""
         formats = (getattr(self, slot).format for slot in SLOTS)
-        return any(fmt is not None and fmt.stochastic for fmt in formats)
+        return self.random_signs or any(fmt is not None and fmt.stochastic for fmt in formats)
+
+    @property
+    def random_signs(self) -> bool:
+        """True if any operand is transformed with signs that are drawn for each call."""
+        transforms = (getattr(self, slot).hadamard for slot in SLOTS)
+        return any(transform is not None and transform.random for transform in transforms)
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
@@ -197,8 +214,14 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a_MK: Tensor, b_NK: Tensor, whole_MK: Tensor | None, sums_M1: Tensor | None, call: "_Call"
+        a_MK: Tensor,
+        b_NK: Tensor,
+        whole_MK: Tensor | None,
+        sums_M1: Tensor | None,
+        seed: Tensor | None,
+        call: "_Call",
     ) -> tuple[Tensor, ...]:
+        call = call.seeded(seed)
         qa_MK = call.quantized("fprop_a", a_MK if whole_MK is None else whole_MK, axis=-1)
         qb_NK = call.quantized("fprop_b", b_NK, axis=-1)
         c_MN = _matmul(qa_MK, qb_NK.transpose(-2, -1), call.alpha)
@@ -210,7 +233,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        a_MK, b_NK, whole_MK, _, call = inputs
+        a_MK, b_NK, whole_MK, _, seed, call = inputs
         ctx.call = call
         # The backward pass runs in the forward pass's autocast state, as in megatron-core.
         ctx.device = a_MK.device.type
@@ -220,7 +243,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # allocate no zero gradients for the saved operands
         keep_a, keep_b = call.keeps(whole_MK)
         a_MK = kept.pop(0) if keep_a else a_MK
-        ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK)
+        ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK, seed)
 
     @staticmethod
     def backward(ctx: Any, dc_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,8 +255,8 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dc_MN: Tensor) -> tuple[Tensor | None, ...]:
-        a_MK, b_NK = ctx.saved_tensors
-        call: _Call = ctx.call
+        a_MK, b_NK, seed = ctx.saved_tensors
+        call: _Call = ctx.call.seeded(seed)
         da_MK = db_NK = None
         if ctx.needs_input_grad[0]:
             qdc_MN = call.quantized("dgrad_c", dc_MN, axis=-1)
@@ -243,7 +266,7 @@ class _QuantizedMatmul(torch.autograd.Function):
             qdc_MN = call.quantized("wgrad_c", dc_MN, axis=-2)
             qa_MK = call.quantized("wgrad_a", a_MK, axis=-2)
             db_NK = call.gradient(torch.matmul(qdc_MN.transpose(-2, -1), qa_MK))
-        return da_MK, db_NK, None, None, None
+        return da_MK, db_NK, None, None, None, None
 
 
 def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
@@ -262,18 +285,28 @@ class _Call:
     seed: int | Tensor | None
     observe: "Observer | None" = None
 
+    def seeded(self, seed: Tensor | None) -> "_Call":
+        """Return the call with a seed that is a tensor.
+
+        Such a seed is an input of the autograd function, so that `vmap` can make it differ between
+        samples.
+        """
+        return self if seed is None else _Call(self.formats, self.alpha, seed, self.observe)
+
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":  # `x` is the forward pass's operand; see `keeps`
-            x = self.formats.effective(OF_FORWARD[slot]).rotated_back(x)
+            forward = OF_FORWARD[slot]
+            x = getattr(self.formats, forward).rotated_back(x, signs=self._signs(forward, x))
         # Both operands of wgrad are padded with the same number of zeros, which does not change the
         # sum over tokens.
-        x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
+        signs = self._signs(slot, x)
+        x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"), signs=signs)
         if operand.format is None:
             return x
-        seed = self._seed(slot, x, operand.format)
+        seed = self._derived(slot, x) if operand.format.stochastic else None
         if self.observe is not None:
-            self.observe(slot, x, operand, axis, seed)
+            self.observe(slot, x, operand.drawn(signs), axis, seed)
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
@@ -287,15 +320,23 @@ class _Call:
             changed_b and (through or formats.dgrad_b.source == "dequantized"),
         )
 
-    def _seed(self, slot: str, x: Tensor, fmt: Format) -> int | Tensor | None:
-        """Return the seed of an operand's stochastic rounding, or None for other rounding modes."""
-        if not fmt.stochastic:
+    def _signs(self, slot: str, x: Tensor) -> int | Tensor | None:
+        """Return the seed of random signs, which the two operands of a GEMM share.
+
+        The result is None if the operand has no transform with random signs.
+        """
+        hadamard: Hadamard | None = getattr(self.formats, slot).hadamard
+        if hadamard is None or not hadamard.random:
             return None
+        return self._derived(slot.partition("_")[0], x)
+
+    def _derived(self, name: str, x: Tensor) -> int | Tensor:
+        """Return a seed for the slot or the GEMM `name`, in the form in which `x` is computed."""
         if self.seed is None:
             return draw_seed(None) if operators.is_direct(x) else operators.drawn(None)
         if operators.is_direct(x):
-            return derive_seed(int(self.seed), slot)
-        derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), slot)
+            return derive_seed(int(self.seed), name)
+        derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), name)
         return derived
 
     def gradient(self, product: Tensor) -> Tensor:
@@ -305,7 +346,9 @@ class _Call:
         along K is undone in the product.
         """
         grad = _scaled(product, self.alpha)
-        return self.formats.fprop_a.rotated_back(grad) if self.formats.straight_through else grad
+        if not self.formats.straight_through:
+            return grad
+        return self.formats.fprop_a.rotated_back(grad, signs=self._signs("fprop_a", grad))
 
 
 def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
@@ -341,8 +384,8 @@ def quantized_matmul(
         b_NK: B, with the shape `[..., N, K]` and the same leading dimensions as A.
         formats: transform and format of each operand.
         alpha: factor by which the accumulated products are multiplied.
-        seed: seed of stochastic rounding, from which a seed for each slot is derived. If None, a
-            seed is drawn from torch's default generator.
+        seed: seed from which a seed for each slot's stochastic rounding and for each GEMM's random
+            signs is derived. If None, seeds are drawn from torch's default generator.
         unnormalized: e = exp(s - rowmax), `[..., M, K]`, and its row sums, `[..., M, 1]` (float32),
             where A = e / sums. This computes PV as flash-attention kernels do: C is
             Q(e) Q(B)^T / sums. The backward pass uses A, which these kernels recompute.
@@ -365,8 +408,11 @@ def quantized_matmul(
             "expand the smaller one first, so that autograd sums its gradient there"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
-    call = _Call(formats, alpha, seed, observe)
+    if seed is None and formats.random_signs:  # the operands and the passes share the signs
+        seed = draw_seed(None) if operators.is_direct(a_MK) else operators.drawn(None)
+    tensor_seed, int_seed = (seed, None) if isinstance(seed, Tensor) else (None, seed)
+    call = _Call(formats, alpha, int_seed, observe)
     results: tuple[Tensor, ...] = _QuantizedMatmul.apply(  # type: ignore[no-untyped-call]
-        a_MK, b_NK, whole_MK, sums_M1, call
+        a_MK, b_NK, whole_MK, sums_M1, tensor_seed, call
     )
     return results[0]

@@ -8,16 +8,16 @@ have in common. The numbers s_i are signs:
 
     y_j = sum_i x_i s_i H_ij / sqrt(d)
 
-The signs are all +1 ("deterministic"), or random and fixed for a run: either drawn from a seed, or
-the 16 signs of Transformer Engine for NVFP4 (arXiv 2509.25149 applies them to both operands of
-wgrad).
+The signs are all +1 ("deterministic"); random and fixed for a run, which means drawn from a given
+seed, or the 16 signs of Transformer Engine for NVFP4 (arXiv 2509.25149 applies them to both
+operands of wgrad); or "random", which means drawn for each call from a seed given to the call.
 
 On every device, the sum is taken in float32 from i = 0 upward, with one rounding per addition. It
 is then multiplied by 1 / sqrt(d) and rounded to the tensor's dtype.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from megatron.fake_quant.rounding import check_tensor
 
 #: Signs that Transformer Engine's NVFP4 recipe uses.
 NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_NAMED_SIGNS = ("none", "nvfp4", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,12 @@ class Hadamard:
     """A block-diagonal Hadamard transform.
 
     size: d, a power of two from 2 to 256, which must divide the axis.
-    signs: "none", "nvfp4" (size 16 only), or a seed from which the signs are drawn.
+    signs: "none", "nvfp4" (size 16 only), a seed from which the signs are drawn, or "random" for
+        signs that each call draws from a seed of its own.
     """
 
     size: int = 16
-    signs: Literal["none", "nvfp4"] | int = "none"
+    signs: Literal["none", "nvfp4", "random"] | int = "none"
 
     def __post_init__(self) -> None:
         if not 2 <= self.size <= 256 or self.size & (self.size - 1):
@@ -53,13 +55,27 @@ class Hadamard:
                 f"the signs 'nvfp4' are for size {len(NVFP4_SIGNS)}, not {self.size}; "
                 "give a seed instead"
             )
-        if not isinstance(self.signs, int) and self.signs not in ("none", "nvfp4"):
-            raise ValueError(f"unknown signs {self.signs!r}; choose none, nvfp4 or a seed")
+        if not isinstance(self.signs, int) and self.signs not in _NAMED_SIGNS:
+            raise ValueError(
+                f"unknown signs {self.signs!r}; choose {', '.join(_NAMED_SIGNS)} or a seed"
+            )
+
+    @property
+    def random(self) -> bool:
+        """True if each call draws the signs anew."""
+        return self.signs == "random"
+
+    def drawn(self, seed: int) -> "Hadamard":
+        """Return the transform of one call, whose random signs are drawn from `seed`."""
+        return replace(self, signs=seed) if self.random else self
 
     def matrix(self) -> Tensor:
         """Return the matrix diag(s) H without the factor 1 / sqrt(d), as float32 `[d, d]`.
 
         All of its entries are +1 or -1.
+
+        Raises:
+            ValueError: if each call draws the signs anew.
         """
         index = torch.arange(self.size)
         common = index.unsqueeze(1) & index
@@ -73,19 +89,25 @@ class Hadamard:
             return torch.ones(self.size)
         if self.signs == "nvfp4":
             return torch.tensor(NVFP4_SIGNS, dtype=torch.float32)
+        if self.signs == "random":
+            raise ValueError(
+                "the signs of a random Hadamard transform are drawn for each call; give the call's "
+                "seed"
+            )
         generator = torch.Generator().manual_seed(self.signs)
         return (1 - 2 * torch.randint(0, 2, (self.size,), generator=generator)).float()
 
-    def apply(self, x: Tensor, axis: int = -1) -> Tensor:
+    def apply(self, x: Tensor, axis: int = -1, *, seed: int | Tensor | None = None) -> Tensor:
         """Return a new tensor with `x` (float32, bfloat16 or float16) transformed along `axis`.
 
-        The gradient is zero, as in `fake_quantize`.
+        The gradient is zero, as in `fake_quantize`. `seed` is the seed of random signs, from 0 to
+        2^62 - 1, and may be an int64 tensor without dimensions. Other signs ignore it.
 
         Raises:
-            ValueError: if `x` has another dtype, if the size does not divide the axis, or if the
-                axis is out of range.
+            ValueError: if `x` has another dtype, if the size does not divide the axis, if the axis
+                is out of range, or if the signs are random and there is no seed.
         """
-        return self._times(x, axis, inverse=False)
+        return self._times(x, axis, seed, inverse=False)
 
     def filled(self, x: Tensor, axis: int) -> Tensor:
         """Return `x`, zero-padded at the end of `axis` to a multiple of the transform's size."""
@@ -95,11 +117,11 @@ class Hadamard:
         zeros = x.new_zeros([missing if i == axis % x.ndim else n for i, n in enumerate(x.shape)])
         return torch.cat([x, zeros], dim=axis)
 
-    def invert(self, x: Tensor, axis: int = -1) -> Tensor:
+    def invert(self, x: Tensor, axis: int = -1, *, seed: int | Tensor | None = None) -> Tensor:
         """Undo `apply`, up to rounding."""
-        return self._times(x, axis, inverse=True)
+        return self._times(x, axis, seed, inverse=True)
 
-    def _times(self, x: Tensor, axis: int, *, inverse: bool) -> Tensor:
+    def _times(self, x: Tensor, axis: int, seed: int | Tensor | None, *, inverse: bool) -> Tensor:
         check_tensor(x, "transform")
         if x.ndim == 0:
             raise ValueError(
@@ -118,9 +140,14 @@ class Hadamard:
             )
         x = x.detach()
         if operators.is_direct(x):
-            return _rotated(x, self, axis, inverse=inverse)
+            transform = self if seed is None else self.drawn(int(seed))
+            return _rotated(x, transform, axis, inverse=inverse)
         axis = axis % x.ndim - x.ndim
-        result: Tensor = _rotate(x, self.size, str(self.signs), axis, inverse)
+        result: Tensor
+        if self.random and seed is not None:
+            result = _rotate_at_random(x, self.size, operators.seed_tensor(seed), axis, inverse)
+        else:
+            result = _rotate(x, self.size, str(self.signs), axis, inverse)
         return result
 
 
@@ -147,7 +174,7 @@ def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tenso
 
     `axis` is counted from the end.
     """
-    transform = Hadamard(size, signs if signs in ("none", "nvfp4") else int(signs))  # type: ignore[arg-type]
+    transform = Hadamard(size, signs if signs in _NAMED_SIGNS else int(signs))  # type: ignore[arg-type]
     return _rotated(x, transform, axis, inverse=inverse)
 
 
@@ -164,3 +191,34 @@ def _(
 
 
 _rotate.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators.constant)
+
+
+@torch.library.custom_op(f"{operators.NAMESPACE}::rotate_at_random", mutates_args=())
+def _rotate_at_random(x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool) -> Tensor:
+    """Apply a Hadamard transform with random signs; see `_rotate`.
+
+    `seeds` has one seed per sample, in the shape of the leading dimensions that `vmap` has added.
+    """
+    transform = Hadamard(size, "random")
+    if not seeds.ndim:
+        return _rotated(x, transform.drawn(int(seeds)), axis, inverse=inverse)
+    samples = zip(x.flatten(0, seeds.ndim - 1), seeds.flatten().tolist(), strict=True)
+    results = [_rotated(s, transform.drawn(seed), axis, inverse=inverse) for s, seed in samples]
+    return torch.empty_like(x).copy_(torch.stack(results).view(x.shape))
+
+
+@_rotate_at_random.register_fake
+def _(x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_rotate_at_random.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool
+) -> tuple[Tensor, int]:
+    x = operators.with_batch(x, in_dims[0], info.batch_size)
+    seeds = operators.with_batch(seeds, in_dims[2], info.batch_size)
+    return _rotate_at_random(x, size, seeds, axis, inverse), 0
+
+
+_rotate_at_random.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators.constant)

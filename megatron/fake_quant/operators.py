@@ -117,7 +117,7 @@ def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
     return torch.stack(list(parts)).view(*x.shape[:batch], *parts[0].shape) if batch else parts[0]
 
 
-def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
+def with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Return `x` with its `vmap` dimension first; if `dim` is None, expand `x` to `size`."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
@@ -164,9 +164,9 @@ def _(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int) -> Tenso
 def _(
     info: Any, in_dims: Any, x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
 ) -> tuple[Tensor, int]:
-    x = _with_batch(x, in_dims[0], info.batch_size)
+    x = with_batch(x, in_dims[0], info.batch_size)
     if seeds is not None:
-        seeds = _with_batch(seeds, in_dims[3], info.batch_size)
+        seeds = with_batch(seeds, in_dims[3], info.batch_size)
     return fake_quantize(x, fmt, axis, seeds, batch + 1), 0
 
 
@@ -210,9 +210,9 @@ def _(
 def _(
     info: Any, in_dims: Any, x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
 ) -> tuple[Parts, tuple[int | None, ...]]:
-    x = _with_batch(x, in_dims[0], info.batch_size)
+    x = with_batch(x, in_dims[0], info.batch_size)
     if seeds is not None:
-        seeds = _with_batch(seeds, in_dims[3], info.batch_size)
+        seeds = with_batch(seeds, in_dims[3], info.batch_size)
     known = from_text(fmt)
     out_dims = (
         0,
@@ -284,9 +284,9 @@ def _(
     batch: int,
 ) -> tuple[Tensor, int]:
     known, size = from_text(fmt), info.batch_size
-    codes = _with_batch(codes, in_dims[0], size)
-    blocks = _with_batch(blocks, in_dims[1], size) if known.block_size is not None else blocks
-    whole = _with_batch(whole, in_dims[2], size) if known.has_tensor_scale else whole
+    codes = with_batch(codes, in_dims[0], size)
+    blocks = with_batch(blocks, in_dims[1], size) if known.block_size is not None else blocks
+    whole = with_batch(whole, in_dims[2], size) if known.has_tensor_scale else whole
     return dequantize(codes, blocks, whole, fmt, shape, axis, dtype, batch + 1), 0
 
 

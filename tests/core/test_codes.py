@@ -3,6 +3,7 @@ matmuls.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -144,6 +145,40 @@ def test_random_bits_are_those_of_the_matmul(tmp_path):
         of_values = content["tensor"].nbytes + content["scales"]["blocks"].nbytes + 4
         assert of_values < record["bytes"] <= of_values + OVERHEAD
         assert content["tensor"].nbytes == 64 * 64 // 2 or record["module"].endswith("fc2")
+
+
+REQUANTIZED = """
+configs:
+  everywhere:
+    linear:
+      fprop: {input: "nvfp4:sr", weight: nvfp4, hadamard: {size: 16, signs: random}}
+      dgrad: {grad_output: mxfp8, weight: {format: mxfp8, source: dequantized}}
+      wgrad:
+        hadamard: {size: 16, signs: random}
+        grad_output: "mxfp4:sr"
+        input: {format: nvfp4, source: dequantized}
+matchers:
+  all: {type: glob, pattern: "*", config: everywhere, enabled: true}
+"""
+
+
+@pytest.mark.parametrize("how", [(), ("--recompute",)])
+def test_verify_recomputes_forward_copies_and_random_signs(tmp_path, how):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(REQUANTIZED)
+    dump = tmp_path / "dump"
+    flags = {"collect_tensors": ["all", "codes"], "collect_layers": "1"}
+    options = ("--micro-batches", "2", "--dtype", "bf16", *how)
+    records = collect(dump, *options, flags=flags, QUANT_RECIPE=str(recipe))
+    verdict = verify(dump, exact=True)
+    assert verdict.errors == []
+    assert count(verdict.checked, "results of linear layers, bit for bit") == 3 * 8
+    (weight, *_) = pick(records, tensor_name="weight")
+    assert weight["format"] == "nvfp4+H16:random | mxfp8+dequantized"
+    formats = [record["format"] for record in pick(records, tensor_name="fprop_weight_codes")]
+    assert len(set(formats)) == len(formats) == 8, "signs of its own in every micro-batch"
+    assert all(re.fullmatch(r"nvfp4\+H16:\d+", name) for name in formats)
+    assert len(pick(records, tensor_name="dgrad_weight_codes")) == 8
 
 
 def test_verify_misses_nothing_and_finds_codes_of_another_tensor(rounded_to_nearest, tmp_path):

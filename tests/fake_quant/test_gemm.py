@@ -316,3 +316,81 @@ def test_stochastic_rounding_follows_torch_s_seed():
         results.append(run(a, b, dc, formats))
     assert all(map(torch.equal, results[0], results[1]))
     assert not any(map(torch.equal, results[0], results[2]))
+
+
+# Signs that are drawn for each call.
+
+
+RANDOM = Hadamard(16, "random")
+
+
+def rotated_with(seen):
+    """Return an observer that adds each operand's slot and transform to `seen`."""
+    return lambda slot, x, operand, axis, seed: seen.update({slot: (operand, x, axis)})
+
+
+def test_random_signs_are_shared_by_a_gemm_s_operands_and_differ_between_gemms_and_calls():
+    a, b, dc = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64)
+    a.requires_grad_(), b.requires_grad_()
+    formats = GemmFormats(*[Operand(MXFP8, RANDOM)] * 6)
+    tensors = {"fprop_a": a, "fprop_b": b, "dgrad_c": dc, "dgrad_b": b, "wgrad_c": dc, "wgrad_a": a}
+    calls = []
+    for seed in (3, 3, 4, None, None):
+        seen = {}
+        c = quantized_matmul(a, b, formats, seed=seed, observe=rotated_with(seen))
+        results = c, *torch.autograd.grad(c, (a, b), dc)
+        for x, exact in zip(results, (a @ b.mT, dc @ b, dc.mT @ a), strict=True):
+            torch.testing.assert_close(x, exact, rtol=0.1, atol=2.0)
+        signs = [seen[slot][0].hadamard.signs for slot in SLOTS]
+        assert signs[::2] == signs[1::2]
+        assert len(set(signs)) == 3
+        for slot, (operand, x, axis) in seen.items():
+            assert torch.equal(x, operand.hadamard.apply(tensors[slot].detach(), axis))
+        calls.append((signs, results))
+    assert calls[0][0] == calls[1][0]
+    assert all(map(torch.equal, calls[0][1], calls[1][1]))
+    assert len({tuple(signs) for signs, _ in calls}) == 4
+
+
+def test_random_signs_follow_torch_s_seed():
+    a, b, dc = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64)
+    a.requires_grad_(), b.requires_grad_()
+    formats = GemmFormats(*[Operand(get_format("mxfp4"), RANDOM)] * 6)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(run(a, b, dc, formats))
+    assert all(map(torch.equal, results[0], results[1]))
+    assert not any(map(torch.equal, results[0], results[2]))
+
+
+def test_random_signs_are_undone_in_a_straight_through_gradient_and_in_a_forward_copy():
+    a, b, dc = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64)
+    a.requires_grad_(), b.requires_grad_()
+    rotated = Operand(get_format("mxint8"), RANDOM)
+    _, *exact = run(a, b, dc, GemmFormats())
+    for formats in (
+        GemmFormats(rotated, rotated, straight_through=True),
+        GemmFormats(rotated, rotated, dgrad_b=source(None), wgrad_a=source(None)),
+    ):
+        _, *gradients = run(a, b, dc, formats)
+        for ours, expected in zip(gradients, exact, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.3)
+
+
+def test_samples_have_signs_of_their_own_under_vmap_if_randomness_differs():
+    a, b = torch.randn(3, 32, 48), torch.randn(64, 48)
+    formats = GemmFormats(*[Operand(get_format("mxfp4"), RANDOM)] * 6)
+
+    def gradient(a, seed=None):
+        return torch.func.grad(lambda a: quantized_matmul(a, b, formats, seed=seed).sum())(a)
+
+    seeds = torch.tensor([4, 9, 4])
+    found = torch.vmap(gradient)(a, seeds)
+    for i in range(3):
+        assert torch.equal(found[i], gradient(a[i], int(seeds[i])))
+    repeated = a[:1].expand(3, 32, 48)
+    same = torch.vmap(gradient, randomness="same")(repeated)
+    different = torch.vmap(gradient, randomness="different")(repeated)
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(different[0], different[1])

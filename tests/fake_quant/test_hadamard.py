@@ -151,6 +151,41 @@ def test_a_special_value_spreads_over_its_block_and_no_further(special):
     assert not finite[1].any()
 
 
+# Signs that are drawn for each call.
+
+
+@pytest.mark.parametrize("seed", [0, 5, (1 << 62) - 1])
+def test_random_signs_are_those_of_the_call_s_seed(seed):
+    x, random = normal(16, 32), Hadamard(16, "random")
+    assert torch.equal(random.apply(x, seed=seed), Hadamard(16, seed).apply(x))
+    assert torch.equal(random.apply(x, seed=torch.tensor(seed)), Hadamard(16, seed).apply(x))
+    assert torch.equal(random.invert(x, 0, seed=seed), Hadamard(16, seed).invert(x, 0))
+    assert random.drawn(seed) == Hadamard(16, seed)
+    assert Hadamard(16).drawn(seed) == Hadamard(16)
+
+
+def test_random_signs_need_the_seed_of_the_call():
+    with pytest.raises(ValueError, match=r"signs of a random .* give the call's seed"):
+        Hadamard(16, "random").apply(normal(4, 16))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_random_signs_under_vmap_are_those_of_each_sample_s_seed(inverse):
+    x, seeds, random = normal(3, 5, 32), torch.tensor([4, 9, 4]), Hadamard(16, "random")
+    function = random.invert if inverse else random.apply
+
+    def transformed(x, seed):
+        return function(x, seed=seed)
+
+    for in_dims in ((0, 0), (0, None), (None, 0)):
+        given = (x if in_dims[0] == 0 else x[1], seeds if in_dims[1] == 0 else seeds[0])
+        found = torch.vmap(transformed, in_dims)(*given)
+        for i in range(3):
+            of_x = given[0][i] if in_dims[0] == 0 else given[0]
+            of_seed = int(given[1][i] if in_dims[1] == 0 else given[1])
+            assert torch.equal(found[i], function(of_x, seed=of_seed))
+
+
 # TransformerEngine.
 
 
@@ -188,8 +223,9 @@ def test_a_size_that_is_no_power_of_two_is_refused(size):
 
 
 def test_unknown_signs_are_refused():
-    with pytest.raises(ValueError, match="unknown signs 'random'; choose none, nvfp4 or a seed"):
-        Hadamard(16, "random")
+    message = "unknown signs 'mixed'; choose none, nvfp4, random or a seed"
+    with pytest.raises(ValueError, match=message):
+        Hadamard(16, "mixed")
     with pytest.raises(ValueError, match="signs 'nvfp4' are for size 16, not 32; give a seed"):
         Hadamard(32, "nvfp4")
 

@@ -111,6 +111,14 @@ def test_transforms_are_of_both_operands(load):
     formats = in_force(recipe)
     assert formats.wgrad_c == formats.wgrad_a == Operand(None, Hadamard(16, "nvfp4"))
     assert formats.dgrad_c == formats.dgrad_b == Operand(get_format("mxfp4"), Hadamard(32))
+    assert not formats.random
+
+
+def test_signs_can_be_drawn_for_each_call(load):
+    text = "configs:\n  c:\n    linear: {wgrad: {hadamard: {size: 16, signs: random}}}\n"
+    formats = in_force(load(text + MATCHER % "c"))
+    assert formats.wgrad_c == formats.wgrad_a == Operand(None, Hadamard(16, "random"))
+    assert formats.random
 
 
 def test_an_operand_can_come_from_the_dequantized_forward_copy(load):

@@ -15,7 +15,7 @@ from .kernel_inputs import SEED
 KINDS = ["mxfp8", "nvfp4:2d", "hifp8:hr", "hifp4", "fp8_e4m3", "bf16", "mxfp4:sr", "hifp8:sr:t15"]
 kinds = pytest.mark.parametrize("name", KINDS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-HADAMARD = Hadamard(16, "nvfp4")
+HADAMARD, RANDOM = Hadamard(16, "nvfp4"), Hadamard(16, "random")
 GEMMS = {
     "mxfp8": GemmFormats.uniform(get_format("mxfp8")),
     "nvfp4 rotated": GemmFormats(*[Operand(get_format("nvfp4"), HADAMARD)] * 6),
@@ -32,6 +32,16 @@ GEMMS = {
         dgrad_b=Operand(get_format("nvfp4"), source="dequantized"),
         wgrad_c=Operand(None, HADAMARD),
         wgrad_a=Operand(get_format("mxfp4:sr"), HADAMARD, source="dequantized"),
+    ),
+    "random signs": GemmFormats(
+        Operand(get_format("mxfp8"), RANDOM),
+        Operand(get_format("nvfp4"), RANDOM),
+        dgrad_b=Operand(None, source="dequantized"),
+        wgrad_c=Operand(get_format("mxfp4:sr"), RANDOM),
+        wgrad_a=Operand(get_format("mxfp8"), RANDOM),
+    ),
+    "random signs, straight-through": GemmFormats(
+        Operand(get_format("mxfp8"), RANDOM), Operand(None, RANDOM), straight_through=True
     ),
     "one operand": GemmFormats(fprop_b=Operand(get_format("mxfp8")), straight_through=True),
 }

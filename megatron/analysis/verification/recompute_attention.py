@@ -62,7 +62,8 @@ class AttentionFormats:
             backward: whether to check the operands of the backward pass, too.
 
         Raises:
-            NotCheckedError: if an operand is rounded stochastically.
+            NotCheckedError: if an operand is rounded stochastically, or transformed with random
+                signs.
         """
         for formats in (self.qk, self.pv):
             if formats is not None:

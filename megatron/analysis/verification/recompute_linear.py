@@ -139,7 +139,8 @@ def quantized(
             stochastically, they are returned. Otherwise, they must equal the quantized `x`.
 
     Raises:
-        NotCheckedError: if the operand was rounded stochastically and no codes were saved.
+        NotCheckedError: if the operand was rounded stochastically and no codes were saved, or if
+            the random signs of its transform are not recorded.
         ValueError: if the codes do not belong to the tensor.
     """
     if stored is None:
@@ -162,9 +163,12 @@ def is_random(operand: Operand) -> bool:
 
 
 def check_not_random(*operands: Operand) -> None:
-    """Raise `NotCheckedError` if an operand is rounded stochastically."""
+    """Raise `NotCheckedError` if an operand's rounding or its signs are random and not recorded."""
+    no_codes = "no codes were saved (--collect-tensors codes)"
     if any(map(is_random, operands)):
-        raise NotCheckedError("stochastic rounding: no codes were saved (--collect-tensors codes)")
+        raise NotCheckedError(f"stochastic rounding: {no_codes}")
+    if any(operand.hadamard is not None and operand.hadamard.random for operand in operands):
+        raise NotCheckedError(f"random Hadamard signs: {no_codes}")
 
 
 def _compare(

@@ -14,7 +14,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -111,6 +111,24 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
     if not candidates:
         raise NotCheckedError(f"the formats {a!r}, {b!r} and {c!r} do not go together")
     return candidates
+
+
+def with_drawn_signs(formats: GemmFormats, of_codes: Mapping[str, str]) -> GemmFormats:
+    """Return the formats with the random signs that the run drew, as far as they are recorded.
+
+    The two operands of a GEMM share the signs.
+
+    Args:
+        formats: formats of a matmul.
+        of_codes: the field `format` in the records of the matmul's codes, by slot.
+    """
+    operands = {slot: getattr(formats, slot) for slot in SLOTS}
+    for slot, name in of_codes.items():
+        gemm, drawn = slot.partition("_")[0], parse_operand(name).hadamard
+        for other, operand in operands.items():
+            if other.startswith(gemm) and operand.hadamard is not None and operand.hadamard.random:
+                operands[other] = replace(operand, hadamard=drawn)
+    return replace(formats, **operands)
 
 
 def of_card(

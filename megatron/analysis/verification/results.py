@@ -140,8 +140,11 @@ class Results:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return
         tensors, codes = self._tensors(by_name.values()), self._codes(by_name)
+        slots = zip(SLOTS, CODES["linear"], strict=True)
+        of_codes = {slot: by_name[name].format for slot, name in slots if name in by_name}
         best: dict[str, Outcome] = {}
-        for formats in candidates:
+        for candidate in candidates:
+            formats = recorded_formats.with_drawn_signs(candidate, of_codes)
             for name, outcome in linear(tensors, formats, self.slack, codes):
                 best[name] = _better(best.get(name), outcome)
         yield from ((by_name[name], outcome) for name, outcome in best.items())

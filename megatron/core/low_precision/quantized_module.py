@@ -57,7 +57,7 @@ class Quantized(Identified):
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
-        """Return the seed of a matmul's stochastic rounding, or None for other rounding modes.
+        """Return the seed of a matmul's stochastic rounding and random signs; None if it has none.
 
         The seed is computed from the run's seed, the layer, the iteration and the micro-batch. A
         recomputed forward pass, a resumed run and another pipeline layout therefore round in the
@@ -66,7 +66,7 @@ class Quantized(Identified):
         in two shards thus get the same random bits. In evaluation, the seed depends on the
         iteration, but not on a micro-batch. The state of torch's generators does not change.
         """
-        if not formats.stochastic:
+        if not formats.random:
             return None
         name = "" if self.identity is None else self.identity.name
         place: tuple[int | str, ...] = ("evaluation", clock.iteration)
