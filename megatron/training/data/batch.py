@@ -84,9 +84,9 @@ def loss_func(
 def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
     """Return this rank's token count divided by the mean count in its context-parallel group.
 
-    megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks.
-    Without this weight, a rank with few unmasked tokens would count as much as one with many.
-    Without `--eod-mask-loss`, the weight is 1.
+    megatron-core divides the sum of the losses by this rank's token count, and then averages the
+    gradients over the ranks. Without this weight, a rank with few unmasked tokens would count as
+    much as one with many. Without `--eod-mask-loss`, the weight is 1.
     """
     mean = tokens.to(torch.float32)
     group = parallel_state.get_context_parallel_group()

@@ -150,7 +150,8 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
     """Return a copy of `wanted` (one bool per split) that is False for an empty test split.
 
-    Any other empty split is an error. megatron-core would loop forever on an empty split.
+    It is also False for a split without a data path. Any other empty split is an error, because
+    megatron-core would loop forever on it.
 
     Raises:
         UserError: if a prefix has no tokens in a training or validation split that the run needs.
