@@ -157,13 +157,14 @@ def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time the statistics of a dump; return table rows for plain torch and numpy, and for ours."""
+    """Time the statistics of a dump, computed by plain code and by ours; return the table rows."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
     workers = sorted({1, 2, os.cpu_count() or 1})
     runs = {number: [] for number in workers}
-    # Alternate between the numbers of workers, so that other load on the machine affects all.
+    # Alternate between the numbers of workers, so that other load on the machine affects
+    # all of them alike.
     for _, number in itertools.product(range(options.rounds), workers):
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]

@@ -185,7 +185,7 @@ class Worker:
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python interpreter with mindstudio-probe, or None if this package is left out."""
+    """Return a Python interpreter with mindstudio-probe; None if it is missing or not wanted."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -284,7 +284,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Return text with the median ratio of our writing speed to a raw write's, and its range."""
+    """Return the median and range, as text, of our writing speed over that of a raw write."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "

@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
 
 
 class Ours:
-    """Collector for a minimal training loop that uses this project's tensor collector."""
+    """Adapter between the training loop below and this project's tensor collector."""
 
     def __init__(self, options: argparse.Namespace, tensor_saver: ModuleType):
         self.tensor_saver = tensor_saver
@@ -111,9 +111,9 @@ class Ours:
 
 
 class MsProbe:
-    """Collector for a minimal training loop that uses mindstudio-probe.
+    """Adapter between the training loop below and mindstudio-probe.
 
-    It dumps the inputs, outputs, weights and gradients of all modules.
+    mindstudio-probe dumps the inputs, outputs, weights and gradients of all modules.
     """
 
     def __init__(self, options: argparse.Namespace, model: Any):

@@ -71,8 +71,8 @@ FORMATS = (
     "fp8_e5m2",
 )
 SEED = 1234
-#: Environment variables of glibc's malloc, in bytes: the allocation size from which it takes memory
-#: directly from the system, and the amount of free memory above which it returns memory.
+#: Environment variables of glibc's malloc, in bytes. Allocations of at least MMAP_THRESHOLD come
+#: directly from the system. Free memory above TRIM_THRESHOLD is returned to the system.
 MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
@@ -220,7 +220,7 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
 
 
 def tree() -> str:
-    """Return the repository's commit as "commit HASH", or another phrase if git cannot tell."""
+    """Return the repository's commit as "commit HASH", or else "a tree without history"."""
     command = ["git", "-C", REPO, "describe", "--always", "--dirty"]
     try:
         description = subprocess.run(command, capture_output=True, text=True, check=True)

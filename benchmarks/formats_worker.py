@@ -91,7 +91,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the input matrices by name. Results are compared on both, and timed on "randn"."""
+    """Return the two input matrices by name; both are used for comparison, "randn" for timing."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)

@@ -68,7 +68,7 @@ def tokenized(options: argparse.Namespace) -> list[str]:
     prefix = options.output_dir / "text"
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
-    command += ["--overwrite"]  # A continued benchmark tokenizes the same text again.
+    command += ["--overwrite"]  # A resumed benchmark tokenizes the text again.
     command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
     subprocess.run([*command, "--output-prefix", prefix], check=True)
     return [str(TOKENIZER), f"{prefix}_text_document"]
@@ -104,7 +104,7 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
 
 
 def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Return the losses by iteration; None if the log is incomplete or of another command."""
+    """Return the losses by iteration; None if the log is incomplete or not of this command."""
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
     return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None
@@ -159,7 +159,7 @@ def table(losses: pd.DataFrame) -> str:
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
-    """Return an error message per run whose loss did not fall, and per pair of equal curves."""
+    """Return error messages for runs whose loss did not fall and for pairs of equal curves."""
     window = window_of(losses)
     start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
     errors = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
@@ -180,7 +180,7 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         color, index = color_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=color, alpha=0.25, linewidth=0.8)
-        # Two recipes may have the same color, so they are drawn with dashed lines.
+        # A recipe may have the same color as a type, so recipes are drawn with dashed lines.
         dash = "--" if name.startswith("recipe_") else "-"
         top.plot(index, smooth[name].mean(axis=1), dash, color=color, label=name)
         bottom.plot(index, apart[name].mean(axis=1), dash, color=color)

@@ -1,4 +1,4 @@
-"""Call the number formats of other public packages, the peers of benchmarks/formats.py.
+"""Call the number-format code of other public packages, the peers of benchmarks/formats.py.
 
 Each loader imports one package and returns a finder. The finder takes one of our formats and
 returns a function that quantizes a contiguous matrix along the last axis and dequantizes it to the
@@ -23,7 +23,7 @@ Finder = Callable[[Format], Call | None]
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
-    """Return the element type, block size and scale rule of an OCP MX format; None for others."""
+    """Return the element type, block size and scale rule of an OCP MX format; otherwise None."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
     if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
         return None

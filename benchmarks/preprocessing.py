@@ -5,15 +5,15 @@
     python benchmarks/preprocessing.py --rounds 3 --megabytes 5 --output-dir /tmp/try
 
 Both programs read the same documents, use the same fast Hugging Face tokenizer in several processes
-(two by default), and write the token IDs to disk. `map` reads an Arrow file, which `load_dataset`
+(two by default), and write the token ids to disk. `map` reads an Arrow file, which `load_dataset`
 first creates from the JSONL file; our program reads the JSONL file directly. There are therefore
-two ratios, with and without `load_dataset`. `map` computes only the IDs (no masks), in batches of
+two ratios, with and without `load_dataset`. `map` computes only the ids (no masks), in batches of
 its default size. Our time includes loading the tokenizer and flushing the finished .bin, .idx and
 .json files. Imports are not counted.
 
 The two programs take turns. A time is the median over the rounds; a ratio is the median of the
 rounds' ratios, with quartiles. CPU seconds are summed over all processes and are more reliable on a
-shared machine. All token IDs are compared; the exit status is 1 if one differs. Prints a Markdown
+shared machine. All token ids are compared; the exit status is 1 if one differs. Prints a Markdown
 table and writes it as preprocessing.md, with the command and the versions.
 """
 
@@ -125,7 +125,7 @@ def timed(work: Callable[[], Any]) -> tuple[Turn, Any]:
 
 
 class Ours:
-    """Runner of our program, script/data/preprocess.py, in this process."""
+    """Competitor that runs our program, script/data/preprocess.py, in this process."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         from documents import Settings
@@ -151,7 +151,7 @@ class Ours:
 
 
 class Theirs:
-    """Runner of `datasets.map` on the Arrow file that `load_dataset` creates."""
+    """Competitor that runs `datasets.map` on the Arrow file from `load_dataset`."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         import datasets
@@ -246,7 +246,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
-    """Run all rounds; return the report, and whether all programs wrote the same token IDs."""
+    """Run all rounds; return the report, and whether all programs wrote the same token ids."""
     texts = iter([options.text.read_text()]) if options.text else standard_library()
     parts = list(documents(texts, options.megabytes))
     corpus = folder / "corpus.jsonl"

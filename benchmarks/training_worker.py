@@ -102,7 +102,7 @@ def build(options: argparse.Namespace):
 
 
 def batches(options: argparse.Namespace):
-    """Yield random token IDs for each micro-batch; the cost of a step does not depend on them."""
+    """Yield random token ids for each micro-batch; the cost of a step does not depend on them."""
     import torch
 
     generator = torch.Generator().manual_seed(1)

@@ -148,7 +148,7 @@ def outlive_readers() -> None:
     """Let this process continue when the reader of its output exits, as `head -n 1` does.
 
     A program that works for hours must not end when the pager that shows its messages is closed.
-    The exit status still tells whether the work has succeeded.
+    The exit status still shows whether the work has succeeded.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

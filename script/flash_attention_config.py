@@ -52,7 +52,7 @@ def attention_formats(text: str) -> dict[str, str]:
     The keys are "qk" and "pv"; a matmul without a format has the value "none".
 
     Raises:
-        ConfigError: a name is unknown, or two names set the format of the same matmul.
+        ConfigError: if a name is unknown, or two names set the format of the same matmul.
     """
     chosen: dict[str, str] = {}
     for given in text.split(","):

@@ -49,7 +49,7 @@ class SettingsFile:
         """Hold the lock until the end of the `with` block; other processes wait for it.
 
         Raises:
-            ValueError: the path of the lock exists and is not a regular file.
+            ValueError: if the path of the lock exists and is not a regular file.
         """
         if self._lock.exists() and not self._lock.is_file():  # opening a FIFO would block
             raise ValueError(f"{self._lock} is not a regular file; remove it")
@@ -76,7 +76,7 @@ class SettingsFile:
         """Restore the settings from before the first change; return False if nothing was changed.
 
         Raises:
-            ValueError: the backup file was not written by this script.
+            ValueError: if the backup file was not written by this script.
         """
         from megatron.bounded_files import read_json
 
@@ -148,7 +148,7 @@ def parsed(options: argparse.Namespace) -> dict[str, str]:
     """Return the formats given as options, by operation, with canonical names.
 
     Raises:
-        ConfigError: a format is unknown.
+        ConfigError: if a format is unknown.
     """
     from megatron.fake_quant.quant_type import DEFAULT_TYPE, parse_format
 
@@ -173,7 +173,7 @@ def report(file: SettingsFile, formats: dict[str, str]) -> None:
         formats: formats that were just set, by operation.
 
     Raises:
-        ValueError: a source names an unknown format, which a run would refuse.
+        ValueError: if a source names an unknown format, which a run would refuse.
     """
     from megatron.fake_quant.policy import resolve
 

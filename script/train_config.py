@@ -52,7 +52,7 @@ def formats_of(name: str) -> Formats:
     """Return the training flags for a quantization type, and its name for use in the run name.
 
     Raises:
-        ConfigError: the quantization is unknown.
+        ConfigError: if the quantization is unknown.
     """
     more = (
         "; give any other after --, as in `--quantization settings -- --custom-quant-type nvfp4:2d`"

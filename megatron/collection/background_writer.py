@@ -37,9 +37,9 @@ class Writer:
     slow: str | None = None  #: reason why training no longer waits for the disk in this iteration
     disk: Disk | None = None  #: disk usage after the last write; None before the first write
     records: int = 0  #: number of records that are written or pending
-    bytes: int = 0  #: size of the written files plus an upper bound for pending ones, in bytes
+    bytes: int = 0  #: size of the written files plus an upper bound on that of pending ones
     pending: int = 0  #: number of records that are queued or being written
-    pending_bytes: int = 0  #: upper bound for the size of the pending files, in bytes
+    pending_bytes: int = 0  #: upper bound on the size of the pending files, in bytes
 
     @property
     def written(self) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class BackgroundWriter(Writer):
 
     @property
     def bytes(self) -> int:  # type: ignore[override]
-        """Size of the written files plus an upper bound for the pending ones, in bytes."""
+        """Size of the written files plus an upper bound on that of pending ones, in bytes."""
         return self._writer.bytes + self.pending_bytes
 
     @property
@@ -323,5 +323,5 @@ class BackgroundWriter(Writer):
 
 
 def _upper_bound(copy: HostCopy) -> int:
-    """Return an upper bound for the size of a copy's file, in bytes."""
+    """Return an upper bound on the size of a copy's file, in bytes."""
     return copy.nbytes + OVERHEAD

@@ -218,7 +218,7 @@ def over_context(dims: str, coordinates: dict[str, int]) -> str:
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
     """Return the shape of the unsharded tensor, given the shape of one shard.
 
-    A dimension marked `[tp]` is multiplied by the size of the group. The mark `[tp:2]` means that
+    A dimension marked `[tp]` is multiplied by the size of the group. The suffix `[tp:2]` means that
     each shard exists twice in the group, so the factor is half as large.
     """
     letters = dims.partition("|")[0].split()

@@ -155,7 +155,7 @@ class Collector:
             self.collected += 1
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check an iteration's loss and gradient norm; if either is unusual, write the ring buffer.
+        """Check an iteration's loss and gradient norm; save the ring buffer if either is unusual.
 
         Returns:
             A one-line message about the event, on every rank; None if the iteration is normal or

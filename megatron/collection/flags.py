@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Reader(Enum):
-    """Dotted name of the function that reads a flag, without the prefix `megatron.collection.`"""
+    """Function in `megatron.collection` that reads a flag; the value is its dotted name."""
 
     SESSION = "session.configure"
     SELECTION = "selection.Selection.parse"

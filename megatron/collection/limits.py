@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from megatron.collection.memory_limit import machine_memory
 
 GIB = 1 << 30
-ENDLESS = 2.0**60  #: upper bound for a limit, in files or GiB; a larger value is an error
-OVERHEAD = 4096  #: upper bound for the bytes in a file in addition to the tensor
+ENDLESS = 2.0**60  #: upper bound on a limit, in files or GiB; a larger value is an error
+OVERHEAD = 4096  #: upper bound on the bytes that a file holds besides the tensor
 KEEP_FREE = 1.0  #: disk space that stays free by default, in GiB
 KEEP_FREE_SHARE = 0.05  #: fraction of a disk below 20 GiB that stays free by default
 HOST_SHARE = 0.1  #: fraction of the machine's memory that a collection may use by default

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: number of values in the long median; as many unusual ones in a row set a new level
+WINDOW = 32  #: size of the long median; this many unusual values in a row become the new normal
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values below which a jump must exceed the level by more
+ENOUGH = 8  #: number of normal values; while there are fewer, a jump must exceed the level by more
 NOISE = 12  #: multiple of the noise by which a jump must exceed the level
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
@@ -44,7 +44,7 @@ Levels = dict[
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Ratios to the recent level above which a value counts as a jump; 0 disables the check."""
+    """Thresholds for jumps, as the ratio of a value to the recent level; 0 disables the check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -148,7 +148,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the mean rise or the mean fall, whichever is smaller, because a trend is not noise."""
+    """Return the mean rise or mean fall, whichever is smaller, so that a trend is not noise."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))

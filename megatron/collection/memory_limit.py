@@ -32,8 +32,8 @@ def _limits_of_groups() -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container, the path may be valid only on the host, but limits of parent groups that
-        # are mounted still apply.
+        # In a container, the path may be valid only on the host. The limits of those parent groups
+        # that are mounted still apply.
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 yield from _number(folder / name)

@@ -141,7 +141,7 @@ def serialize(
 
 
 class RecordWriter:
-    """Writer of one rank's records to a folder; the first index line creates the index file."""
+    """Writer that stores one rank's records in a folder; the first index line creates the index."""
 
     def __init__(self, directory: Path, run_id: str, rank: int):
         self.directory = directory

@@ -7,7 +7,7 @@ The iterations before a loss spike can then be inspected.
 it, and then starts empty again. Collection ends after a few such events, because a run that remains
 unstable would fill the disk.
 
-If not even one iteration fits into memory, the ring buffer keeps the first tensors of it.
+If not even one iteration fits into memory, the ring buffer keeps only its first tensors.
 """
 
 import logging
@@ -86,7 +86,7 @@ class _Iteration:
 
 
 class RingBuffer:
-    """Ring buffer of one rank, which keeps copies of the last iterations' tensors."""
+    """Ring buffer that keeps copies of the tensors of one rank's last iterations."""
 
     def __init__(self, settings: RingSettings, levels: Levels | None = None):
         """Create an empty ring buffer.
@@ -148,7 +148,7 @@ class RingBuffer:
         return True
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check an iteration; return the reason to write the ring buffer, or None if it is normal.
+        """Check an iteration; return the reason to save the ring buffer, or None if there is none.
 
         The result is the same on every rank.
         """

@@ -115,7 +115,8 @@ class Selection:
             collect_start, collect_every, collect_iterations: see `iteration_windows`.
             collect_micro_batches: number of micro-batches per iteration; 0 for all.
             collect_layers, collect_ranks: see `number_selection`.
-            collect_modules: globs that match a module's dotted name or a suffix of it after a dot.
+            collect_modules: globs that match a module's dotted name or the part after one of its
+                dots.
             collect_tensors: names from `TENSOR_NAMES`; `all` stands for the default names and
                 `codes` for the names of all codes.
             collect_operations: "forward", "backward" or both.
@@ -163,7 +164,7 @@ def words(flag: str, values: Sequence[str] | None) -> list[str]:
 
 
 def matches(module: str, glob: str) -> bool:
-    """Return whether `glob` matches a module's dotted name, or the end of it after a dot."""
+    """Return whether `glob` matches a module's dotted name or the part after one of its dots."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 

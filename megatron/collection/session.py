@@ -175,7 +175,7 @@ def end_iteration() -> None:
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
-    """Check an iteration's loss and gradient norm; if either is unusual, write the ring buffer.
+    """Check an iteration's loss and gradient norm; save the ring buffer if either is unusual.
 
     Args:
         loss: loss of the iteration, the same on every rank; None if it is unknown.
@@ -224,7 +224,7 @@ def save_tensor(
     identity: ModuleIdentity | None = None,
     **fields: Any,
 ) -> None:
-    """Save one tensor of a module that has no `Capture` of its own, if it is selected.
+    """Save one tensor, if it is selected, of a module that has no `Capture` of its own.
 
     Args:
         tensor: tensor to save.
@@ -249,7 +249,7 @@ def current() -> Collector | None:
 
 
 def finished() -> str | None:
-    """Return a message that training can stop once `control_iter` iterations are collected.
+    """Return a message if `control_iter` iterations are collected, so that training can stop.
 
     Otherwise return None. The result is the same on every rank.
     """

@@ -1,4 +1,4 @@
-"""Combine the installed megatron-core with the files that replace its own; see `_overlay.py`."""
+"""Overlay the installed megatron-core with the files in this folder; see `_overlay.py`."""
 
 from megatron.core._overlay import check_version, extend
 

@@ -101,7 +101,7 @@ def configure(
 
 
 def begin_iteration() -> None:
-    """Start a training iteration; call `configure` first if no trainer has called it."""
+    """Start a training iteration, after calling `configure` if no trainer has done so."""
     if not session.configured():
         configure()
     session.begin_iteration()

@@ -58,7 +58,7 @@ class Tally:
         """Count the record on one line of an index.
 
         Raises:
-            ValueError: the collector cannot have written this record; nothing is counted.
+            ValueError: if the collector cannot have written this record; nothing is counted.
         """
         if not isinstance(record, Mapping):
             raise ValueError("not a record")
@@ -97,7 +97,7 @@ def _whole(fields: Mapping[str, Any], name: str) -> int:
     """Return the integer in a field, or 0 if the field is missing.
 
     Raises:
-        ValueError: the field is not an integer of at most 64 bits.
+        ValueError: if the field is not an integer of at most 64 bits.
     """
     value = fields.get(name, 0)
     if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
@@ -142,7 +142,7 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Return whether an index belongs to the followed run, that is, its run card has the token.
+        """Return whether an index belongs to the followed run, whose run card has our token.
 
         The result is None if the run card does not exist yet.
         """

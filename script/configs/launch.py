@@ -95,7 +95,7 @@ def select(options: argparse.Namespace, python: str) -> Selection:
 
 
 def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
-    """Return an option's value or, if it is not given, that of an environment variable or None."""
+    """Return the value of an option, otherwise of an environment variable, otherwise None."""
     text = os.environ.get(variable)
     if given is not None or not text:
         return given

@@ -176,10 +176,10 @@ def check_model(
 
 
 def check_ranks(parallelism: Parallelism, seq_length: int) -> None:
-    """Check that the processes and the sequence can be divided by the parallel sizes.
+    """Check that the parallel sizes divide the number of processes and the sequence length.
 
     Raises:
-        ConfigError: if they cannot be divided evenly; the message names a number that can be.
+        ConfigError: if one of the two cannot be divided; the message names a number that can be.
     """
     world, model = parallelism.world, parallelism.model
     tp, pp, cp, ep = parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep

@@ -142,7 +142,7 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    """Check that the files exist; the error lists all missing ones, those of the user first.
+    """Check that the files exist; the error lists all missing files, the user's own first.
 
     Raises:
         MissingFile: if files are missing; the message has a remedy for each file.
@@ -182,7 +182,7 @@ def make_corpus(python: str) -> Files:
 
 
 def tokenizer_type(path: str) -> str:
-    """Return the type of the tokenizer at `path`, under its name in Megatron-LM.
+    """Return Megatron-LM's name for the tokenizer type of `path`, such as `HuggingFaceTokenizer`.
 
     `megatron.training.data.tokenizer` applies the same rules.
 

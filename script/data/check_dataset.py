@@ -18,7 +18,7 @@ BLOCK = 1 << 22  #: number of token ids that are read at a time
 
 
 def check_and_report(options: argparse.Namespace) -> int:
-    """Print a summary of the data set or its problems, and return the exit status."""
+    """Print a summary of the dataset or its problems, and return the exit status."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     prefix = options.check.removesuffix(".bin").removesuffix(".idx")
     try:
@@ -43,7 +43,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 
 def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
-    """Return a summary of the data set, and a list of its problems.
+    """Return a summary of the dataset, and a list of its problems.
 
     Raises:
         ValueError: if the index cannot be read at all.

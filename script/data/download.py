@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-#: Name of the data set on the hub and its default part, by corpus.
+#: Name of the dataset on the hub and its default part, by corpus.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
     "dolma": ("allenai/dolma", "v1_6-sample"),
@@ -20,7 +20,7 @@ HUB = {
 def download(
     corpus: str, folder: Path, *, name: str, part: str, limit: int | None = None
 ) -> tuple[Path, ...]:
-    """Download the first `limit` files of one part of a data set, and return their paths.
+    """Download the first `limit` files of one part of a dataset, and return their paths.
 
     Files from the hub itself are stored in its cache (HF_HOME), and files from other servers in
     `folder`.
@@ -45,7 +45,7 @@ def download(
 
 
 def _wikipedia_urls(name: str, part: str) -> list[str]:
-    """Return the URLs of the Parquet files that the data set's description lists."""
+    """Return the URLs of the Parquet files that the dataset's description lists."""
     import datasets
 
     builder = datasets.load_dataset_builder(name, part)
@@ -55,8 +55,8 @@ def _wikipedia_urls(name: str, part: str) -> list[str]:
 def _dolma_urls(name: str, part: str) -> list[str]:
     """Return the URLs of the compressed JSONL files, which are on another server.
 
-    A text file in the data set lists the URLs. Current releases of the library cannot read any
-    other description of this data set.
+    A text file in the dataset lists the URLs. Current releases of the library cannot read any other
+    description of this dataset.
     """
     base = name if Path(name).is_dir() else f"hf://datasets/{name}"
     listed = _manager(None).download(f"{base}/urls/{part}.txt")

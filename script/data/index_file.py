@@ -1,4 +1,4 @@
-"""Write the `.idx` file of megatron-core's indexed data sets with little memory."""
+"""Write the `.idx` file of megatron-core's indexed datasets with little memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INDEX_BLOCK = 1 << 20  #: number of documents that are processed at a time
 
 
 def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> None:
-    """Write the index of a data set whose documents consist of one sequence each."""
+    """Write the index of a dataset whose documents consist of one sequence each."""
     import numpy as np
 
     from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType

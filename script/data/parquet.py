@@ -1,4 +1,4 @@
-"""Read Parquet files in batches of rows, with a batch and one page of the file in memory."""
+"""Read Parquet files in batches of rows; only one batch and one page are kept in memory."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
     )
     known, others = parser.parse_known_args(arguments)
     if wrong := [word for word in others if word.startswith(("--tensor", "--output"))]:
-        # The analysis command has no other options with these prefixes, so they are mistakes.
+        # The analysis command has no other options with these prefixes, so these are mistakes.
         parser.error(about_unknown(wrong, parser.all_options()))
     from megatron.analysis.__main__ import main as analysis
 

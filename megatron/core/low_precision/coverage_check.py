@@ -55,7 +55,7 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
         collecting: whether this run collects tensors.
 
     Raises:
-        ValueError: if a matmul is not reached; the message names the first such module or setting.
+        ValueError: if there is such a matmul; the message names its module or the setting at fault.
     """
     quant_type = policy.current().quant_type
     if quant_type == policy.DEFAULT_TYPE and not collecting:

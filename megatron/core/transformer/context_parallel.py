@@ -18,8 +18,8 @@ positions of the queries in the sequence.
 
 If a format has one scale per tensor (NVFP4, FP8), each rank computes the scale of its own queries.
 Blocks along queries and, in linear layers, along tokens are formed from this rank's tokens. Both
-differ from a run on one rank, except that blocks agree if their size divides a chunk. Stochastic
-rounding draws separate random bits on each rank, also for the gathered keys and values.
+differ from a run on one rank, except that blocks agree if their size divides a chunk's length.
+Stochastic rounding draws separate random bits on each rank, also for the gathered keys and values.
 
 The cost is memory for all keys and values, and for the scores of this rank's queries with all keys,
 where a ring would keep only a part of them. With selective recomputation (`core_attn`) both exist

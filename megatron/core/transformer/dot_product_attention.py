@@ -9,9 +9,8 @@ code also runs under context parallelism, which the wheel's attention refuses; s
 The collected tensors are the inputs and the output of the whole operation. Keys and values are
 collected before they are repeated for grouped-query attention and before they are gathered over
 context-parallel ranks. Their gradients are collected after the sum over the query group and the
-ranks.
-On request, the collection also holds the scores, scaled and not yet masked, and the probabilities
-that multiply V, after dropout. For these, our `forward` runs even without a format.
+ranks. On request, two more tensors are collected: the scores, scaled but not yet masked, and the
+probabilities after dropout, which multiply V. For these, our `forward` runs even without a format.
 
 Shape suffixes: B batch times heads, M queries, N keys, D head dimension. Letters of the recorded
 dims: s sequence, k keys, b batch, a attention heads, g query groups, d head dimension, h all heads'
