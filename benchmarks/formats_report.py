@@ -54,7 +54,7 @@ def peers_of(case: Event) -> list[str]:
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
-    """Describe how many elements of each peer's result differ from ours.
+    """Describe how many elements of each peer package's result differ from ours.
 
     Peers with equal counts are grouped.
     """

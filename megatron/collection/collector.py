@@ -110,7 +110,7 @@ class Collector:
         )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return `event` extended by the fields of every index line: run ID, rank and time."""
+        """Return `event` with the fields that every index line has: run ID, rank and time."""
         now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
         return event | now
 

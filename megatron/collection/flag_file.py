@@ -13,7 +13,7 @@ from megatron.collection.collectives import first_rank_says
 
 
 class FlagFile:
-    """File whose existence switches the collection on, and the result of the last check."""
+    """File whose existence switches the collection on; the object stores the last result."""
 
     def __init__(self, path: Path):
         self.path = path

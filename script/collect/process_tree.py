@@ -30,7 +30,7 @@ _BUSY = 20  #: maximum number of grace periods to wait for busy processes
 
 @dataclass(frozen=True)
 class _Row:
-    """Row of the system's process table, which describes one process."""
+    """One process, as listed in the system's process table."""
 
     parent: int
     dead: bool  #: True for a zombie, which has ended and only keeps its exit status

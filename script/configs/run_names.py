@@ -28,7 +28,7 @@ QUANTIZED = accepted().keys() - {AS_SET, "none"}
 
 
 def sets_operations() -> bool:
-    """Return whether an environment variable sets the format of linear layers, QK^T or PV alone."""
+    """Return whether an environment variable sets the format of linear layers, QK^T, or PV."""
     return any(os.environ.get(f"{name}_QUANT_TYPE") for name in ("LINEAR", "QK", "PV"))
 
 

@@ -30,7 +30,7 @@ class Softmax:
     """Parameters of scaling, mask, softmax and dropout between an attention layer's two matmuls."""
 
     scale: float  #: factor by which QK^T is multiplied
-    coefficient: float | None  #: additional factor of the scores before masking; None means 1
+    coefficient: float | None  #: additional factor, applied before masking; None means 1
     #: numbers of keys that a query sees before and after itself; None without a sliding window
     window: tuple[int, int] | None
     dropout: float
