@@ -133,7 +133,7 @@ def _draw_outputs(
     workers: int,
     notify: Callable[[str], None],
 ) -> None:
-    """Draw the outputs that are out of date, and add the files of all outputs to `result`."""
+    """Draw the outputs in `names` that are out of date, and add the files of all to `result`."""
     output, dump = order.output, order.figure_data.store.folder
     current = unchanged(output, names, follows)
     for made in current.values():

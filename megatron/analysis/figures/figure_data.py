@@ -149,7 +149,7 @@ class FigureData:
         return deviations(self.tensors, self.load, self._bar)
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
-        """Return an iterable over the rows that shows a progress bar labeled `what`."""
+        """Return the rows as an iterable that shows a progress bar labeled `what`."""
         # `disable=None` makes tqdm show the bar only on a terminal
         hidden = None if self.progress else True
         bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
@@ -238,7 +238,7 @@ class FigureData:
 
     @property
     def judged_origin(self) -> str:
-        """Phrase like `origin`, but for the tensors on which formats are evaluated."""
+        """Phrase that describes the tensors on which formats are evaluated; see `origin`."""
         chosen = self.tensors.loc[self.judged["tensor"].unique()]
         return self._origin(chosen, f"{self.judge} of matmuls")
 

@@ -62,7 +62,7 @@ def exponents(figure_data: FigureData) -> Figure:
 
 
 def underflow(figure_data: FigureData) -> Figure:
-    """Draw, by layer, the share of gradient values that become zero and the SQNR of gradients."""
+    """Draw the SQNR of gradients and the share of their values that become zero, by layer."""
     gradients = judged_gradients(figure_data)
     figure, axes = sheet(9.0, 4.4, 1, 2)
     for ax, column, label in zip(

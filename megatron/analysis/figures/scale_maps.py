@@ -1,4 +1,4 @@
-"""Compute a table of a tensor's block scales that can be drawn as an image.
+"""Compute a table of a tensor's block scales, to be drawn as an image.
 
 Blocks run along the last dimension, and the other dimensions are flattened into rows. For a large
 tensor, the table contains evenly spaced rows, and only the first blocks of each row.

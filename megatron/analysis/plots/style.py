@@ -204,7 +204,7 @@ def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
 
 
 def nothing(ax: Axes, title: str, why: str = "no values to draw") -> Axes:
-    """Write a message on empty axes that says why there is nothing to draw."""
+    """Write on empty axes why there is nothing to draw."""
     ax.text(0.5, 0.5, why, color=FAINT, ha="center", va="center", transform=ax.transAxes)
     ax.set_xticks([])
     ax.set_yticks([])

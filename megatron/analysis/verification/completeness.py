@@ -116,7 +116,7 @@ class _Run:
 
     @cached_property
     def partial(self) -> set[tuple[int, int]]:
-        """Pairs (rank, iteration) for which a rank reported that it skipped tensors."""
+        """Pairs (rank, iteration) for which the rank reported skipped tensors."""
         return {
             (_rank_of(event), event["iteration"])
             for event in self.events
@@ -244,7 +244,7 @@ def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def _ranks(run: _Run) -> Iterator[Finding]:
-    """Report ranks without records in pipeline stages whose other ranks have records."""
+    """Report ranks that have no records although other ranks of their pipeline stage do."""
     first = run.records.iloc[0]
     if pd.isna(first["world_size"]) or pd.isna(first["pp_size"]):
         return

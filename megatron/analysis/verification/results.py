@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Results:
-    """Outputs and gradients of one run, which are checked by recomputing them."""
+    """Outputs and gradients of one run, to be checked by recomputation."""
 
     store: TensorStore
     records: pd.DataFrame  #: records whose files passed the check, without repeated passes

@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """Verification of one dump, with its settings."""
+    """Settings and checks for the verification of one dump."""
 
     store: TensorStore
     exact: bool = False  #: whether results must be bit-identical
