@@ -14,20 +14,19 @@ import pandas as pd
 
 from megatron.analysis.dump.run_endings import unfinished
 from megatron.analysis.plots.style import percent
-from megatron.fake_quant import get_format
 
 if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
 
-SATURATED = 0.001  #: a format gets a warning if it clips more than this share of the values
-#: Limit that replaces `SATURATED` if the scale rule clips the largest values by design.
-SATURATED_BY_DESIGN = 0.1
-CLIPPING_RULES = ("floor", "even")  #: scale rules that clip the largest values by design
+#: A format gets a warning if clipping causes more than this share of its squared error. At a share
+#: of one half, clipping costs 3 dB.
+CLIPPING = 0.5
 UNDERFLOW = 0.1  #: a format gets a warning if more than this share of the values becomes zero
 #: A format gets a warning if its SQNR in dB is below this value. At 10 dB, the power of the error
 #: is a tenth of the power of the signal.
 SQNR = 10.0
 BIAS = 0.01  #: a format gets a warning if its |mean error| / mean magnitude exceeds this value
+GAIN = 0.05  #: a format gets a warning if its |gain| exceeds this value
 NAMED = 3  #: maximum number of tensors that a warning lists
 NOTES = 6  #: maximum number of notes with a warning of their own; the others share one warning
 
@@ -36,8 +35,8 @@ NOTES = 6  #: maximum number of notes with a warning of their own; the others sh
 class Diagnostic:
     """A warning about one or more tensors."""
 
-    #: Kind of the warning: unfinished, partial, nan, saturation, poisoned, underflow, low_sqnr,
-    #: bias, dead_channels or outliers.
+    #: Kind of the warning: unfinished, partial, nan, poisoned, overflow, clipping, underflow,
+    #: low_sqnr, bias, gain, dead_channels or outliers.
     kind: str
     text: str
     #: Indices of the affected tensors. If the text names the worst tensors, they come first. For an
@@ -74,7 +73,8 @@ def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnost
     diagnostics = _partial(tensors) + _values(tensors)
     for name, rows in uses.groupby("quantized_format", sort=False):
         diagnostics += _of_format(str(name), rows)
-    grave = ("partial", "nan", "saturation", "poisoned", "underflow", "low_sqnr", "bias")
+    lost = ("poisoned", "overflow", "clipping", "underflow")
+    grave = ("partial", "nan", *lost, "low_sqnr", "bias", "gain")
     order = {kind: place for place, kind in enumerate((*grave, "dead_channels", "outliers"))}
     return sorted(diagnostics, key=lambda diagnostic: order[diagnostic.kind])
 
@@ -122,9 +122,12 @@ def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
 
 def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
     """Return warnings about the quantization errors of one format."""
-    uses = uses.assign(badness=-uses["sqnr_db"], bias_size=uses["relative_bias"].abs())
-    by_design = get_format(name).scale_rule in CLIPPING_RULES
-    saturated = SATURATED_BY_DESIGN if by_design else SATURATED
+    uses = uses.assign(
+        badness=-uses["sqnr_db"],
+        bias_size=uses["relative_bias"].abs(),
+        gain_size=uses["gain"].abs(),
+        overflow=uses["finite"] - uses["compared"] - uses["poisoned"],
+    )
     rules = (
         (
             "poisoned",
@@ -133,11 +136,12 @@ def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
             "turns finite values into NaN (of a block with NaN)",
             lambda x: f"{x:.0f} values",
         ),
+        ("overflow", "overflow", 0, "turns finite values into Inf", lambda x: f"{x:.0f} values"),
         (
-            "saturation",
-            "saturated",
-            saturated,
-            f"saturates more than {percent(saturated)}",
+            "clipping",
+            "clipping_error",
+            CLIPPING,
+            f"owes more than {percent(CLIPPING)} of its squared error to clipping",
             percent,
         ),
         (
@@ -153,6 +157,13 @@ def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
             "bias_size",
             BIAS,
             f"has a bias of more than {percent(BIAS)} of the mean magnitude",
+            percent,
+        ),
+        (
+            "gain",
+            "gain_size",
+            GAIN,
+            f"shrinks or enlarges tensors by more than {percent(GAIN)} (gain)",
             percent,
         ),
     )

@@ -137,7 +137,7 @@ def test_warnings_and_worst_lists_are_of_operands(figure_data):
         assert set(figure_data.tensors.loc[[row[0] for row in rows], "place"]) <= OPERANDS
     all_of_them = find_diagnostics(figure_data.uses, figure_data.tensors)
     judged = diagnose(figure_data)
-    kinds = ("underflow", "saturation", "low_sqnr", "bias", "outliers")
+    kinds = ("underflow", "clipping", "overflow", "low_sqnr", "bias", "gain", "outliers")
     assert any(caution.kind in kinds for caution in judged)
     for caution in judged:
         if caution.kind in kinds:

@@ -16,8 +16,8 @@ LEFT_OUT = 3  #: exit status if unreadable files were left out
 
 DESCRIPTION = """\
 Compute statistics of the tensors of a dump and of the effect of number formats on them: error
-(SQNR, MSE, bias, cosine), underflow, saturation, scales, codes and blocks, along both axes that
-matmuls quantize along.
+(SQNR, MSE, bias, gain, cosine) and its causes (clipping, underflow, grid), underflow, saturation,
+scales, codes and blocks, along both axes that matmuls quantize along.
 
 Each file is read once, in memory that does not grow with its size. The shards of several ranks are
 joined to the logical tensor. Results are cached in DIR/.statistics, so that a second call is fast

@@ -17,7 +17,18 @@ from megatron.analysis.stats.result import words_of_repeats
 from megatron.analysis.text_table import shown
 
 GROUPS = ("quant_type", "layer_type", "operation", "kind", "tensor_name")
-NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis_disagreement")
+NUMBERS = (
+    "sqnr_db",
+    "cosine",
+    "relative_bias",
+    "gain",
+    "underflow",
+    "saturated",
+    "clipping_error",
+    "underflow_error",
+    "grid_error",
+    "axis_disagreement",
+)
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:

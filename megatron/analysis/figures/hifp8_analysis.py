@@ -39,7 +39,6 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
-EXPONENTS = np.arange(255) - 127  #: exponents of the binades of a histogram
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
@@ -70,23 +69,18 @@ def hifloat8_format(figure_data: FigureData) -> str:
 def by_region(total: FormatSum) -> pd.DataFrame:
     """Return the number of nonzero values and the sum of squared errors in each precision region.
 
-    Values that underflow or saturate were counted during quantization. In the binades from 2^15 up,
-    the squared error of saturated values is not known separately from the error of values below
-    1.25 * 2^15, which round to 2^15. If such a binade has a saturated value, its whole error is
-    therefore attributed to saturation.
+    Values that underflow or saturate, and their errors, were counted during quantization. They
+    belong to the first and to the last region, whatever their binade.
     """
     inside_range = total.values - total.underflow - total.saturated
-    error = total.squared_error.copy()
-    clipping_error = np.where((total.saturated > 0) & (EXPONENTS >= 15), error, 0.0)
-    error -= clipping_error
     rows = []
     for name, (_, (first, last)) in REGIONS.items():
         binades = slice(first + 127, last + 128)
-        count, squares = inside_range[binades].sum(), error[binades].sum()
+        count, squares = inside_range[binades].sum(), total.grid_error[binades].sum()
         if name == LOST:
-            count += total.underflow.sum()
+            count, squares = count + total.underflow.sum(), squares + total.underflow_error.sum()
         if name == SATURATED:
-            count, squares = count + total.saturated.sum(), squares + clipping_error.sum()
+            count, squares = count + total.saturated.sum(), squares + total.clipping_error.sum()
         rows.append({"region": name, "values": float(count), "error": float(squares)})
     return pd.DataFrame(rows)
 

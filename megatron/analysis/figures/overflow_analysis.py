@@ -20,13 +20,22 @@ from megatron.analysis.figures.quantization_analysis import by_tensor
 from megatron.analysis.figures.sheet import legend, sheet
 from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
 from megatron.analysis.plots.heatmap import plot_heatmap
+from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import percent
+
+#: Name and color of each cause of the squared error, by the column with its share.
+CAUSES = {
+    "grid_error": ("grid", "#c3ccd6"),
+    "underflow_error": ("underflow", "#e0a458"),
+    "clipping_error": ("clipping", "#7a1f4b"),
+}
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """Yield the figures on underflow, saturation, and NaN and Inf values.
 
-    They are "underflow", "saturation", "underflow_by_magnitude" and "special_values".
+    They are "underflow", "saturation", "error_causes", "underflow_by_magnitude" and
+    "special_values".
 
     Raises:
         NothingToDrawError: no format was requested.
@@ -43,8 +52,45 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
                 by_tensor, figure_data, column, xlabel="share of values", title=title, shares=True
             ),
         )
+    yield "error_causes", partial(error_causes, figure_data)
     yield "underflow_by_magnitude", partial(underflow_by_magnitude, figure_data)
     yield "special_values", partial(special_values, figure_data)
+
+
+def error_causes(figure_data: FigureData) -> Figure:
+    """Draw the shares of the squared error due to grid, clipping and underflow, by place.
+
+    There is one panel per format that causes errors.
+    """
+    if figure_data.judged.empty:
+        raise NothingToDrawError(figure_data.nothing_judged)
+    uses = figure_data.judged.dropna(subset=list(CAUSES))
+    formats = [name for name in figure_data.formats if (uses["quantized_format"] == name).any()]
+    if not formats:
+        raise NothingToDrawError("no format changes a value")
+    places = [place for place in figure_data.places if (uses["place"] == place).any()]
+    columns = min(3, len(formats))
+    rows = -(-len(formats) // columns)
+    figure, axes = sheet(4.6 * columns, (0.3 * len(places) + 1.1) * rows + 1, rows, columns)
+    for ax in axes[len(formats) :]:
+        ax.set_visible(False)
+    for number, name in enumerate(formats):
+        ax, part = axes[number], uses[uses["quantized_format"] == name]
+        means = part.groupby("place", sort=False)[list(CAUSES)].mean().reindex(places)
+        data = means.rename_axis("name").reset_index().melt("name", None, "part", "share")
+        data["part"] = data["part"].map({column: word for column, (word, _) in CAUSES.items()})
+        colors = dict(CAUSES.values())
+        plot_stacked_shares(data, colors, title=name, xlabel="share of the squared error", ax=ax)
+        if number % columns:
+            ax.tick_params(axis="y", labelleft=False)
+        if number + columns < len(formats):
+            ax.set_xlabel("")
+    legend(figure, axes[: len(formats)])
+    note = (
+        "a bar is the mean of its tensors; grid: rounding to a neighboring number of the format; "
+    )
+    figure_data.headline(figure, "Causes of the squared error", note + figure_data.judged_origin)
+    return figure
 
 
 def underflow_by_magnitude(figure_data: FigureData) -> Figure:

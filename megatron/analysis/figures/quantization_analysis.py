@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.figures.figure_data import (
     KINDS,
@@ -22,12 +23,13 @@ from megatron.analysis.figures.sheet import legend, share_y, sheet
 from megatron.analysis.plots.dots import plot_dots
 from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
 from megatron.analysis.plots.lines import plot_lines
+from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """Yield the figures that show quantization errors by layer, tensor and magnitude.
 
-    They are "sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias" and
+    They are "sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias", "gain" and
     "row_against_column".
 
     Raises:
@@ -44,6 +46,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     yield "error_by_magnitude", partial(error_by_magnitude, figure_data)
     title = "Bias: mean error over mean magnitude (zero: errors cancel)"
     yield "bias", partial(by, "relative_bias", xlabel="mean error / mean magnitude", title=title)
+    yield "gain", partial(gain, figure_data)
     title = "Values that differ between row-wise and column-wise blocks"
     yield (
         "row_against_column",
@@ -101,6 +104,14 @@ def by_tensor(
     legend(figure, axes)
     note = median_of(uses, ["quantized_format", "place"], "dot")
     figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
+    return figure
+
+
+def gain(figure_data: FigureData) -> Figure:
+    """Draw how much each format shrinks (negative) or stretches the tensors, by place."""
+    title = "Gain: shrinkage (below zero) or growth of a tensor by rounding"
+    figure = by_tensor(figure_data, "gain", xlabel="sum of x y / sum of x² - 1", title=title)
+    figure.axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: percent(x)))
     return figure
 
 

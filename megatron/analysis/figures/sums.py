@@ -32,6 +32,9 @@ class FormatSum:
     underflow: Counts
     saturated: Counts
     squared_error: Numbers
+    clipping_error: Numbers
+    underflow_error: Numbers
+    grid_error: Numbers
     error: Numbers
     relative_error: Numbers
     codes: Counts

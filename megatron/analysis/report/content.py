@@ -15,7 +15,7 @@ from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.plots.style import color_of
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
-from megatron.analysis.stats.result import words_of_repeats
+from megatron.analysis.stats.result import ERROR_SHARES, words_of_repeats
 from megatron.analysis.text_table import shown
 
 MOST_DETAILS = 800  #: maximum number of tensors whose details the report contains
@@ -138,9 +138,10 @@ def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -
 def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
     """Return the tensors with the lowest SQNR for each format.
 
-    A row contains a tensor's index, SQNR in dB, underflow, saturation and relative bias.
+    A row contains a tensor's index, SQNR in dB, shares of the squared error (see `ERROR_SHARES`),
+    gain and relative bias.
     """
-    columns = ["sqnr_db", "underflow", "saturated", "relative_bias"]
+    columns = ["sqnr_db", *ERROR_SHARES, "gain", "relative_bias"]
     rows_by_format = {}
     for name in figure_data.formats:
         uses = figure_data.judged[figure_data.judged["quantized_format"] == name]

@@ -280,7 +280,9 @@ function wholeStep(numbers) {
 
 function drawNumbers(detail) {
   const names = Object.keys(Object.values(detail.formats)[0]?.numbers ?? {});
-  const shares = new Set(["relative_bias", "underflow", "saturated", "axis_disagreement"]);
+  const shares = new Set([
+    "relative_bias", "gain", "underflow", "saturated", "clipping_error", "underflow_error", "grid_error", "axis_disagreement",
+  ]);
   const head = make("tr");
   for (const name of ["format", "blocks", ...names]) head.append(make("th", name.replaceAll("_", " ")));
   const rows = Object.entries(detail.formats).map(([format, entry]) => {
@@ -298,10 +300,11 @@ function drawNumbers(detail) {
 function drawWorst() {
   $("worst-note").textContent = `${data.judged}, in ${formatName()}, the format chosen above;`;
   const head = make("tr");
-  for (const name of ["tensor", "SQNR (dB)", "become zero", "saturate", "bias / mean magnitude"]) head.append(make("th", name));
-  const rows = (data.worst[formatName()] ?? []).map(([tensor, sqnr, lost, beyond, bias]) => {
+  const causes = ["clipping", "underflow", "grid"].map((cause) => `error by ${cause}`);
+  for (const name of ["tensor", "SQNR (dB)", ...causes, "gain", "bias / mean magnitude"]) head.append(make("th", name));
+  const rows = (data.worst[formatName()] ?? []).map(([tensor, sqnr, ...numbers]) => {
     const row = make("tr", undefined, { class: "open", tabindex: 0 });
-    for (const text of [data.tensors[tensor], decibel(sqnr), percent(lost), percent(beyond), percent(bias)]) row.append(make("td", text));
+    for (const text of [data.tensors[tensor], decibel(sqnr), ...numbers.map(percent)]) row.append(make("td", text));
     row.onclick = () => jumpTo(tensor);
     row.onkeydown = (event) => { if (event.key === "Enter") jumpTo(tensor); };
     return row;
@@ -420,7 +423,7 @@ function drawWarnings() {
     }
     item.append(more);
     return item;
-  }) : [make("li", "none: no NaN, no saturation, no format loses more than the limits allow")]));
+  }) : [make("li", "none: no NaN, no Inf, no format loses more than the limits allow")]));
 }
 
 function drawRuns() {

@@ -17,14 +17,17 @@ from megatron.analysis.stats.kernels import error_sums
 from megatron.analysis.stats.kernels.error_sums import (
     BIAS,
     BINADES,
+    CAUSES,
+    CLIPPING_ERROR,
     COMPARED,
+    GRID_ERROR,
     L1,
     LARGEST_ERROR,
     POISONED,
     RELATIVE,
     SATURATED,
-    SQUARED,
     UNDERFLOW,
+    UNDERFLOW_ERROR,
     VALUES,
     XX,
     XY,
@@ -54,14 +57,15 @@ class Errors:
     ):
         sizes = (error_sums.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
         self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
-        self.floats = np.zeros(error_sums.SUMS + 3 * BINADES + 2) if floats is None else floats
+        rows = CAUSES + 2  # rows of `binade_sums`
+        self.floats = np.zeros(error_sums.SUMS + rows * BINADES + 2) if floats is None else floats
         ends = list(itertools.accumulate(sizes))
         parts = [self.ints[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.counts, by_binade, self.scales, self.blocks = parts[:4]
         self.block_range, self.headroom, self.disagreement, self.codes = parts[4:]
         self.binade_counts = by_binade.reshape(3, BINADES)
         self.totals = self.floats[: error_sums.SUMS]
-        self.binade_sums = self.floats[error_sums.SUMS : -2].reshape(3, BINADES)
+        self.binade_sums = self.floats[error_sums.SUMS : -2].reshape(rows, BINADES)
         self.headroom_sum, self.disagreement_sum = self.floats[-2:-1], self.floats[-1:]
 
     def __iadd__(self, other: Errors) -> Errors:
@@ -91,7 +95,8 @@ class Errors:
         xx, yy, xy, bias, largest = (
             float(self.totals[i]) for i in (XX, YY, XY, BIAS, LARGEST_ERROR)
         )
-        squared = float(self.binade_sums[SQUARED].sum())
+        causes = self.binade_sums[:CAUSES].sum(1).tolist()
+        squared = float(sum(causes))
         nonzero = int(by_binade[VALUES].sum())
         finite = n + int(self.counts[error_sums.LOST])
         return {
@@ -101,6 +106,7 @@ class Errors:
             "cosine": _ratio(xy, math.sqrt(xx) * math.sqrt(yy)),
             "bias": _ratio(bias, n),
             "relative_bias": _ratio(bias, float(self.totals[L1])),
+            "gain": _ratio(xy, xx) - 1,
             "relative_error": _ratio(float(self.binade_sums[RELATIVE].sum()), nonzero),
             "max_error": largest if n else math.nan,
             "compared": n,
@@ -108,6 +114,9 @@ class Errors:
             "poisoned": int(self.counts[POISONED]),
             "underflow": _ratio(int(by_binade[UNDERFLOW].sum()), nonzero),
             "saturated": _ratio(int(by_binade[SATURATED].sum()), finite),
+            "clipping_error": _ratio(causes[CLIPPING_ERROR], squared),
+            "underflow_error": _ratio(causes[UNDERFLOW_ERROR], squared),
+            "grid_error": _ratio(causes[GRID_ERROR], squared),
             **self._code_numbers(),
             **self._disagreement_numbers(xx),
         }

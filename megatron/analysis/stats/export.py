@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from megatron.analysis.stats.matrix_view import is_operand
-from megatron.analysis.stats.result import Statistics, words_of_repeats
+from megatron.analysis.stats.result import ERROR_SHARES, Statistics, words_of_repeats
 from megatron.analysis.text_table import align, csv_cell, shown
 
 WORST = 5  #: number of tensors in the summary's list of the lowest SQNRs
@@ -75,7 +75,8 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
     # weight averages by number of values, so that a large tensor counts more than a small one
     finite = statistics.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
-    header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
+    shares = (*map(_words, ERROR_SHARES), "underflow", "saturated")
+    header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "median gain", *shares)
     rows: list[tuple[object, ...]] = [header]
     groups = formats.groupby(["quantized_format", "axis"], sort=False, observed=True)
     for (name, axis), part in groups:
@@ -87,6 +88,8 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
                 len(part),
                 _short(sqnr.median()),
                 _short(sqnr.min()),
+                _percent(part["gain"].median()),
+                *(_percent(part[column].mean()) for column in ERROR_SHARES),
                 _percent(_joint(part["underflow"], part["nonzero"])),
                 _percent(_joint(part["saturated"], part["whole"])),
             )
@@ -105,10 +108,13 @@ def _worst(statistics: Statistics) -> list[str]:
     operands = with_sqnr[[*map(is_operand, with_sqnr["layer_type"], with_sqnr["tensor_name"])]]
     candidates = operands if len(operands) else with_sqnr
     lowest = candidates.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
-    rows: list[tuple[object, ...]] = [("lowest SQNR dB", "format", "axis", "file")]
+    rows: list[tuple[object, ...]] = [
+        ("lowest SQNR dB", *map(_words, ERROR_SHARES), "format", "axis", "file")
+    ]
     for row in lowest.to_dict("records"):
         name = (row["quantized_format"], row["axis"], shown(Path(row["path"]).name))
-        rows.append((_short(row["sqnr_db"]), *name))
+        shares = [_percent(row[column]) for column in ERROR_SHARES]
+        rows.append((_short(row["sqnr_db"]), *shares, *name))
     return align(rows, text=0)
 
 
@@ -116,8 +122,12 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _words(column: str) -> str:
+    return column.replace("_", " ")
+
+
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+    return "-" if math.isnan(share) else f"{100 * share:.3g}%"
 
 
 def as_csv(statistics: Statistics) -> str:

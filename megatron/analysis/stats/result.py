@@ -129,6 +129,10 @@ VALUE_COLUMNS = (
 #: cosine              sum x y / sqrt(sum x^2 sum y^2); NaN if a factor is zero
 #: bias                mean of y - x
 #: relative_bias       bias divided by the mean magnitude
+#: gain                sum x y / sum x^2 - 1, which is the slope of a least-squares fit of y to x,
+#:                     minus 1. If it is negative, rounding shrinks the tensor. Errors of positive
+#:                     and negative values cancel in the bias, but not in the gain. NaN if all x are
+#:                     zero
 #: relative_error      mean of |y - x| / |x| over x != 0
 #: max_error           largest |y - x|
 #: compared            number of values in the sums
@@ -140,6 +144,11 @@ VALUE_COLUMNS = (
 #:                     that round to the largest number anyway do not count. Values that become zero
 #:                     count as underflow. Poisoned x are left out. To average over tensors, weight
 #:                     this share by finite - poisoned, and `underflow` by nonzero
+#: clipping_error underflow_error grid_error
+#:                     shares of the sum of (y - x)^2 due to clipped values, to values that become
+#:                     zero, and to all other values, which are rounded to a neighboring number of
+#:                     the format. The three shares add up to 1. They are NaN if there is no error.
+#:                     Values that become Inf are in none of the sums
 #: codes_used          number of codes that occur; NaN for bf16 and fp16
 #: codes               number of codes of the element type; NaN for bf16 and fp16
 #: code_entropy        entropy of the codes, in bits; NaN for bf16 and fp16
@@ -170,6 +179,7 @@ FORMAT_COLUMNS = (
     "cosine",
     "bias",
     "relative_bias",
+    "gain",
     "relative_error",
     "max_error",
     "compared",
@@ -177,6 +187,9 @@ FORMAT_COLUMNS = (
     "poisoned",
     "underflow",
     "saturated",
+    "clipping_error",
+    "underflow_error",
+    "grid_error",
     "codes_used",
     "codes",
     "code_entropy",
@@ -193,6 +206,9 @@ FORMAT_COLUMNS = (
     "axis_disagreement",
     "axis_sqnr_db",
 )
+
+#: Columns of `formats` with the shares of the squared error by cause.
+ERROR_SHARES = ("clipping_error", "underflow_error", "grid_error")
 
 #: Lower edges of the `headroom` bins, in binades: from -1 to 2 in steps of 1/8. The last bin has no
 #: upper edge, and the first bin also counts lower values.
@@ -235,7 +251,10 @@ class FormatArrays:
     values: Counts  #: number of values by binade
     underflow: Counts  #: number of values that become zero, by binade
     saturated: Counts  #: number of clipped values, by binade; see FORMAT_COLUMNS
-    squared_error: Numbers  #: sum of (y - x)^2 by binade
+    squared_error: Numbers  #: sum of (y - x)^2 by binade; the next three arrays add up to it
+    clipping_error: Numbers  #: squared error of clipped values
+    underflow_error: Numbers  #: squared error of values that become zero
+    grid_error: Numbers  #: squared error of all other values
     error: Numbers  #: sum of |y| - |x| by binade, which is the bias of the magnitudes
     relative_error: Numbers  #: sum of |y - x| / |x| by binade; divide by `values` to get the mean
     #: number of values by element code (`megatron.fake_quant.code_points`); empty for bf16 and fp16

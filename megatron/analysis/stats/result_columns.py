@@ -16,6 +16,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from megatron.analysis.stats.errors import Errors, FormatErrors
+from megatron.analysis.stats.kernels.error_sums import (
+    CAUSES,
+    CLIPPING_ERROR,
+    GRID_ERROR,
+    MAGNITUDE_ERROR,
+    RELATIVE,
+    UNDERFLOW_ERROR,
+)
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
 from megatron.analysis.stats.logical_tensors import LogicalTensor
 from megatron.analysis.stats.matrix_view import used_by
@@ -192,7 +200,7 @@ def arrays_of(values: Values, all_errors: FormatErrors) -> TensorArrays:
 
 def _format_arrays(name: str, axis: str, errors: Errors) -> FormatArrays:
     values, underflow, saturated = errors.binade_counts
-    squared, error, relative = errors.binade_sums
+    sums = errors.binade_sums
     blocks = get_format(name).block_size is not None
     none = np.zeros(0, np.int64)
     return FormatArrays(
@@ -201,9 +209,12 @@ def _format_arrays(name: str, axis: str, errors: Errors) -> FormatArrays:
         values,
         underflow,
         saturated,
-        squared,
-        error,
-        relative,
+        sums[:CAUSES].sum(0),
+        sums[CLIPPING_ERROR],
+        sums[UNDERFLOW_ERROR],
+        sums[GRID_ERROR],
+        sums[MAGNITUDE_ERROR],
+        sums[RELATIVE],
         errors.codes,
         errors.scales if blocks else none,
         errors.block_range if blocks else none,

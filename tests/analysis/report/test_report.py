@@ -109,7 +109,8 @@ def test_warnings_have_the_numbers_behind_them(figure_data):
     tensors.loc[3, "nan"] = 5
     tensors.loc[4, "dead_channels"] = 2
     at = uses.index[uses["quantized_format"] == "hifp8"][0]
-    uses.loc[at, ["saturated", "underflow"]] = [0.5, 0.25]
+    uses.loc[at, ["clipping_error", "underflow", "gain"]] = [0.625, 0.25, -0.125]
+    uses.loc[at, "compared"] -= 3
     found = {diagnostic.kind: diagnostic for diagnostic in find_diagnostics(uses, tensors)}
     place = tensors.loc[3, "place"]
     assert str(found["nan"]) == (
@@ -117,10 +118,18 @@ def test_warnings_have_the_numbers_behind_them(figure_data):
         f"worst: L{tensors.loc[3, 'layer_idx']} {place} (5 values)"
     )
     assert found["dead_channels"].tensors == (4,)
-    assert "hifp8 saturates more than 0.1 %: 1 of 114 tensors" in str(found["saturation"])
-    assert "(50 %)" in str(found["saturation"])
+    clipping = "hifp8 owes more than 50 % of its squared error to clipping: 1 of 114 tensors"
+    assert clipping in str(found["clipping"])
+    assert "(62.5 %)" in str(found["clipping"])
+    assert "hifp8 turns finite values into Inf: 1 of 114 tensors" in str(found["overflow"])
+    assert "(3 values)" in str(found["overflow"])
+    gains = [
+        str(d) for d in find_diagnostics(uses, tensors) if (d.kind, d.format) == ("gain", "hifp8")
+    ]
+    assert "hifp8 shrinks or enlarges tensors by more than 5 % (gain): 1 of 114" in gains[0]
+    assert "(12.5 %)" in gains[0]
     kinds = [diagnostic.kind for diagnostic in find_diagnostics(uses, tensors)]
-    assert kinds.index("nan") < kinds.index("saturation") < kinds.index("dead_channels")
+    assert kinds.index("nan") < kinds.index("clipping") < kinds.index("dead_channels")
 
 
 def test_nothing_in_the_data_can_become_markup(figure_data):

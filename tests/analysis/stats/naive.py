@@ -62,20 +62,31 @@ def errors(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[st
         "cosine": (x_ * y).sum() / norms if norms else math.nan,
         "bias": _mean(error),
         "relative_bias": error.sum() / np.abs(x_).sum() if nonzero.any() else math.nan,
+        "gain": (x_ * error).sum() / signal if signal else math.nan,
         "relative_error": _mean(np.abs(error[nonzero]) / np.abs(x_[nonzero])),
         "max_error": float(np.abs(error).max()) if len(x_) else math.nan,
         "underflow": _mean((y == 0)[nonzero].astype(float)),
-        **_saturated(x, matrix, name, axis),
+        **_clipping(x, matrix, name, axis),
     }
 
 
-def _saturated(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
-    """Return `saturated`, except for HiFloat4 with its three scales."""
+def _clipping(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
+    """Return `saturated` and the error by cause, except for HiFloat4 with its three scales."""
     if isinstance(get_format(name).scaling, GroupScaling):
         return {}
     a = view(x, matrix, axis)[0].double().flatten().numpy()
     b = quantized(x, matrix, name, axis).double().flatten().numpy()
-    return {"saturated": _mean(beyond(x, matrix, name, axis)[np.isfinite(a) & ~np.isnan(b)])}
+    clipped = beyond(x, matrix, name, axis) > 0
+    both = np.isfinite(a) & np.isfinite(b)
+    squared, zero = np.square(b[both] - a[both]), b[both] == 0
+    total = squared.sum()
+    causes = {
+        "clipping_error": clipped[both] & ~zero,
+        "underflow_error": zero,
+        "grid_error": ~clipped[both] & ~zero,
+    }
+    shares = {name: squared[of].sum() / total if total else math.nan for name, of in causes.items()}
+    return shares | {"saturated": _mean(clipped[np.isfinite(a) & ~np.isnan(b)].astype(float))}
 
 
 def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:

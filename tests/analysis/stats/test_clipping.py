@@ -134,28 +134,35 @@ def nvfp4_scaled(blocks: list[np.ndarray]) -> list[Fraction | None]:
 
 def oracle(x: torch.Tensor, name: str) -> int:
     """Return how many values of a matrix are clipped, with blocks along rows."""
+    return sum(clipped(x, name))
+
+
+def clipped(x: torch.Tensor, name: str) -> list[bool]:
+    """Return which values of a matrix are clipped, row by row, with blocks along rows."""
     magnitudes = x.float().abs().numpy()
     if name in CASTS:
-        return sum(is_clipped(Fraction(float(v)), CASTS[name]) for v in magnitudes.flat)
+        return [is_clipped(Fraction(float(v)), CASTS[name]) for v in magnitudes.flat]
     if name in TENSOR:
         element, target = TENSOR[name]
         encode = np.float32(target) / magnitudes.max()
         scaled = magnitudes * encode
-        return sum(is_clipped(Fraction(float(v)), element) for v in scaled.flat)
+        return [is_clipped(Fraction(float(v)), element) for v in scaled.flat]
     size = 16 if name == "nvfp4" else 64 if name == "hifp4" else MX[name][1]
     blocks = [row[at : at + size] for row in magnitudes for at in range(0, len(row), size)]
     if name == "nvfp4":
-        return sum(is_clipped(v, "e2m1") for v in nvfp4_scaled(blocks) if v is not None)
-    total = 0
+        return [v is not None and is_clipped(v, "e2m1") for v in nvfp4_scaled(blocks)]
+    found: list[bool] = []
     for block in blocks:
         exact = [Fraction(float(v)) for v in block]
         if name == "hifp4":
-            total += sum(hifloat4([*exact, *[Fraction(0)] * (64 - len(exact))]))
+            found += hifloat4([*exact, *[Fraction(0)] * (64 - len(exact))])[: len(exact)]
         elif any(exact):
             element, _, rule = MX[name]
             scale = Fraction(2) ** e8m0(max(exact), element, rule)
-            total += sum(is_clipped(v / scale, element) for v in exact)
-    return total
+            found += [is_clipped(v / scale, element) for v in exact]
+        else:
+            found += [False] * len(exact)
+    return found
 
 
 def edges(dtype: torch.dtype) -> torch.Tensor:

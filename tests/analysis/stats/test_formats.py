@@ -54,6 +54,7 @@ def check(x: torch.Tensor, matrix, names) -> None:
         for column, expected in naive.errors(x, matrix, name, axis).items():
             # the rounding error of a sum that cancels depends on its order
             loose = 1e-12 * numbers["max_error"] if "bias" in column else 0
+            loose = 1e-13 if column == "gain" else loose  # a difference from 1
             assert numbers[column] == pytest.approx(expected, rel=1e-10, abs=loose, nan_ok=True), (
                 name,
                 axis,
@@ -109,7 +110,8 @@ def test_tensors_with_hardly_a_number(values, dtype):
     for (name, axis), errors in found.items():
         numbers = format_numbers(get_format(name), errors)
         for column, expected in naive.errors(x, matrix, name, axis).items():
-            found_one = pytest.approx(expected, rel=1e-9, nan_ok=True)
+            loose = 1e-13 if column == "gain" else None
+            found_one = pytest.approx(expected, rel=1e-9, abs=loose, nan_ok=True)
             assert numbers[column] == found_one, (name, axis, column)
 
 
@@ -202,6 +204,7 @@ def test_formats_that_are_computed_pair_by_pair(name, dtype):
         if "sr" not in name:
             for column, expected in naive.errors(x, linear(x), *key).items():
                 loose = 1e-12 * numbers["max_error"] if "bias" in column else 0
+                loose = 1e-13 if column == "gain" else loose  # a difference from 1
                 assert numbers[column] == pytest.approx(expected, rel=1e-10, abs=loose), column
             np.testing.assert_array_equal(errors.codes, naive.codes(x, linear(x), *key))
         else:

@@ -57,7 +57,10 @@ def test_shards_along_channels_are_joined_and_each_is_quantized_by_itself(tmp_pa
     # blocks lie within heads: nothing changes; a scale of the tensor is one of the rank's tensor
     formats = [found.formats.set_index(["quantized_format", "axis"]) for found in (one, several)]
     for key in (("mxfp8", "row"), ("mxfp8", "column"), ("hifp8", "all")):
-        for column in ("mse", "sqnr_db", "underflow", "saturated", "relative_error"):
+        for column in (
+            *("mse", "sqnr_db", "gain", "underflow", "saturated", "relative_error"),
+            *("clipping_error", "underflow_error", "grid_error"),
+        ):
             assert formats[1].loc[key, column] == pytest.approx(formats[0].loc[key, column])
     errors = [fake_quantize(part, "fp8_e4m3").double() - part.double() for part in shards]
     expected = torch.cat([error.flatten() for error in errors]).square().mean().item()

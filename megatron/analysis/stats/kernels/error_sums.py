@@ -10,7 +10,13 @@ Values and results are float32 bits. `sums` is the tuple `Errors.sums` of four a
     counts          [COUNTS] number of values by outcome: COMPARED, POISONED or LOST
     totals          [SUMS] sums over all compared values: XX, YY, ...
     binade_counts   [3, BINADES] rows VALUES, UNDERFLOW and SATURATED, by binade of the value
-    binade_sums     [3, BINADES] rows SQUARED, MAGNITUDE_ERROR and RELATIVE, by binade of the value
+    binade_sums     [CAUSES + 2, BINADES] rows GRID_ERROR, CLIPPING_ERROR, UNDERFLOW_ERROR,
+                    MAGNITUDE_ERROR and RELATIVE, by binade of the value
+
+The first three rows of `binade_sums` split the squared error by cause. The error of a value that
+becomes zero is due to underflow. The error of another value beyond the rounding edge of the largest
+number is due to clipping. All other values are rounded to a neighboring number of the format; their
+error is due to the grid of these numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +32,10 @@ from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE, as_float
 BINADES = 255
 #: Rows of `binade_counts`: nonzero values, nonzero values that become zero, and clipped values.
 VALUES, UNDERFLOW, SATURATED = 0, 1, 2
-#: Rows of `binade_sums`, for values x and results y: sums of (y - x)^2, |y| - |x|, |y - x| / |x|.
-SQUARED, MAGNITUDE_ERROR, RELATIVE = 0, 1, 2
+#: Rows of `binade_sums`, for values x and results y: sums of (y - x)^2 by cause, |y| - |x|, and
+#: |y - x| / |x|. CAUSES is the number of causes.
+GRID_ERROR, CLIPPING_ERROR, UNDERFLOW_ERROR, CAUSES = 0, 1, 2, 3
+MAGNITUDE_ERROR, RELATIVE = CAUSES, CAUSES + 1
 #: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is its length.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
 #: Positions in `totals`, for values x and results y: sums of x^2, y^2, x y, y - x and |x|, and the
@@ -64,9 +72,11 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
                     x, y = np.float64(as_float(magnitude)), np.float64(as_float(became))
                     error = y - x
                     binade_counts[VALUES, binade] += n
+                    cause = CLIPPING_ERROR if clipped else GRID_ERROR
                     if became == 0:
                         binade_counts[UNDERFLOW, binade] += n
-                    binade_sums[SQUARED, binade] += n * (error * error)
+                        cause = UNDERFLOW_ERROR
+                    binade_sums[cause, binade] += n * (error * error)
                     binade_sums[MAGNITUDE_ERROR, binade] += n * error
                     binade_sums[RELATIVE, binade] += n * (abs(error) / x)
                     totals[XX] += n * (x * x)

@@ -15,7 +15,9 @@ import numpy as np
 from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.error_sums import (
     BIAS,
+    CLIPPING_ERROR,
     COMPARED,
+    GRID_ERROR,
     L1,
     LARGEST_ERROR,
     LOST,
@@ -23,8 +25,8 @@ from megatron.analysis.stats.kernels.error_sums import (
     POISONED,
     RELATIVE,
     SATURATED,
-    SQUARED,
     UNDERFLOW,
+    UNDERFLOW_ERROR,
     VALUES,
     XX,
     XY,
@@ -43,10 +45,11 @@ from megatron.fake_quant.fused.numba_compile import inlined
 
 TILE = 128  #: number of bit patterns that each loop processes
 #: Rows of the array with the sums of each bit pattern: number of values that stay finite, become
-#: zero, are clipped, or become Inf; sums of the error, its magnitude and its square; sums of the
-#: result and its square.
-_FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE, _SQUARE, _BECAME, _BECAME_SQUARE = range(9)
-_ROWS = 9
+#: zero, are clipped, or become Inf; sums of the error and its magnitude; sums of the squared error
+#: due to the grid and due to clipping; sums of the result and its square.
+_FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE = range(6)
+_GRID, _CLIPPING, _BECAME, _BECAME_SQUARE = range(6, 10)
+_ROWS = 10
 
 
 @inlined
@@ -76,15 +79,15 @@ def account_counted_simd(
     for k in range(len(patterns)):
         magnitudes[k] = patterns[k] & MAGNITUDE
     upper, finite_counts = np.empty(TILE, np.int32), np.empty(TILE)
-    became = np.empty(TILE, np.int32)
+    became, grid_counts = np.empty(TILE, np.int32), np.empty(TILE)
     for row in range(len(classes)):
         down, up = quantizer.down[classes[row]], quantizer.up[classes[row]]
         for first in range(0, len(patterns), TILE):
             n, tile = cells[row, first : first + TILE], magnitudes[first : first + TILE]
-            total = 0.0
+            highest = np.int32(-1)  # bits of the largest magnitude that occurs with this class
             for k in range(len(n)):
-                total = max(total, n[k])
-            if total == 0:
+                highest = max(highest, tile[k] if n[k] > 0 else np.int32(-1))
+            if highest < 0:
                 continue
             if np.isnan(up):
                 for k in range(len(n)):
@@ -94,6 +97,7 @@ def account_counted_simd(
             _tile(
                 tile,
                 n,
+                highest,
                 down,
                 up,
                 quantizer,
@@ -102,6 +106,7 @@ def account_counted_simd(
                 upper,
                 finite_counts,
                 became,
+                grid_counts,
             )
             for k in range(len(n)):
                 index = upper[k] | (np.int32(0x8000) if patterns[first + k] < 0 else np.int32(0))
@@ -113,6 +118,7 @@ def account_counted_simd(
 def _tile(
     magnitudes: Any,
     n: Any,
+    highest: Any,
     down: Any,
     up: Any,
     quantizer: Any,
@@ -121,6 +127,7 @@ def _tile(
     upper: Any,
     finite_counts: Any,
     became: Any,
+    grid_counts: Any,
 ) -> None:
     """Quantize up to TILE consecutive bit patterns with the same scale, and add up their errors.
 
@@ -130,14 +137,16 @@ def _tile(
     Args:
         magnitudes: float32 bits of the patterns.
         n: number of values with each pattern.
+        highest: largest of the magnitudes that occur.
         part: sums for each pattern, updated in place.
         largest: largest error of each pattern, updated in place.
         upper: output array for the upper halves of the element magnitudes' float32 bits.
         finite_counts: output array; `n` if the value and its result are finite, otherwise 0.
         became: output array for the float32 bits of the results; 0 if a result is not finite.
+        grid_counts: output array; `n` if the value is neither clipped nor becomes zero, otherwise
+            0.
     """
     element, decode = quantizer.element, quantizer.rule.decode
-    limit = quantizer.limit if up > 0 else INFINITY  # with a scale of zero, no value is clipped
     for k in range(len(n)):
         scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
         upper[k] = np.int32(nearest_even(scaled, element) >> 16)
@@ -145,10 +154,11 @@ def _tile(
         became[k] = block_value(magnitudes[k], down, up, element, decode)
     for k in range(len(n)):
         finite_counts[k] = n[k] if magnitudes[k] < INFINITY and became[k] < INFINITY else 0.0
-    clipped, zero, finite, lost = part[_CLIPPED], part[_ZERO], part[_FINITE], part[_LOST]
     for k in range(len(n)):
-        scaled = as_bits(as_float(magnitudes[k]) * down)
-        clipped[k] += n[k] if scaled > limit and magnitudes[k] < INFINITY else 0.0
+        grid_counts[k] = finite_counts[k] if became[k] > 0 else 0.0
+    if as_bits(as_float(min(highest, INFINITY)) * down) > quantizer.limit:
+        _clip(magnitudes, n, down, quantizer.limit, became, part, grid_counts)
+    zero, finite, lost = part[_ZERO], part[_FINITE], part[_LOST]
     for k in range(len(n)):
         lost[k] += n[k] if magnitudes[k] < INFINITY and became[k] >= INFINITY else 0.0
         became[k] = became[k] if became[k] < INFINITY else 0
@@ -156,14 +166,14 @@ def _tile(
         zero[k] += finite_counts[k] if became[k] == 0 else 0.0
     for k in range(len(n)):
         finite[k] += finite_counts[k]
-    errors, distances, squares = part[_ERROR], part[_DISTANCE], part[_SQUARE]
+    errors, distances, grid = part[_ERROR], part[_DISTANCE], part[_GRID]
     for k in range(len(n)):
         errors[k] += finite_counts[k] * _error(magnitudes[k], became[k])
     for k in range(len(n)):
         distances[k] += finite_counts[k] * abs(_error(magnitudes[k], became[k]))
     for k in range(len(n)):
         error = _error(magnitudes[k], became[k])
-        squares[k] += finite_counts[k] * (error * error)
+        grid[k] += grid_counts[k] * (error * error)
     for k in range(len(n)):
         error = abs(_error(magnitudes[k], became[k]))
         largest[k] = max(largest[k], error if finite_counts[k] > 0 else 0.0)
@@ -173,6 +183,28 @@ def _tile(
     for k in range(len(n)):
         y = np.float64(as_float(became[k]))
         result_squares[k] += finite_counts[k] * (y * y)
+
+
+@kernel
+def _clip(
+    magnitudes: Any, n: Any, down: Any, limit: Any, became: Any, part: Any, grid_counts: Any
+) -> None:
+    """Add up the clipped values and their squared errors, and remove them from `grid_counts`.
+
+    A value whose scale is zero becomes zero and does not count as clipped. Each loop writes to only
+    one array; `_tile` explains why.
+    """
+    clipped, clipping = part[_CLIPPED], part[_CLIPPING]
+    for k in range(len(n)):
+        beyond = as_bits(as_float(magnitudes[k]) * down) > limit and magnitudes[k] < INFINITY
+        clipped[k] += n[k] if beyond and became[k] > 0 else 0.0
+    for k in range(len(n)):
+        beyond = as_bits(as_float(magnitudes[k]) * down) > limit and grid_counts[k] > 0
+        error = _error(magnitudes[k], became[k] if beyond else np.int32(0))
+        clipping[k] += (grid_counts[k] if beyond else 0.0) * (error * error)
+    for k in range(len(n)):
+        beyond = as_bits(as_float(magnitudes[k]) * down) > limit
+        grid_counts[k] = 0.0 if beyond else grid_counts[k]
 
 
 @inlined
@@ -202,7 +234,9 @@ def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None
         binade_counts[VALUES, binade] += np.int64(n)
         binade_counts[UNDERFLOW, binade] += np.int64(by_pattern[_ZERO, k])
         binade_counts[SATURATED, binade] += np.int64(by_pattern[_CLIPPED, k])
-        binade_sums[SQUARED, binade] += by_pattern[_SQUARE, k]
+        binade_sums[GRID_ERROR, binade] += by_pattern[_GRID, k]
+        binade_sums[CLIPPING_ERROR, binade] += by_pattern[_CLIPPING, k]
+        binade_sums[UNDERFLOW_ERROR, binade] += by_pattern[_ZERO, k] * (x * x)
         binade_sums[MAGNITUDE_ERROR, binade] += error
         binade_sums[RELATIVE, binade] += by_pattern[_DISTANCE, k] / x
         totals[XX] += n * (x * x)
