@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 
 
@@ -26,7 +27,7 @@ class BlockLayout:
     shape: tuple[int, ...]  #: shape of the tensor
     axis: int  #: axis along which blocks run, counted from the front
     size: int | None  #: number of values per block; None if the whole tensor is one block
-    square: bool  #: True for blocks of size x size over the last two axes
+    height: int = 1  #: number of rows per block; above 1, blocks extend over the last two axes
 
     @classmethod
     def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "BlockLayout":
@@ -43,18 +44,21 @@ class BlockLayout:
                     f"format {fmt.name!r} scales blocks along an axis, but the tensor has no "
                     "dimensions; give it one, for instance by x.reshape(1)"
                 )
-            return cls(shape, 0, None, square=False)
+            return cls(shape, 0, None)
         if not -dims <= axis < dims:
             raise ValueError(
                 f"axis {axis} is out of range for a tensor of shape {shape}; "
                 f"choose one from {-dims} to {dims - 1}"
             )
-        if fmt.square and (dims < 2 or axis % dims < dims - 2):
+        if fmt.height > 1 and (dims < 2 or axis % dims < dims - 2):
             raise ValueError(
                 f"format {fmt.name!r} has square blocks over the last two axes; a tensor of shape "
                 f"{shape} and axis {axis} do not fit: give a matrix and one of its two axes"
             )
-        return cls(shape, axis % dims, fmt.block_size, fmt.square)
+        size = fmt.block_size
+        if size is not None:  # a block of a whole row may be longer than the axis
+            size = min(size, max(shape[axis], 1)) if size == WHOLE_AXIS else size
+        return cls(shape, axis % dims, size, fmt.height)
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return a view of `x` whose last axis is the one along which blocks run."""
@@ -65,7 +69,7 @@ class BlockLayout:
         return rows.movedim(-1, self.axis) if self.shape else rows
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """Return `x` as blocks, `[..., blocks, values]`; square blocks are flattened.
+        """Return `x` as blocks, `[..., blocks, values]`; blocks of several rows are flattened.
 
         The last block along an axis is padded with zeros.
         """
@@ -73,10 +77,10 @@ class BlockLayout:
             return x.reshape(1, -1)
         rows = self.to_rows(x)
         columns = -rows.shape[-1] % self.size
-        if not self.square:
+        if self.height == 1:
             return torch.unflatten(pad(rows, (0, columns)), -1, (-1, self.size))
-        rows = pad(rows, (0, columns, 0, -rows.shape[-2] % self.size))
-        tiles = torch.unflatten(torch.unflatten(rows, -1, (-1, self.size)), -3, (-1, self.size))
+        rows = pad(rows, (0, columns, 0, -rows.shape[-2] % self.height))
+        tiles = torch.unflatten(torch.unflatten(rows, -1, (-1, self.size)), -3, (-1, self.height))
         return tiles.transpose(-3, -2).flatten(-2)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
@@ -84,8 +88,8 @@ class BlockLayout:
         if self.size is None:
             return self.to_rows(blocks.reshape(self.shape))
         rows = blocks.flatten(-2)
-        if self.square:
-            tiles = torch.unflatten(blocks, -1, (self.size, self.size)).transpose(-3, -2)
+        if self.height > 1:
+            tiles = torch.unflatten(blocks, -1, (self.height, self.size)).transpose(-3, -2)
             rows = tiles.flatten(-2).flatten(-3, -2)
             rows = rows.narrow(-2, 0, self.rows_shape[-2])
         return rows.narrow(-1, 0, self.rows_shape[-1])

@@ -35,8 +35,9 @@ def _element_values(element: ElementFormat) -> list[float]:
         step = math.ldexp(1, element.emin - element.mantissa_bits)
         half = 1 << (element.bits - 1)
         return [step * (code - 2 * half if code >= half else code) for code in range(2 * half)]
-    positive = [_magnitude(code, element) for code in range(1 << (element.bits - 1))]
-    return [*positive, *(-value for value in positive)]
+    count = 1 << (element.exponent_bits + element.mantissa_bits)
+    positive = [_magnitude(code, element) for code in range(count)]
+    return [*positive, *(-value for value in positive)] if element.signed else positive
 
 
 def _element_widths(code: int, element: ElementFormat) -> tuple[int, ...]:

@@ -13,14 +13,21 @@ NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 
-ScaleRule = Literal["floor", "rceil", "ceil", "even"]
+from megatron.fake_quant.block_scaling import (
+    BlockScaling,
+    Outer,
+    ScaleRule,
+    check_choice,
+    check_element,
+)
+
 Overflow = Literal["saturate", "inf"]
 Ties = Literal["even", "away"]
 Rounding = Literal["nearest", "stochastic", "hybrid"]
@@ -50,11 +57,6 @@ ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
 )
 
 
-def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"unknown {kind} {value!r}; choose one of {', '.join(choices)}")
-
-
 @dataclass(frozen=True, slots=True)
 class ElementFormat:
     """A saturating element type with a sign, an exponent and a mantissa of fixed widths.
@@ -72,6 +74,7 @@ class ElementFormat:
     ties: Ties = "even"  #: direction in which "nearest" rounds a value halfway between neighbors
     #: True if codes are in two's complement, with a single zero; False for sign and magnitude
     twos_complement: bool = False
+    signed: bool = True  #: False for a type of scales, which has no sign bit
 
     is_cast: ClassVar[Literal[False]] = False  #: True if torch's own cast does the rounding
     tapered: ClassVar[Literal[False]] = False  #: True if the number of mantissa bits varies
@@ -94,7 +97,7 @@ class ElementFormat:
     @property
     def bits(self) -> int:
         """Number of bits of a code."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def smallest_normal(self) -> float:
@@ -135,7 +138,7 @@ class HiFloat8:
     source: ClassVar[str] = "HiFloat8, arXiv 2409.16626"
 
     def __post_init__(self) -> None:
-        _check_choice("HiFloat8 overflow", self.overflow, get_args(Overflow))
+        check_choice("HiFloat8 overflow", self.overflow, get_args(Overflow))
 
     @property
     def saturates(self) -> bool:
@@ -189,56 +192,20 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScaling:
-    """A scaling with one E8M0 scale (a power of two from 2^-127 to 2^127, or NaN) per block."""
-
-    size: int
-    rule: ScaleRule
-    square: bool = False  #: True for blocks of size x size over the last two axes, not 1 x size
-
-    block_scale: ClassVar[str] = "E8M0"  #: number type of block scales; None if there are none
-    scale_bytes: ClassVar[int] = 1  #: number of scale bytes stored per block
-    finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales in a block add
-    #: value to which the tensor's scale maps the tensor's maximum; None without a tensor scale
-    target: ClassVar[None] = None
-    by_class: ClassVar[bool] = True  #: True if a value and its scale byte determine the result
-    #: variants that a format's name accepts, each after a colon
-    variants: ClassVar[tuple[str, ...]] = (*get_args(ScaleRule), "2d")
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a block of {self.size} values; choose a block size of 1 or more")
-        _check_choice("scale rule", self.rule, get_args(ScaleRule))
-
-
-@dataclass(frozen=True, slots=True)
-class TwoLevelScaling:
-    """The scaling of NVFP4, with one E4M3 scale per block and one float32 scale per tensor."""
-
-    size: int = 16
-    square: bool = False  #: True for blocks of size x size over the last two axes, not 1 x size
-
-    rule: ClassVar[None] = None
-    block_scale: ClassVar[str] = "E4M3"
-    scale_bytes: ClassVar[int] = 1
-    finer_exponents: ClassVar[int] = 0
-    target: ClassVar[float] = 6.0 * 448.0  #: product of the largest E2M1 and E4M3 numbers
-    by_class: ClassVar[bool] = True
-    variants: ClassVar[tuple[str, ...]] = ("2d",)
-
-
-@dataclass(frozen=True, slots=True)
 class GroupScaling:
     """The scaling of HiFloat4: an E6M2 scale per 64 values and exponent bits per 8 and 4 values."""
 
     size: int = field(default=64, init=False)
-    square: bool = field(default=False, init=False)
 
+    method: ClassVar[str] = "hifloat4"
+    height: ClassVar[int] = 1
+    square: ClassVar[bool] = False
     rule: ClassVar[None] = None
     block_scale: ClassVar[str] = "E6M2"
     scale_bytes: ClassVar[int] = 4
     finer_exponents: ClassVar[int] = 2
-    target: ClassVar[None] = None
+    outer: ClassVar[Outer] = "none"
+    outer_size: ClassVar[None] = None
     by_class: ClassVar[bool] = False
     variants: ClassVar[tuple[str, ...]] = ()
 
@@ -250,12 +217,16 @@ class TensorScaling:
     target: float
     power_of_two: bool = False  #: True if the scale is rounded down to a power of two
 
+    method: ClassVar[str] = "tensor"
     size: ClassVar[None] = None
+    height: ClassVar[int] = 1
     square: ClassVar[bool] = False
     rule: ClassVar[None] = None
     block_scale: ClassVar[None] = None
     scale_bytes: ClassVar[int] = 0
     finer_exponents: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "tensor"
+    outer_size: ClassVar[None] = None
     by_class: ClassVar[bool] = True
     variants: ClassVar[tuple[str, ...]] = ("pow2",)
 
@@ -265,7 +236,7 @@ class TensorScaling:
 
 
 Element: TypeAlias = ElementFormat | HiFloat8 | Cast
-Scaling: TypeAlias = BlockScaling | TwoLevelScaling | GroupScaling | TensorScaling
+Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +249,7 @@ class Format:
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        _check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("rounding", self.rounding, ROUNDINGS)
         if self.block_size is not None and not self.element.takes_block_scales:
             raise ValueError(
                 f"format {self.name!r} puts block scales on {self.element!r}; "
@@ -293,6 +264,8 @@ class Format:
                 f"format {self.name!r}: {self.element.name} elements have no {self.rounding} "
                 f"rounding; choose {' or '.join(self.element.roundings)}"
             )
+        if isinstance(self.scaling, BlockScaling):
+            check_element(self.scaling, self.element.max)
 
     @property
     def is_cast(self) -> bool:
@@ -301,8 +274,16 @@ class Format:
 
     @property
     def block_size(self) -> int | None:
-        """Number of values along an axis that share a scale; None without block scales."""
+        """Number of values along an axis that share a scale; None without block scales.
+
+        It is `WHOLE_AXIS`, which is larger than any axis, if a scale applies to a whole row.
+        """
         return None if self.scaling is None else self.scaling.size
+
+    @property
+    def height(self) -> int:
+        """Number of rows in a block; above 1, blocks span the last two axes."""
+        return 1 if self.scaling is None else self.scaling.height
 
     @property
     def square(self) -> bool:
@@ -327,7 +308,22 @@ class Format:
     @property
     def has_tensor_scale(self) -> bool:
         """True if the format has one float32 scale for the whole tensor."""
-        return self.scaling is not None and self.scaling.target is not None
+        return self.scaling is not None and self.scaling.outer == "tensor"
+
+    @property
+    def has_outer_scale(self) -> bool:
+        """True if the format stores float32 scales for groups larger than a block."""
+        return self.scaling is not None and self.scaling.outer != "none"
+
+    @property
+    def outer_size(self) -> int | None:
+        """Number of values along an axis that share an outer scale; None without such groups."""
+        return None if self.scaling is None else self.scaling.outer_size
+
+    @property
+    def by_class(self) -> bool:
+        """True if the quantized value follows from the value and the scale of its block."""
+        return self.scaling is None or self.scaling.by_class
 
     @property
     def stochastic(self) -> bool:
@@ -346,13 +342,23 @@ E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
+#: Shorter integers in the same form: multiples of 1/16, 1/4 and 1/2, without the lowest code.
+INT6 = ElementFormat(
+    "int6", exponent_bits=1, mantissa_bits=4, bias=1, max=31 / 16, twos_complement=True
+)
+INT4 = ElementFormat(
+    "int4", exponent_bits=1, mantissa_bits=2, bias=1, max=7 / 4, twos_complement=True
+)
+INT3 = ElementFormat(
+    "int3", exponent_bits=1, mantissa_bits=1, bias=1, max=3 / 2, twos_complement=True
+)
 #: Element type of HiFloat4: a sign and a multiple of 1/4 up to 1.75.
 S1P2 = ElementFormat("s1p2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75, ties="away")
 
 #: Element types by name. E4M3 and E5M2 use some codes for NaN or Inf, so their maximum cannot be
 #: computed from the numbers of bits.
 ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
-    {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)}
+    {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8, INT6, INT4, INT3)}
 )
 
 #: Scaling of the OCP specification: the scale is the largest power of two at or below the block's
@@ -371,7 +377,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("mxfp6_e2m3", E2M3, OCP),
             Format("mxfp4", E2M1, OCP),
             Format("mxint8", INT8, OCP),
-            Format("nvfp4", E2M1, TwoLevelScaling()),
+            Format("nvfp4", E2M1, BlockScaling(16, scale="e4m3", outer="tensor")),
             Format("hifp8", HiFloat8()),
             Format("hifp4", S1P2, GroupScaling()),
             Format("fp8_e4m3", E4M3, TensorScaling(E4M3.max)),

@@ -107,7 +107,7 @@ def scale_down(
     return cut, Scales(stored)
 
 
-def scale_up(elements: Tensor, scales: Scales) -> Tensor:
+def scale_up(elements: Tensor, scales: Scales, scaling: GroupScaling) -> Tensor:
     """Multiply the elements by their scales, which is exact in float32."""
     stored = scales.block()
     e6m2 = _e6m2_values(stored[..., 0].int()).unsqueeze(-1)
@@ -123,7 +123,12 @@ def stored_scales(scaling: GroupScaling) -> Tensor:
     byte = torch.arange(256, dtype=torch.uint8)
     extremes = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
     stored = torch.stack([byte.repeat(2), *[extremes] * 3], dim=-1)
-    return scale_up(torch.ones(512, scaling.size), Scales(stored))[:, 0]
+    return scale_up(torch.ones(512, scaling.size), Scales(stored), scaling)[:, 0]
+
+
+def histogram_bytes(stored: Tensor) -> Tensor:
+    """Return the byte by which statistics count a scale: the first of four, E6M2."""
+    return stored[..., 0]
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:

@@ -12,12 +12,14 @@ smallest scale, so that its zeros keep their signs.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron.fake_quant.block_scaling import BlockScaling, ScaleRule
 from megatron.fake_quant.float32_bits import BIAS, MANTISSA_BITS
-from megatron.fake_quant.formats import ELEMENTS, BlockScaling, ElementFormat, Format, ScaleRule
+from megatron.fake_quant.formats import ELEMENTS, ElementFormat, Format
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
 
 NAN_BYTE = 255
@@ -44,7 +46,7 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
 }
 _RULES_IN_WORDS: dict[ScaleRule, str] = {
     "floor": "2^(floor(log2 amax) - {emax}), as in OCP",
-    "rceil": "the smallest power of two at which nothing saturates",
+    "rceil": "the smallest power of two at which {saturated}",
     "ceil": "2^(ceil(log2 amax) - {emax})",
     "even": "as floor, of amax rounded half up to {significand} significand bits",
 }
@@ -56,8 +58,15 @@ def carry_from(fmt: Format) -> float:
     The format must have E8M0 scales. See `CARRY_FROM`.
     """
     assert isinstance(fmt.element, ElementFormat)
-    assert fmt.scale_rule is not None
-    return CARRY_FROM[fmt.scale_rule](fmt.element)
+    assert isinstance(fmt.scaling, BlockScaling)
+    return _threshold(fmt.element, fmt.scaling)
+
+
+def _threshold(element: ElementFormat, scaling: BlockScaling) -> float:
+    assert scaling.rule is not None
+    if scaling.top is not None:  # a number in the binade of the largest one
+        element = replace(element, max=scaling.top)
+    return CARRY_FROM[scaling.rule](element)
 
 
 def carry_bits(fmt: Format) -> int:
@@ -65,13 +74,13 @@ def carry_bits(fmt: Format) -> int:
     return int(math.ldexp(carry_from(fmt), 24)) - (1 << 23)
 
 
-def scale_bytes(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
+def scale_bytes(amax: Tensor, element: ElementFormat, scaling: BlockScaling) -> Tensor:
     """Return each block's E8M0 scale byte (int32) for its largest magnitude `amax` (float32).
 
     `amax` may contain NaN and Inf. Scales out of range are clamped to 2^-127 and 2^127.
     """
     significand, exponent = torch.frexp(amax)
-    carry = significand >= CARRY_FROM[rule](element)
+    carry = significand >= _threshold(element, scaling)
     byte = (exponent - 1 - element.emax + BIAS + carry.int()).clamp(0, _MAX_BYTE)
     # frexp does not define the exponent of Inf and NaN, and zero has none.
     return byte.masked_fill(amax == 0, 0).masked_fill(~amax.isfinite(), NAN_BYTE)
@@ -92,24 +101,33 @@ def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
     """Return the blocks scaled to the range of the element type, and one scale byte per block."""
-    byte = scale_bytes(blocks.abs().amax(-1), element, scaling.rule)
+    byte = scale_bytes(blocks.abs().amax(-1), element, scaling)
+    if scaling.headroom != "1":
+        blocks = blocks * scaling.share
     return blocks * scale_reciprocals(byte).unsqueeze(-1), Scales(byte.to(torch.uint8))
 
 
-def scale_up(elements: Tensor, scales: Scales) -> Tensor:
+def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
     """Multiply the elements by the scales of their blocks, which undoes `scale_down`."""
-    return elements * scale_values(scales.block().int()).unsqueeze(-1)
+    values = elements * scale_values(scales.block().int()).unsqueeze(-1)
+    return values if scaling.headroom == "1" else values * (1 / scaling.share)
 
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
     """Return the factor that each of the 256 scale bytes stands for."""
     byte = torch.arange(256, dtype=torch.uint8)
-    return scale_up(torch.ones(256, 1), Scales(byte))[:, 0]
+    return scale_up(torch.ones(256, 1), Scales(byte), scaling)[:, 0]
+
+
+def histogram_bytes(stored: Tensor) -> Tensor:
+    """Return the byte by which statistics count a scale: the stored one."""
+    return stored
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
+    known = fmt.by_class and isinstance(fmt.scaling, BlockScaling) and fmt.scaling.headroom == "1"
+    return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
 
 
 def source(fmt: Format) -> str:
@@ -119,18 +137,35 @@ def source(fmt: Format) -> str:
     return f"OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3{named}{rule}"
 
 
+def _headroom(scaling: BlockScaling) -> list[tuple[str, str]]:
+    """Return a line on a factor that applies before rounding, as in arXiv 2502.20586."""
+    if scaling.headroom == "1":
+        return []
+    words = f"values times {scaling.headroom} before rounding, and its inverse after it"
+    return [("headroom", f"{words} (arXiv 2502.20586)")]
+
+
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
     """Return a description of the scales and of every rule that can compute them."""
     rules = []
     for rule, words in _RULES_IN_WORDS.items():
-        words = words.format(emax=element.emax, significand=element.mantissa_bits + 1)
-        carry = CARRY_FROM[rule](element)
-        low, high = math.ldexp(carry, element.emax), math.ldexp(carry, element.emax + 1)
+        words = words.format(
+            emax=element.emax,
+            significand=element.mantissa_bits + 1,
+            saturated="nothing saturates"
+            if scaling.top is None
+            else f"amax is at most {scaling.top:g}",
+        )
+        carry = _threshold(element, scaling) if rule == scaling.rule else CARRY_FROM[rule](element)
+        low, high = (math.ldexp(carry, element.emax + binade) * scaling.share for binade in (0, 1))
         label = f"{rule} *" if rule == scaling.rule else rule
         rules.append((label, f"{words}; amax lands in {low:.6g} to {high:.6g}"))
+    how = [str(scaling.rule)]
+    how += [f"top {scaling.top:g}"] if scaling.top is not None else []
+    how += [f"headroom {scaling.headroom}"] if scaling.headroom != "1" else []
     return ScaleDescription(
         source(fmt),
-        f"E8M0 per {brief_shape(fmt)} values, {scaling.rule}",
+        f"E8M0 per {brief_shape(fmt)} values, {', '.join(how)}",
         f"{block_shape(fmt)}, E8M0 (a power of two)",
-        (("found by", "rule *:"), *rules),
+        (("found by", "rule *:"), *rules, *_headroom(scaling)),
     )

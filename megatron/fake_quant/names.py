@@ -1,36 +1,55 @@
 """Parse a format's name: a named format, optionally with variants, or a spelled-out MX format.
 
 mxfp8                 a named format, in upper or lower case; some have aliases
-mx:e3m4:b16:rceil     element, block size and scale rule of an MX format
+mx:e3m4:b16:rceil     element, block and scale rule of an MX format
+nv:e2m1:b16:e4m3      element, block and number type of the block scales
 mxfp8:rceil           a named format, followed by the changes, each after a colon:
 
 floor rceil ceil even   the rule of E8M0 scales (MX formats)
-2d                      square blocks, 32 x 32 or 16 x 16 (MX formats, nvfp4)
+top7.25                 the rule rceil with this number in place of the element's largest
+2d                      square blocks, 32 x 32 or 16 x 16 (formats with block scales)
+head16/17, head0.9      block maxima reach this fraction of the largest element
+outer-none -tensor -row -1x64 -1x128    float32 scales above E4M3, UE5M3 and E6M2 block scales
+4over6-mae, 4over6-mse  the better of two E4M3 scales, by mean absolute or mean squared error
+bound256                the block scale to which an outer scale maps the largest block
+ue8m0                   powers of two, rounded up, in place of float32 block scales
 sr                      stochastic rounding
 hr                      HiFloat8's hybrid rounding
 inf                     HiFloat8 overflows to Inf instead of the largest number
 t15, t224, ...          one scale for the tensor, which maps its largest magnitude to 15, 224, ...
 pow2                    the tensor's scale is a power of two
+
+A block is b32 (1 x 32 values), b64x128 (64 x 128 values of the last two axes) or row (a whole row).
+Scales of an nv format are e4m3, ue5m3, e6m2 or fp32; the first three have an outer scale per tensor
+unless the name says otherwise.
 """
 
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast, get_args
+from typing import get_args
 
+from megatron.fake_quant.block_scaling import (
+    BOUND,
+    HEADROOM,
+    TOP,
+    WHOLE_AXIS,
+    BlockScaling,
+    Outer,
+    ScaleRule,
+)
+from megatron.fake_quant.float8_scales import FLOAT8, bound
 from megatron.fake_quant.formats import (
     ELEMENTS,
     FORMATS,
     ROUNDINGS,
-    BlockScaling,
     ElementFormat,
     Format,
     HiFloat8,
     Rounding,
-    ScaleRule,
     TensorScaling,
 )
 
@@ -46,17 +65,51 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 
 _SPELLED_OUT = re.compile(
-    r"mx:(?P<element>[^:]*):b(?P<size>[0-9]+):(?P<rule>[^:]*)(:(?P<variants>.*))?"
+    r"(?P<family>mx|nv):(?P<element>[^:]*):(?P<block>b([0-9]+x)?[0-9]+|row):(?P<scale>[^:]*)"
+    r"(:(?P<variants>.*))?"
 )
 _FLOAT_NAME = re.compile(r"e(?P<exponent>[1-9])m(?P<mantissa>[0-9])")
-_TARGET = re.compile(r"t[0-9]+(\.[0-9]+)?")
+_NUMBER = r"[0-9]+(\.[0-9]+)?"
 _TARGET_HELP = "t<number> (as in t15)"
 _ELEMENT_BITS = 8
 _ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {mode.suffix: rounding for rounding, mode in ROUNDINGS.items() if mode.suffix}
 )
+#: Outer scales and searches by the variants that select them.
+_OUTER: Mapping[str, Outer] = MappingProxyType({f"outer-{name}": name for name in get_args(Outer)})
+_SEARCHES = ("4over6-mae", "4over6-mse")
 #: All variants of format names, in the order in which help and error messages list them.
-_VARIANTS = (*RULES, "2d", *_ROUNDINGS, "inf", _TARGET_HELP, "pow2")
+_VARIANTS = (
+    *RULES,
+    TOP,
+    "2d",
+    *_OUTER,
+    *_SEARCHES,
+    BOUND,
+    HEADROOM,
+    "ue8m0",
+    *_ROUNDINGS,
+    "inf",
+    _TARGET_HELP,
+    "pow2",
+)
+#: Variants with a number: the pattern and the text that stands for them in help.
+_WITH_NUMBER: Mapping[str, str] = MappingProxyType(
+    {
+        f"t{_NUMBER}": _TARGET_HELP,
+        f"top{_NUMBER}": TOP,
+        f"bound{_NUMBER}": BOUND,
+        rf"head([0-9]+/[0-9]+|{_NUMBER})": HEADROOM,
+    }
+)
+#: Property that each variant changes; a name may change each property only once.
+_KINDS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(RULES, "rule")
+    | dict.fromkeys(_ROUNDINGS, "rounding")
+    | dict.fromkeys(_OUTER, "outer scale")
+    | dict.fromkeys(_SEARCHES, "search")
+    | {_TARGET_HELP: "target", TOP: "top", BOUND: "bound", HEADROOM: "headroom"}
+)
 
 
 def get_format(name: str) -> Format:
@@ -76,20 +129,32 @@ def get_format(name: str) -> Format:
     if spelled_out is None and base is None:
         raise _unknown(name)
     try:
+        changed = set[str]()
         if spelled_out is not None:
             base, variants = _spelled_out(spelled_out), spelled_out["variants"]
             varied = variants is not None
+            changed.add("rule" if spelled_out["family"] == "mx" else "scale")
         assert base is not None
         fmt = base
-        changed = {"rule"} if spelled_out is not None else set()
-        for variant in variants.split(":") if varied else ():
+        for variant in _in_order(variants, base, changed) if varied else ():
             if (kind := _kind(variant)) in changed:
                 raise ValueError(f"{variant!r} sets the {kind} a second time; set it once")
             changed.add(kind)
             fmt = _changed(fmt, variant)
+        fmt = _without_defaults(fmt)
     except ValueError as error:
         raise ValueError(f"format {name!r}: {error}") from None
     return base if fmt == base else replace(fmt, name=_canonical(base, fmt))
+
+
+def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
+    """Return the variants of a name, with the scale rule first, which a top implies."""
+    names = variants.split(":")
+    rules = [name for name in names if name in RULES]
+    given = bool(rules) or "rule" in changed or base.scale_rule is None
+    if not given and any(_help(name) == TOP for name in names):
+        rules = ["rceil"]
+    return [*rules, *(name for name in names if name not in RULES)]
 
 
 def _unknown(name: str) -> ValueError:
@@ -98,15 +163,49 @@ def _unknown(name: str) -> ValueError:
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
     return ValueError(
         f"unknown format {name!r}{meant} choose one of {', '.join(known)}, "
-        "or spell out element, block size and scale rule, as in 'mx:e3m4:b16:rceil'"
+        "or spell out element, block size and scale rule, as in 'mx:e3m4:b16:rceil' or "
+        "'nv:e2m1:b16:e4m3'"
     )
 
 
 def _spelled_out(match: re.Match[str]) -> Format:
     element = get_element(match["element"])
+    size, height, block = _block(match["block"])
+    family, scale = match["family"], match["scale"]
+    if family == "nv" and scale not in (*FLOAT8, "fp32"):
+        raise ValueError(
+            f"unknown scale type {scale!r}; choose one of {', '.join((*FLOAT8, 'fp32'))}; powers "
+            "of two are spelled out as in 'mx:e3m4:b16:rceil'"
+        )
     # The constructor of BlockScaling checks the rule.
-    scaling = BlockScaling(int(match["size"]), cast(ScaleRule, match["rule"]))
-    return Format(f"mx:{element.name}:b{scaling.size}:{scaling.rule}", element, scaling)
+    scaling = (
+        BlockScaling(size, scale, height)  # type: ignore[arg-type]
+        if family == "mx"
+        else BlockScaling(
+            size,
+            height=height,
+            scale=scale,  # type: ignore[arg-type]
+            outer="none" if scale == "fp32" else "tensor",
+        )
+    )
+    return Format(f"{family}:{element.name}:{block}:{scale}", element, scaling)
+
+
+def _block(text: str) -> tuple[int, int, str]:
+    """Return size and height of a block, and its canonical name."""
+    if text == "row":
+        return WHOLE_AXIS, 1, text
+    height, _, size = text[1:].rpartition("x")
+    rows, values = int(height or 1), int(size)
+    return values, rows, f"b{rows}x{values}" if rows > 1 else f"b{values}"
+
+
+def _help(variant: str) -> str:
+    """Return a variant as help shows it, which for one with a number is a placeholder."""
+    for pattern, text in _WITH_NUMBER.items():
+        if re.fullmatch(pattern, variant):
+            return text
+    return variant
 
 
 def _kind(variant: str) -> str:
@@ -114,11 +213,8 @@ def _kind(variant: str) -> str:
 
     A name may change each property once.
     """
-    if variant in RULES:
-        return "rule"
-    if variant in _ROUNDINGS:
-        return "rounding"
-    return "target" if _TARGET.fullmatch(variant) else variant
+    shown = _help(variant)
+    return _KINDS.get(shown, shown)
 
 
 def _changed(fmt: Format, variant: str) -> Format:
@@ -127,13 +223,14 @@ def _changed(fmt: Format, variant: str) -> Format:
     Raises:
         ValueError: if the format does not accept the variant.
     """
-    kind = _kind(variant)
-    if not _accepts(fmt, _TARGET_HELP if kind == "target" else variant):
+    shown = _help(variant)
+    if not _accepts(fmt, shown):
         accepted = variants_of(fmt)
         raise ValueError(
             f"{fmt.name} does not take {variant!r}; "
             + (f"it takes {', '.join(accepted)}" if accepted else "it has no variants")
         )
+    kind = _kind(variant)
     if kind == "rounding":
         return replace(fmt, rounding=_ROUNDINGS[variant])
     if kind == "inf":
@@ -141,13 +238,52 @@ def _changed(fmt: Format, variant: str) -> Format:
     if kind == "target":
         power = getattr(fmt.scaling, "power_of_two", False)
         return replace(fmt, scaling=TensorScaling(float(variant[1:]), power))
-    changes: dict[str, dict[str, Any]] = {
-        "rule": {"rule": variant},
-        "2d": {"square": True},
-        "pow2": {"power_of_two": True},
+    if kind == "pow2":
+        assert isinstance(fmt.scaling, TensorScaling)
+        return replace(fmt, scaling=replace(fmt.scaling, power_of_two=True))
+    assert isinstance(fmt.scaling, BlockScaling)
+    return replace(fmt, scaling=_CHANGES[kind](fmt.scaling, variant))
+
+
+#: Function that applies a variant to a block scaling, by the property that the variant changes.
+_CHANGES: Mapping[str, Callable[[BlockScaling, str], BlockScaling]] = MappingProxyType(
+    {
+        "rule": lambda scaling, variant: replace(scaling, rule=variant),
+        "top": lambda scaling, variant: replace(scaling, top=float(variant[3:])),
+        "2d": lambda scaling, variant: replace(scaling, height=scaling.size),
+        "outer scale": lambda scaling, variant: replace(scaling, outer=_OUTER[variant]),
+        "search": lambda scaling, variant: replace(scaling, search=variant[-3:]),
+        "bound": lambda scaling, variant: replace(scaling, bound=float(variant[5:])),
+        "headroom": lambda scaling, variant: replace(scaling, headroom=_fraction(variant[4:])),
+        "ue8m0": lambda scaling, variant: replace(scaling, scale="e8m0", rule="rceil"),
     }
-    assert fmt.scaling is not None
-    return replace(fmt, scaling=replace(fmt.scaling, **changes[kind]))
+)
+
+
+def _fraction(text: str) -> str:
+    """Return a fraction in lowest terms: 0.75 and 6/8 become 3/4."""
+    whole, _, part = text.partition("/")
+    if not part:
+        digits, _, decimals = whole.partition(".")
+        whole, part = digits + decimals, "1" + "0" * len(decimals)
+    above, below = int(whole), int(part)
+    if below == 0:
+        raise ValueError(f"a headroom of {text}; choose a fraction such as 16/17")
+    common = math.gcd(above, below)
+    return f"{above // common}" if below == common else f"{above // common}/{below // common}"
+
+
+def _without_defaults(fmt: Format) -> Format:
+    """Return `fmt` without numbers that equal what would apply without them."""
+    scaling = fmt.scaling
+    if not isinstance(scaling, BlockScaling):
+        return fmt
+    assert isinstance(fmt.element, ElementFormat)
+    if scaling.bound is not None and scaling.bound == bound(replace(scaling, bound=None)):
+        scaling = replace(scaling, bound=None)
+    if scaling.top == fmt.element.max:
+        scaling = replace(scaling, top=None)
+    return replace(fmt, scaling=scaling)
 
 
 def variants_of(fmt: Format) -> list[str]:
@@ -159,26 +295,49 @@ def _accepts(fmt: Format, variant: str) -> bool:
     if variant in _ROUNDINGS:
         return _ROUNDINGS[variant] in fmt.element.roundings
     of_scaling = () if fmt.scaling is None else fmt.scaling.variants
+    if variant in _SEARCHES and fmt.element != ELEMENTS["e2m1"]:
+        return False
     return variant in fmt.element.variants or variant in of_scaling
 
 
 def _canonical(base: Format, fmt: Format) -> str:
     """Return the canonical name of `fmt`: the name of `base`, and the changes in a fixed order."""
-    changes: list[str] = []
-    if fmt.scale_rule is not None and fmt.scale_rule != base.scale_rule:
-        changes.append(fmt.scale_rule)
-    if fmt.square and not base.square:
-        changes.append("2d")
+    changes = _changes(base.scaling, fmt.scaling)
     if fmt.rounding != base.rounding:
         changes.append(ROUNDINGS[fmt.rounding].suffix)
     if fmt.element != base.element:
         changes.append("inf")
     old, new = base.scaling, fmt.scaling
-    if new is not None and new.size is None and getattr(old, "target", None) != new.target:
-        changes.append(f"t{_plain(new.target)}")
-    if getattr(new, "power_of_two", False) and not getattr(old, "power_of_two", False):
-        changes.append("pow2")
+    if isinstance(new, TensorScaling):
+        if getattr(old, "target", None) != new.target:
+            changes.append(f"t{_plain(new.target)}")
+        if new.power_of_two and not getattr(old, "power_of_two", False):
+            changes.append("pow2")
     return ":".join([base.name, *changes])
+
+
+def _changes(old: object, new: object) -> list[str]:
+    """Return the variants that turn one block scaling into another, in a fixed order."""
+    if not isinstance(old, BlockScaling) or not isinstance(new, BlockScaling):
+        return []
+    changes: list[str] = []
+    if new.scale != old.scale:
+        changes.append("ue8m0")
+    if new.rule is not None and new.rule != old.rule and (new.scale == old.scale):
+        changes.append(new.rule)
+    if new.top is not None:
+        changes.append(f"top{_plain(new.top)}")
+    if new.height != old.height:
+        changes.append("2d")
+    if new.outer != old.outer:
+        changes.append(f"outer-{new.outer}")
+    if new.search != old.search:
+        changes.append(f"4over6-{new.search}")
+    if new.bound is not None:
+        changes.append(f"bound{_plain(new.bound)}")
+    if new.headroom != old.headroom:
+        changes.append(f"head{new.headroom}")
+    return changes
 
 
 def _plain(x: float) -> str:

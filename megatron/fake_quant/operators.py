@@ -194,7 +194,7 @@ def quantize(
     return (
         _stacked(codes, x, batch),
         _stacked(blocks, x, batch) if known.block_size is not None else blocks[0],
-        _stacked(whole, x, batch) if known.has_tensor_scale else whole[0],
+        _stacked(whole, x, batch) if known.has_outer_scale else whole[0],
     )
 
 
@@ -217,7 +217,7 @@ def _(
     out_dims = (
         0,
         0 if known.block_size is not None else None,
-        0 if known.has_tensor_scale else None,
+        0 if known.has_outer_scale else None,
     )
     return quantize(x, fmt, axis, seeds, batch + 1), out_dims
 
@@ -286,7 +286,7 @@ def _(
     known, size = from_text(fmt), info.batch_size
     codes = with_batch(codes, in_dims[0], size)
     blocks = with_batch(blocks, in_dims[1], size) if known.block_size is not None else blocks
-    whole = with_batch(whole, in_dims[2], size) if known.has_tensor_scale else whole
+    whole = with_batch(whole, in_dims[2], size) if known.has_outer_scale else whole
     return dequantize(codes, blocks, whole, fmt, shape, axis, dtype, batch + 1), 0
 
 

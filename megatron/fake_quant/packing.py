@@ -5,7 +5,8 @@ contiguous. Elements of 5 to 8 bits take one byte each. Elements of 4 bits or fe
 byte, with the first of two neighbors in the low half. Scales are stored in the format's own bytes:
 
     MX formats        one E8M0 byte per block: 2^(byte - 127), 255 is NaN
-    nvfp4             one E4M3 byte per block, and a float32 for the tensor
+    nvfp4             one E4M3 byte per block, and a float32 for the tensor (or per outer group)
+    fp8_block         one float32 per block
     hifp4             four bytes per block; see `hifloat4.py`
     fp8, hifp8:t15    a float32 for the tensor
 
@@ -74,7 +75,7 @@ def quantize(
         parts = operators.quantize(x.detach(), to_text(fmt), layout.from_end, seeds, 0)
     codes, blocks, whole = parts
     has_blocks = fmt.block_size is not None
-    scales = Scales(blocks if has_blocks else None, whole if fmt.has_tensor_scale else None)
+    scales = Scales(blocks if has_blocks else None, whole if fmt.has_outer_scale else None)
     return QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, x.dtype)
 
 

@@ -74,12 +74,18 @@ def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, .
         dtype = fmt.element.dtype
     elif fmt.element.bits <= _NIBBLE:
         codes = (*rows[:-1], -(-rows[-1] // 2)) if rows else (1,)
+    of_blocks = torch.float32 if fmt.block_scale == "FP32" else torch.uint8
+    groups = tuple[int, ...]() if fmt.has_tensor_scale else (0,)
     if (size := fmt.block_size) is not None:
-        blocked = 2 if fmt.square else 1  # number of axes that are divided into blocks
-        scales = (*rows[:-blocked], *(-(-n // size) for n in rows[-blocked:]))
-        scales += (fmt.scale_bytes,) if fmt.scale_bytes > 1 else ()
+        scales = (*rows[:-1], -(-rows[-1] // size))
+        if fmt.height > 1:
+            scales = (*rows[:-2], -(-rows[-2] // fmt.height), scales[-1])
+        parts = fmt.scale_bytes // of_blocks.itemsize
+        scales += (parts,) if parts > 1 else ()
+        if fmt.outer_size is not None:
+            groups = (*rows[:-1], -(-rows[-1] // fmt.outer_size))
     return (
         x.new_empty((*front, *codes), dtype=dtype),
-        x.new_empty((*front, *scales) if fmt.block_size is not None else (0,), dtype=torch.uint8),
-        x.new_empty(front if fmt.has_tensor_scale else (0,), dtype=torch.float32),
+        x.new_empty((*front, *scales) if fmt.block_size is not None else (0,), dtype=of_blocks),
+        x.new_empty((*front, *groups) if fmt.has_outer_scale else (0,), dtype=torch.float32),
     )

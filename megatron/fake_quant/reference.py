@@ -57,7 +57,7 @@ def round_blocks(
 def join(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:
     """Return the float32 tensor that elements and scales stand for, in its original shape."""
     if fmt.scaling is not None:
-        elements = scalings.module_of(fmt.scaling).scale_up(elements, scales)
+        elements = scalings.module_of(fmt.scaling).scale_up(elements, scales, fmt.scaling)
     return layout.from_rows(layout.from_blocks(elements))
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 
 
@@ -11,8 +12,10 @@ from megatron.fake_quant.formats import Format
 class Scales:
     """The stored scales of a tensor; both fields are None for a format without scales.
 
-    blocks: uint8 codes, one per block `[..., blocks]`, or four bytes per block in HiFloat4.
-    tensor: float32 without dimensions, by which dequantization multiplies the whole tensor.
+    blocks: uint8 codes, one per block `[..., blocks]`, or four bytes per block in HiFloat4; float32
+        numbers if block scales have that type.
+    tensor: float32 without dimensions, by which dequantization multiplies the whole tensor; or
+        `[..., groups]`, if each group of blocks in a row has an outer scale of its own.
     """
 
     blocks: Tensor | None = None
@@ -29,7 +32,7 @@ class Scales:
         return self.blocks
 
     def whole(self) -> Tensor:
-        """Return the whole tensor's scale, which must exist."""
+        """Return the scale of the whole tensor, or the outer scales, which must exist."""
         assert self.tensor is not None
         return self.tensor
 
@@ -48,9 +51,13 @@ class ScaleDescription:
 def block_shape(fmt: Format) -> str:
     """Return the shape of a format's blocks in words."""
     size = fmt.block_size
-    return f"{size} x {size} values of the last two axes" if fmt.square else f"{size} values"
+    if fmt.height > 1:
+        return f"{fmt.height} x {size} values of the last two axes"
+    return "all values of a row" if size == WHOLE_AXIS else f"{size} values"
 
 
 def brief_shape(fmt: Format) -> str:
     """Return the shape of a format's blocks in the short form used in tables."""
-    return f"{fmt.block_size} x {fmt.block_size}" if fmt.square else f"{fmt.block_size}"
+    if fmt.block_size == WHOLE_AXIS:
+        return "row of"
+    return f"{fmt.height} x {fmt.block_size}" if fmt.height > 1 else f"{fmt.block_size}"

@@ -1,9 +1,9 @@
 """Find the module that implements a scaling, such as `mx.py` for MX block scales.
 
 The module contains all code that depends on the scaling, and provides the functions of
-`ScalingModule`. To add a scaling, add its class to `formats.py` and one module to the table here. A
-format with the new scaling is computed by `reference.py`, and its statistics are measured value by
-value, until the fused kernels and the statistics by class support it.
+`ScalingModule`. To add a scaling, add its data to `block_scaling.py` or `formats.py` and one module
+to the table here. A format with the new scaling is computed by `reference.py`, and its statistics
+are measured value by value, until the fused kernels and the statistics by class support it.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from megatron.fake_quant import hifloat4, mx, nvfp4, tensor_scale
-from megatron.fake_quant.formats import (
-    BlockScaling,
-    Format,
-    GroupScaling,
-    Scaling,
-    TensorScaling,
-    TwoLevelScaling,
-)
+from megatron.fake_quant import float8_scales, float32_scales, hifloat4, mx, tensor_scale
+from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.formats import ElementFormat, Format, Scaling, TensorScaling
 from megatron.fake_quant.scales import ScaleDescription, Scales
 
 
@@ -30,7 +24,7 @@ class ScalingModule(Protocol):
     def scale_down(self, blocks: Tensor, element: Any, scaling: Any) -> tuple[Tensor, Scales]:
         """Return float32 blocks scaled to the range of the element type, and the scales."""
 
-    def scale_up(self, elements: Tensor, scales: Scales) -> Tensor:
+    def scale_up(self, elements: Tensor, scales: Scales, scaling: Any) -> Tensor:
         """Return the float32 values that elements and scales stand for."""
 
     def kernel_roundings(self, fmt: Format, device: str) -> tuple[str, ...]:
@@ -46,25 +40,49 @@ class BlockScalingModule(ScalingModule, Protocol):
     def stored_scales(self, scaling: Any) -> Tensor:
         """Return the factor that each scale code stands for, as float32; at least one is NaN."""
 
+    def histogram_bytes(self, stored: Tensor) -> Tensor:
+        """Return one byte per block, by which statistics count the stored scales."""
 
-_MODULES: Mapping[type, ScalingModule] = MappingProxyType(
+
+#: Modules by the `method` of a scaling.
+_MODULES: Mapping[str, ScalingModule] = MappingProxyType(
     {
-        BlockScaling: mx,
-        TwoLevelScaling: nvfp4,
-        GroupScaling: hifloat4,
-        TensorScaling: tensor_scale,
+        "mx": mx,
+        "float8": float8_scales,
+        "float32": float32_scales,
+        "hifloat4": hifloat4,
+        "tensor": tensor_scale,
     }
 )
 
 
 def module_of(scaling: Scaling) -> ScalingModule:
     """Return the module that implements a scaling."""
-    return _MODULES[type(scaling)]
+    return _MODULES[scaling.method]
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
     """Return the factor that each scale code stands for. HiFloat4 has 512 codes (`hifloat4.py`)."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
+
+
+def histogram_bytes(stored: Tensor, scaling: Scaling) -> Tensor:
+    """Return one byte per block, by which statistics count the stored scales."""
+    return cast(BlockScalingModule, module_of(scaling)).histogram_bytes(stored)
+
+
+def target(fmt: Format) -> float | None:
+    """Return the number to which a float32 scale maps the maximum of a tensor or of a group.
+
+    The result is None if a format has no such scale.
+    """
+    if isinstance(fmt.scaling, TensorScaling):
+        return fmt.scaling.target
+    if not fmt.has_outer_scale:
+        return None
+    assert isinstance(fmt.scaling, BlockScaling)
+    assert isinstance(fmt.element, ElementFormat)
+    return float8_scales.target(fmt.scaling, fmt.element)
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tupl
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
 
-def scale_up(elements: Tensor, scales: Scales) -> Tensor:
+def scale_up(elements: Tensor, scales: Scales, scaling: TensorScaling) -> Tensor:
     """Multiply the elements by the stored scale, which undoes `scale_down`."""
     return elements * scales.whole()
 

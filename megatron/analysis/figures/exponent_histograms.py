@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from megatron.analysis.figures.figure_data import FigureData, trimmed
-from megatron.fake_quant import get_format
+from megatron.fake_quant import get_format, scalings
 from megatron.fake_quant.inspect import format_properties
 
 #: Part of a figure's note that explains the bars below an exponent histogram.
@@ -85,10 +85,11 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
         shift = low = high = 0.0
         finer_exponents = 0
         largest = float(format_properties.positive_values(fmt.element)[-1])
-        if fmt.scaling is not None and fmt.scaling.size is None:
-            shift, low, high = _shifts(uses["amax"], fmt.scaling.target)
+        target = scalings.target(fmt)
+        if target is not None and fmt.block_size is None:
+            shift, low, high = _shifts(uses["amax"], target)
         elif fmt.scaling is not None:
-            target, finer_exponents = fmt.scaling.target, fmt.scaling.finer_exponents
+            finer_exponents = fmt.scaling.finer_exponents
             shift = uses["scale_median"].median()
             low, high = uses["scale_min"].min(), uses["scale_max"].max()
             if target is not None:  # add the tensor scale's logarithm to the block scale's

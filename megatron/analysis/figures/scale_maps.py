@@ -34,7 +34,7 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
     """
     known = get_format(fmt)
     size = known.block_size
-    if size is None or known.scale_bytes != 1 or known.square:
+    if size is None or known.scale_bytes != 1 or known.height > 1:
         raise ValueError(f"{fmt} has no scale for each block of a row")
     if not tensor.numel():
         raise ValueError("the tensor has no values")

@@ -1,7 +1,7 @@
-"""Measure the errors of HiFloat4 and of stochastic and hybrid rounding, value by value.
+"""Measure the errors of formats that are not counted by scale class, value by value.
 
-In these formats, the result for a value depends on more than the value and one block scale. For
-example, HiFloat4 has three levels of scales. `fake_quant.reference` quantizes the values, and each
+In these formats, the result for a value depends on more than the value and one scale code. For
+example, rounding is random, or there are scales per row, or three levels of scales (HiFloat4). `fake_quant.reference` quantizes the values, and each
 value is compared with its result. This is at least ten times slower than counting values.
 Stochastic rounding uses a fixed seed, so that the results are reproducible.
 """
@@ -23,10 +23,12 @@ from megatron.analysis.stats.kernels.error_sums import account_pairs, compare_pa
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import dequantize, reference
 from megatron.fake_quant.block_layout import BlockLayout
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.code_points import encode, pack_nibbles, unpack_nibbles
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_properties import positive_values
 from megatron.fake_quant.packing import QuantizedTensor
+from megatron.fake_quant.scalings import histogram_bytes
 
 SEED = 20240916  #: seed of stochastic rounding
 #: Number of values per chunk; `fake_quant.reference` needs about 50 bytes per value.
@@ -42,7 +44,7 @@ def measure_sampled(
     for piece in _pieces(tensor, matrix, fmt):
         results = {}
         for axis in axes:
-            operand, dim = _operand(piece, matrix, axis, square=fmt.square)
+            operand, dim = _operand(piece, matrix, axis, tall=fmt.height > 1)
             packed, clipped = _quantized(operand, fmt, dim)
             result = dequantize(packed)
             _add_values(all_errors[fmt.name, axis], operand, result, packed, clipped)
@@ -60,31 +62,32 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield the chunks of a tensor, or the whole tensor if the format has a tensor scale.
+    """Yield the chunks of a tensor, each with whole blocks and whole groups under an outer scale.
 
-    Each chunk has the shape [outer, rows, columns].
+    Each chunk has the shape [outer, rows, columns]. If a scale applies to the tensor or to a whole
+    axis, the only chunk is the tensor.
     """
     whole = tensor.reshape(matrix.outer, matrix.rows, matrix.columns)
-    if fmt.has_tensor_scale or whole.numel() <= PIECE:
+    size = math.lcm(fmt.block_size or 1, fmt.outer_size or 1, fmt.height)
+    if fmt.has_tensor_scale or size >= WHOLE_AXIS or whole.numel() <= PIECE:
         yield whole
         return
-    size = fmt.block_size or 1
     step = max(PIECE // matrix.columns // size, 1) * size
     for outer in range(matrix.outer):
         for first in range(0, matrix.rows, step):
             yield whole[outer : outer + 1, first : first + step]
 
 
-def _operand(piece: Tensor, matrix: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
+def _operand(piece: Tensor, matrix: MatrixView, axis: str, *, tall: bool) -> tuple[Tensor, int]:
     """Return a chunk, reshaped for quantization, and the dimension along which its blocks run.
 
-    For blocks along rows, the last dimension of the view is a run. For square blocks, the last two
-    dimensions are the rows and a run.
+    For blocks along rows, the last dimension of the view is a run. For blocks of several rows,
+    the last two dimensions are the rows and a run.
     """
     if axis == "column":
         return piece, 1
     runs = piece.reshape(piece.shape[0], piece.shape[1], -1, matrix.run)
-    return (runs.transpose(1, 2) if square else runs), -1
+    return (runs.transpose(1, 2) if tall else runs), -1
 
 
 def _bits(x: Tensor) -> NDArray[np.int32]:
@@ -151,9 +154,8 @@ def _limits(packed: QuantizedTensor) -> Tensor:
 def _add_blocks(errors: Errors, operand: Tensor, packed: QuantizedTensor) -> None:
     """Add the scales, dynamic ranges and headroom of the blocks to `errors`."""
     layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
-    stored = packed.scales.block()
-    if packed.format.scale_bytes > 1:
-        stored = stored[..., 0]  # the first byte stored for a HiFloat4 block is its E6M2 scale
+    assert packed.format.scaling is not None
+    stored = histogram_bytes(packed.scales.block(), packed.format.scaling)
     errors.scales += np.bincount(stored.reshape(-1).numpy(), minlength=256)
     blocks = layout.to_blocks(operand.float()).abs().double()
     amax = blocks.amax(-1)

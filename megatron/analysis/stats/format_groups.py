@@ -58,7 +58,7 @@ class FormatGroups:
 
     plain: tuple[Format, ...]  #: formats without blocks
     groups: tuple[Group, ...]  #: groups of formats with block scales
-    #: formats with stochastic or hybrid rounding, and HiFloat4, which are measured value by value
+    #: formats that are measured value by value; see `direct.py`
     sampled: tuple[Format, ...]
 
     @property
@@ -83,8 +83,7 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
     sampled: list[Format] = []
     groups: dict[tuple[object, ...], list[Format]] = {}
     for fmt in dict.fromkeys(get_format(name) for name in names):
-        by_class = fmt.scaling is None or fmt.scaling.by_class
-        if fmt.rounding != "nearest" or not by_class:
+        if fmt.rounding != "nearest" or not fmt.by_class:
             sampled.append(fmt)
         elif fmt.block_size is None:
             plain.append(fmt)
@@ -100,7 +99,7 @@ def _scale_key(fmt: Format) -> tuple[object, ...]:
     `Group.emax` explains the exponent, which is the second property of some formats.
     """
     if fmt.scale_rule is None:
-        return (fmt.block_scale,)
+        return (fmt.scaling,)
     return (carry_from(fmt), _class_emax(fmt))
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megatron.fake_quant.float8_scales import SIXTH
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
@@ -29,7 +30,7 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.mx import carry_bits
-from megatron.fake_quant.nvfp4 import SIXTH
+from megatron.fake_quant.scalings import target
 from megatron.fake_quant.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
@@ -59,9 +60,10 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     finite_amax: function that returns the tensor's largest finite magnitude; called only if the
         format has a tensor scale.
     """
-    if fmt.scaling is None or fmt.scaling.target is None:
+    largest = target(fmt)
+    if largest is None:
         return Rule(np.int32(carry_bits(fmt)), np.float32(0), np.float32(1))
-    whole = divide_by(finite_amax(), fmt.scaling.target)
+    whole = divide_by(finite_amax(), largest)
     sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
     return Rule(np.int32(0), np.float32(sixth), np.float32(decode))
 

@@ -5,6 +5,7 @@ Each program holds a tile of values in registers. It reads and writes each value
 
 import triton.language as tl
 
+from megatron.fake_quant.float8_scales import SIXTH as SIXTH_TENSOR
 from megatron.fake_quant.fused.triton_bits import (
     INFINITY,
     MAGNITUDE,
@@ -21,7 +22,6 @@ from megatron.fake_quant.fused.triton_bits import (
     widen,
 )
 from megatron.fake_quant.fused.triton_elementwise import encode_scale
-from megatron.fake_quant.nvfp4 import SIXTH as SIXTH_TENSOR
 
 FRACTION = tl.constexpr(0x7FFFFF)
 SMALLEST_NORMAL = tl.constexpr(1 << 23)
@@ -50,7 +50,7 @@ def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.te
 
 @compiled
 def e4m3(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor) -> tl.tensor:
-    """Return the multiplier and the scale of an NVFP4 block; see `nvfp4.py`."""
+    """Return the multiplier and the scale of an NVFP4 block; see `float8_scales.py`."""
     scaled = tl.minimum(as_bits(as_float(amax) * (encode * SIXTH)), E4M3_TOP)
     scale = as_float(nearest_even(scaled, E4M3_LOWEST, 3))
     product = scale * decode

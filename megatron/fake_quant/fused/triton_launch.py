@@ -29,7 +29,7 @@ from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
 from megatron.fake_quant.mx import carry_bits
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
-from megatron.fake_quant.scalings import kernel_roundings
+from megatron.fake_quant.scalings import kernel_roundings, target
 
 #: Size in bytes of the tile that a program holds in registers, unless a block is larger.
 TILE = 1 << 14
@@ -101,8 +101,7 @@ def _element(element: ElementFormat) -> Constants:
 def _scaling(fmt: Format, element: ElementFormat) -> Constants:
     if fmt.scale_rule is not None:
         return {"EMAX": element.emax, "CARRY_FROM": carry_bits(fmt), "TARGET": 0}
-    assert fmt.scaling is not None
-    return {"EMAX": 0, "CARRY_FROM": 0, "TARGET": fmt.scaling.target}
+    return {"EMAX": 0, "CARRY_FROM": 0, "TARGET": target(fmt)}
 
 
 def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> LaunchConfig:

@@ -15,11 +15,15 @@ from torch import Tensor
 
 from megatron.fake_quant import reference, scalings
 from megatron.fake_quant.block_layout import BlockLayout
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.code_points import code_values
 from megatron.fake_quant.float32_bits import INFINITY
 from megatron.fake_quant.formats import Element, Format, Scaling
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.quantize import fake_quantize
+
+
+_LONGEST = 1 << 14  #: length from which a block is measured on a shorter row
 
 
 def exponent(value: float) -> int:
@@ -159,12 +163,21 @@ def whole_range(fmt: Format) -> tuple[float, float]:
 
 
 def scale_bits(fmt: Format) -> tuple[int, int]:
-    """Return the number of bits stored for a block's scale, and how many values share the scale."""
-    if fmt.block_size is None:
+    """Return the number of bits stored for scales, and how many values share them.
+
+    Scales of a whole row or tensor are not included.
+    """
+    size = fmt.block_size
+    if size is None or size == WHOLE_AXIS:
         return 0, 1
-    shape = (fmt.block_size, fmt.block_size) if fmt.square else (fmt.block_size,)
-    scales = quantize(torch.ones(shape), _nearest(fmt)).scales.block()
-    return 8 * scales.nbytes, math.prod(shape)
+    if fmt.outer_size is not None and fmt.outer_size < WHOLE_AXIS:
+        size = fmt.outer_size
+    shape = (fmt.height, size) if fmt.height > 1 else (size,)
+    scales = quantize(torch.ones(shape), _nearest(fmt)).scales
+    bits = 8 * scales.block().nbytes
+    if size == fmt.outer_size:
+        bits += 8 * scales.whole().nbytes
+    return bits, math.prod(shape)
 
 
 def bits_a_value(fmt: Format) -> float:
@@ -175,12 +188,13 @@ def bits_a_value(fmt: Format) -> float:
 
 def effect(fmt: Format, special: float) -> str:
     """Describe how quantization treats a NaN or an Inf, and whether it affects the whole block."""
-    size = fmt.block_size or 1
-    x = torch.ones(2 * size, 2 * size)
+    size = min(fmt.block_size or 1, _LONGEST)
+    x = torch.ones(2 * fmt.height, 2 * size)
     x[0, 0] = special
     y = fake_quantize(x, _nearest(fmt))
     if y.isnan().sum() > 1:
-        assert int(y.isnan().sum()) == size * (size if fmt.square else 1)
+        width = 2 * size if fmt.block_size == WHOLE_AXIS else size
+        assert int(y.isnan().sum()) == fmt.height * width
         return "makes its block NaN"
     if y[0, 0].isfinite():
         return "becomes the largest number"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron.fake_quant import mx, scalings
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import ROUNDINGS, Element, Format, TensorScaling
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import aliases, markdown_table, number
@@ -61,6 +62,8 @@ def _summary(fmt: Format) -> list[Line]:
         stored += f": {fmt.element.bits} of the element, {bits} of scales for {values} values"
     if fmt.has_tensor_scale:
         stored += "; and 32 for the tensor"
+    elif WHOLE_AXIS in (fmt.block_size, fmt.outer_size):
+        stored += "; and 32 for each row"
     ties = format_properties.ties(fmt.element)
     variants = variants_of(fmt)
     more = "  ".join(f":{variant}" for variant in variants) or "nothing"
@@ -194,7 +197,7 @@ def _scale(fmt: Format) -> list[Line]:
     if fmt.scaling is not None and fmt.block_size is not None:
         low, high = format_properties.scale_range(fmt.scaling)
         spread = f"{scientific(low)} to {scientific(high)}{scales.range_note}"
-        lines.append(("range", spread))
+        lines.append(("range", "that of float32" if fmt.block_scale == "FP32" else spread))
     return [*lines, *scales.found]
 
 
@@ -202,8 +205,16 @@ def _whole(fmt: Format) -> list[Line]:
     """Return lines on the range with scales applied, and on the effect of a NaN and of an Inf."""
     low, high = format_properties.whole_range(fmt)
     lines: list[Line] = []
-    if fmt.block_size is not None:
+    if fmt.block_scale == "FP32":
+        largest = float(format_properties.positive_values(fmt.element)[-1])
+        smallest = format_properties.positive_values(fmt.element)[0] / largest
+        lines = [
+            ("largest", "amax, the block's largest magnitude"),
+            ("smallest", f"amax x {number(float(smallest))}"),
+        ]
+    elif fmt.block_size is not None:
         tensor = ", times the tensor's scale" if fmt.has_tensor_scale else ""
+        tensor = ", times the outer scale" if fmt.outer_size is not None else tensor
         beyond = f" (float32 ends at {FLOAT32_MAX:.6g})" if high > FLOAT32_MAX else ""
         lines = [
             ("largest", f"{scientific(high)}{tensor}{beyond}"),

@@ -1,0 +1,184 @@
+"""Define the scaling of blocks as data: the values that share a scale, and how it is found.
+
+Each field of `BlockScaling` describes one independent part. `names.py` spells the parts in a
+format's name, and the modules in `scalings.py` compute them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+ScaleRule = Literal["floor", "rceil", "ceil", "even"]
+#: number types of block scales: a power of two, 8-bit floating-point numbers, and float32
+ScaleType = Literal["e8m0", "e4m3", "ue5m3", "e6m2", "fp32"]
+#: group of values that share a float32 scale on top of the block scales
+Outer = Literal["none", "tensor", "row", "1x64", "1x128"]
+#: choice between two scales of an E2M1 block, which map its maximum to 6 or to 4 ("4/6"), by the
+#: mean absolute or the mean squared error
+Search = Literal["none", "mae", "mse"]
+
+#: Block size that stands for the whole axis along which blocks run: one block per row.
+WHOLE_AXIS = 1 << 40
+E2M1_MAX = 6.0
+#: Variants of a format's name that contain a number, as help and error messages show them.
+TOP, BOUND, HEADROOM = "top<number> (as in top7.25)", "bound<number>", "head<fraction>"
+
+
+def check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse a value that is not among the choices.
+
+    Raises:
+        ValueError: if the value is refused; the message lists the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"unknown {kind} {value!r}; choose one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaling:
+    """A scaling with one scale per block, described by five parts.
+
+    The block's shape is `height` and `size`; its scale's number type is `scale`. The scale follows
+    from the block's maximum by `rule` for powers of two, and by division by `top` times `headroom`
+    for other types. An `outer` scale may apply on top of the block scales. `search` chooses between
+    two candidates for each scale.
+    """
+
+    size: int  #: values per block along the axis of the blocks, or `WHOLE_AXIS`
+    rule: ScaleRule | None = None  #: rule that computes an E8M0 scale; None for other types
+    height: int = 1  #: rows per block; above 1, blocks extend over the last two axes
+    scale: ScaleType = "e8m0"
+    #: number to which a block's maximum is mapped, or for E8M0, number that it must not exceed;
+    #: None for the largest number of the element type
+    top: float | None = None
+    #: fraction of `top` to which the block's maximum is mapped, such as 16/17; for E8M0, factor by
+    #: which values are multiplied before they are rounded
+    headroom: str = "1"
+    outer: Outer = "none"
+    #: block scale to which the outer scale maps the largest block maximum; None for the largest
+    #: scale, or 256 if there is a search
+    bound: float | None = None
+    search: Search = "none"
+
+    per_tensor: ClassVar[bool] = False
+    finer_exponents: ClassVar[int] = 0  #: largest exponent added by scales within a block
+
+    def __post_init__(self) -> None:
+        for size in (self.size, self.height):
+            if size < 1:
+                raise ValueError(f"a block of {size} values; choose a block size of 1 or more")
+        check_choice("scale type", self.scale, get_args(ScaleType))
+        check_choice("outer scale", self.outer, get_args(Outer))
+        check_choice("search", self.search, get_args(Search))
+        if self.scale == "e8m0":
+            check_choice("scale rule", str(self.rule), get_args(ScaleRule))
+        _check_parts(self)
+
+    @property
+    def method(self) -> str:
+        """Name of the computation in `scalings.py` that implements the scaling."""
+        return {"e8m0": "mx", "fp32": "float32"}.get(self.scale, "float8")
+
+    @property
+    def block_scale(self) -> str:
+        """Number type of block scales, in upper case."""
+        return self.scale.upper()
+
+    @property
+    def scale_bytes(self) -> int:
+        """Number of bytes stored per block."""
+        return 4 if self.scale == "fp32" else 1
+
+    @property
+    def share(self) -> float:
+        """Value of `headroom`."""
+        whole, _, part = self.headroom.partition("/")
+        return int(whole) / int(part or 1)
+
+    @property
+    def square(self) -> bool:
+        """True for blocks of size x size over the last two axes."""
+        return 1 < self.height == self.size
+
+    @property
+    def outer_size(self) -> int | None:
+        """Number of values along the axis that share an outer scale; None without such groups."""
+        if self.outer == "row":
+            return WHOLE_AXIS
+        return int(self.outer.removeprefix("1x")) if self.outer.startswith("1x") else None
+
+    @property
+    def by_class(self) -> bool:
+        """True if value and scale byte determine the quantized value."""
+        one_scale = self.size < WHOLE_AXIS and self.outer_size is None and self.search == "none"
+        plain = self.height in (1, self.size) and self.headroom == "1"
+        return one_scale and plain and self.scale in ("e8m0", "e4m3")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Variants that a format's name accepts, each after a colon."""
+        shape = () if self.size == WHOLE_AXIS or 1 < self.height < self.size else ("2d",)
+        if self.scale == "e8m0":
+            return (*get_args(ScaleRule), TOP, *shape, HEADROOM)
+        if self.scale == "fp32":
+            return (TOP, *shape, "outer-none", HEADROOM, "ue8m0")
+        outer = tuple(f"outer-{outer}" for outer in get_args(Outer))
+        search = ("4over6-mae", "4over6-mse") if self.scale == "e4m3" else ()
+        return (TOP, *shape, *outer, *search, BOUND, HEADROOM)
+
+
+def _check_parts(scaling: BlockScaling) -> None:
+    """Refuse parts of a block scale that do not go together.
+
+    Raises:
+        ValueError: if one part excludes another; the message says what to change.
+    """
+    share, size = scaling.share, scaling.outer_size
+    if scaling.top is not None and not scaling.top > 0:
+        raise ValueError(f"a top of {scaling.top:g}; choose a number above 0")
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"a headroom of {scaling.headroom}; choose a fraction of the largest number, from "
+            "above 0 to 1, such as 16/17"
+        )
+    if scaling.scale in ("e8m0", "fp32"):
+        if (scaling.outer, scaling.search, scaling.bound) != ("none", "none", None):
+            raise ValueError(
+                f"{scaling.block_scale} scales have the range of float32; they take no outer "
+                "scale, bound or search"
+            )
+        if scaling.top is not None and scaling.rule not in (None, "rceil"):
+            raise ValueError(
+                f"the rule {scaling.rule} has no top; remove the rule or choose rceil, which "
+                "keeps a block's maximum at or below the top"
+            )
+    if scaling.outer == "none" and scaling.bound is not None:
+        raise ValueError("a bound applies to an outer scale, and there is none; remove one of both")
+    if scaling.height > 1 and scaling.size == WHOLE_AXIS:
+        raise ValueError("a block of whole rows has one row; remove the number of rows")
+    ragged = size not in (None, WHOLE_AXIS) and size % scaling.size > 0
+    if size is not None and (scaling.height > 1 or ragged):
+        raise ValueError(
+            f"outer scales per {scaling.outer} need whole blocks of one row in each group, and the "
+            f"blocks are {scaling.height} x {scaling.size}; choose outer-tensor or outer-none"
+        )
+
+
+def check_element(scaling: BlockScaling, largest: float) -> None:
+    """Refuse a block scale that does not fit an element type with the given largest number.
+
+    Raises:
+        ValueError: if the scaling does not fit; the message says what does.
+    """
+    if scaling.search != "none" and largest != E2M1_MAX:
+        raise ValueError(
+            "a search between 4 and 6 is for elements whose largest number is 6, such as e2m1; "
+            f"this one ends at {largest:g}"
+        )
+    binade = math.ldexp(1, math.frexp(largest)[1] - 1)
+    if scaling.rule and scaling.top is not None and not binade <= scaling.top < 2 * binade:
+        raise ValueError(
+            f"a top of {scaling.top:g} for elements up to {largest:g}; choose one from "
+            f"{binade:g} up to, but not including, {2 * binade:g}"
+        )

@@ -1,0 +1,71 @@
+"""Compute float32 block scales, as in FP8 with blocks of 128 values or with one scale per row.
+
+Let b be the largest magnitude of a block and top the largest number of the element type times the
+headroom:
+
+    encode = top / b, clamped to normal float32 numbers; 1 if b is 0
+    decode = 1 / encode             the stored scale
+    value  = element(x * encode) * decode
+
+Each operation is rounded to float32, in the order of Transformer Engine's Float8BlockScaling with
+float32 scales. torchao's row-wise scales are the same numbers, except that it raises b to 1e-12.
+
+A NaN or an Inf makes its block NaN, by a NaN scale. Transformer Engine does not define this case.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
+from megatron.fake_quant.float32_bits import MANTISSA_BITS
+from megatron.fake_quant.formats import ElementFormat, Format
+from megatron.fake_quant.mx import scale_values
+from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
+from megatron.fake_quant.tensor_scale import divide_by
+
+_EXPONENT = 255  #: mask of the exponent field of float32, after a shift
+
+
+def scale_down(
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+) -> tuple[Tensor, Scales]:
+    """Return the blocks scaled to the element type's range, and one float32 scale per block."""
+    amax = blocks.abs().amax(-1)
+    encode = divide_by(amax, (scaling.top or element.max) * scaling.share)
+    encode.masked_fill_(~amax.isfinite(), torch.nan)
+    return blocks * encode.unsqueeze(-1), Scales(encode.reciprocal())
+
+
+def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
+    """Multiply the elements by the scales of their blocks, which undoes `scale_down`."""
+    return elements * scales.block().unsqueeze(-1)
+
+
+def stored_scales(scaling: BlockScaling) -> Tensor:
+    """Return the power of two at or below the scales that `histogram_bytes` counts together."""
+    return scale_values(torch.arange(256, dtype=torch.int32))
+
+
+def histogram_bytes(stored: Tensor) -> Tensor:
+    """Return the byte by which statistics count a scale: its exponent field."""
+    return (stored.view(torch.int32) >> MANTISSA_BITS & _EXPONENT).to(torch.uint8)
+
+
+def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
+    """Return the rounding modes for which the format has a fused kernel on this device type."""
+    return ()
+
+
+def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
+    """Return a description of the float32 scales."""
+    reached = f"{scaling.top or element.max:g}"
+    reached += "" if scaling.headroom == "1" else f" x {scaling.headroom}"
+    source = "FP8 with float32 scales per row, as torchao computes it"
+    if scaling.size != WHOLE_AXIS:
+        source = "FP8 blocks, arXiv 2412.19437 section 3.3, as Transformer Engine computes it"
+    return ScaleDescription(
+        source,
+        f"float32 per {brief_shape(fmt)} values",
+        f"{block_shape(fmt)}, float32",
+        (("found", f"1 / ({reached} / amax of the block)"),),
+    )

@@ -1,0 +1,276 @@
+"""Compute block scales of 8-bit floating-point types, as in NVFP4, and the outer scales above them.
+
+Let a be the largest magnitude of the values that share an outer scale (in NVFP4, the tensor), b the
+largest magnitude of a block, top the largest number of the element type times the headroom, and
+bound the largest block scale. With E4M3 scales:
+
+    encode = top * bound / a        maps the largest value to the format's largest number
+    decode = 1 / encode
+    s      = E4M3(b / top * encode) the block's scale, saturating at 448
+    code   = element(x * m)         m = 1 / (s * decode)
+    value  = (code * s) * decode    the first product is exact
+
+Each operation is rounded to float32. For NVFP4 (arXiv 2509.25149, appendix B), s is
+E4M3(b * (encode * float32(1/6))), as in Transformer Engine. The codes and scales of its kernels are
+reproduced bit for bit for finite tensors. The paper writes b / 6 * encode, which sometimes differs
+in the last bit; this is the order of fouroversix, which every other E4M3 format here follows.
+
+With UE5M3 scales (AMD-FP4), the order is that of AMD's ALTO, which divides:
+
+    outer  = a / (top * bound), at least 1e-30
+    s      = UE5M3(b / outer / top), at least the smallest positive scale
+    code   = element(x / (s * outer))
+    value  = code * (s * outer)
+
+Without an outer scale, encode, decode and outer are 1.
+
+If an E4M3 scale underflows to 0, its block becomes zeros; m is clamped to the largest float32, so
+that the codes of the block are not NaN. A tensor of zeros has encode = 1.
+
+The oracles do not define the result for NaN and Inf. Here, as in MX, either one makes its block
+NaN, by the NaN code of the scale, and is ignored when a is computed. (In Transformer Engine, one
+NaN makes every block's scale NaN.)
+
+With tensor parallelism, a is the maximum of the tensor that `fake_quantize` receives, which for a
+weight is a shard.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.code_points import code_values, decode, encode
+from megatron.fake_quant.float32_bits import INFINITY, MAGNITUDE
+from megatron.fake_quant.formats import E2M1, E4M3, ElementFormat, Format
+from megatron.fake_quant.rounding import round_to
+from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
+from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by
+
+SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32)
+E4M3_NAN = 0x7F
+NAN_BYTE = 0xFF  #: byte for NaN in the unsigned types
+SEARCH_BOUND = 256.0  #: bound if there is a search; 1.5 times as much is still a scale
+SMALLEST_OUTER = 1e-30  #: smallest outer scale in ALTO's order
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """A type of scales: which numbers exist, and which byte stands for each."""
+
+    element: ElementFormat
+    lowest: float = 0.0  #: number to which smaller scales are raised; 0 if they may underflow
+    first: int = 0  #: code of the element that is stored as byte 0
+
+
+FLOAT8: Mapping[str, Float8] = MappingProxyType(
+    {
+        "e4m3": Float8(E4M3),
+        "ue5m3": Float8(
+            ElementFormat("ue5m3", 5, 3, bias=15, max=114688.0, signed=False),
+            lowest=math.ldexp(1, -17),
+        ),
+        # E6M2 has neither zero nor subnormal numbers. It is described as part of a wider type, in
+        # which byte 0 is the first normal number.
+        "e6m2": Float8(
+            ElementFormat("e6m2", 7, 2, bias=49, max=1.5 * (1 << 15), signed=False),
+            lowest=math.ldexp(1, -48),
+            first=4,
+        ),
+    }
+)
+
+
+def top(scaling: BlockScaling, element: ElementFormat) -> float:
+    """Return the number to which the maximum of a block is mapped."""
+    return (scaling.top or element.max) * scaling.share
+
+
+def bound(scaling: BlockScaling) -> float:
+    """Return the block scale to which an outer scale maps the largest block maximum."""
+    if scaling.bound is not None:
+        return scaling.bound
+    return FLOAT8[scaling.scale].element.max if scaling.search == "none" else SEARCH_BOUND
+
+
+def target(scaling: BlockScaling, element: ElementFormat) -> float:
+    """Return the number to which an outer scale maps the largest magnitude of its values."""
+    return (scaling.top or element.max) * bound(scaling) * scaling.share
+
+
+def folds(scaling: BlockScaling, element: ElementFormat) -> bool:
+    """Return whether 1/6 is part of the outer factor, as in Transformer Engine's NVFP4."""
+    plain = (scaling.top, scaling.headroom, scaling.search) == (None, "1", "none")
+    return plain and element == E2M1 and scaling.scale == "e4m3" and scaling.outer != "none"
+
+
+def _outer_amax(blocks: Tensor, scaling: BlockScaling) -> Tensor:
+    """Return the largest finite magnitude under each outer scale: of the tensor, or by group."""
+    magnitude = blocks.view(torch.int32) & MAGNITUDE
+    magnitude.masked_fill_(magnitude >= INFINITY, 0)
+    if scaling.outer == "tensor":
+        return magnitude.amax().view(torch.float32)
+    amax = magnitude.amax(-1).view(torch.float32)
+    if scaling.outer == "row":
+        return amax.amax(-1, keepdim=True)
+    count = _blocks_per_group(scaling)
+    padded = torch.nn.functional.pad(amax, (0, -amax.shape[-1] % count))
+    return torch.unflatten(padded, -1, (-1, count)).amax(-1)
+
+
+def _blocks_per_group(scaling: BlockScaling) -> int:
+    assert scaling.outer_size is not None
+    return scaling.outer_size // scaling.size
+
+
+def _per_block(outer: Tensor, scaling: BlockScaling, like: Tensor) -> Tensor:
+    """Return outer scales in a form that broadcasts to one number per block, as in `like`."""
+    if scaling.outer in ("tensor", "row"):
+        return outer
+    return outer.repeat_interleave(_blocks_per_group(scaling), -1)[..., : like.shape[-1]]
+
+
+def scale_down(
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+) -> tuple[Tensor, Scales]:
+    """Return the blocks scaled to the element type's range, and the scales of both levels."""
+    compute = _multiplied if scaling.scale == "e4m3" else _divided
+    return compute(blocks, element, scaling)
+
+
+def _multiplied(
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+) -> tuple[Tensor, Scales]:
+    """Compute E4M3 scales in NVIDIA's order, which multiplies by reciprocals."""
+    amax = blocks.abs().amax(-1)
+    encoding, decoding, stored = _encoding(blocks, amax, element, scaling)
+    if folds(scaling, element):
+        wanted = amax * (encoding * SIXTH.to(amax.device))
+    else:
+        wanted = torch.div(amax, torch.full_like(amax, top(scaling, element))) * encoding
+    block_scales = round_to(wanted, E4M3)
+    codes = encode(block_scales, E4M3).masked_fill_(~amax.isfinite(), E4M3_NAN)
+    multiplier = (block_scales * decoding).reciprocal_().clamp_(max=FLOAT32_MAX)
+    return blocks * multiplier.unsqueeze(-1), Scales(codes, stored)
+
+
+def _encoding(
+    blocks: Tensor, amax: Tensor, element: ElementFormat, scaling: BlockScaling
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return `encode` and `decode` for each block, and `decode` as it is stored."""
+    if scaling.outer == "none":
+        one = torch.ones((), device=amax.device)
+        return one, one, None
+    outer = divide_by(_outer_amax(blocks, scaling), target(scaling, element))
+    stored = outer.reciprocal()
+    return _per_block(outer, scaling, amax), _per_block(stored, scaling, amax), stored
+
+
+def _divided(
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+) -> tuple[Tensor, Scales]:
+    """Compute UE5M3 or E6M2 scales in ALTO's order, which divides."""
+    kind = FLOAT8[scaling.scale]
+    amax = blocks.abs().amax(-1)
+    wanted, stored, outer = amax, None, torch.ones((), device=amax.device)
+    if scaling.outer != "none":
+        largest = _outer_amax(blocks, scaling)
+        stored = torch.div(largest, torch.full_like(largest, target(scaling, element)))
+        outer = _per_block(stored.clamp_(min=SMALLEST_OUTER), scaling, amax)
+        wanted = torch.div(amax, outer)
+    wanted = torch.div(wanted, torch.full_like(amax, top(scaling, element))).nan_to_num_(0.0)
+    block_scales = round_to(wanted.clamp_(kind.lowest, kind.element.max), kind.element)
+    numbers = _numbers(scaling.scale).to(amax.device)[:-1]
+    codes = torch.searchsorted(numbers, block_scales).to(torch.uint8)
+    codes.masked_fill_(~amax.isfinite(), NAN_BYTE)
+    return blocks / (block_scales * outer).unsqueeze(-1), Scales(codes, stored)
+
+
+def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
+    """Multiply the elements by both levels of scales, which undoes `scale_down`."""
+    factors = _values(scales.block(), scaling)
+    if scaling.outer == "none":
+        return elements * factors.unsqueeze(-1)
+    outer = _per_block(scales.whole(), scaling, factors)
+    if scaling.scale == "e4m3":
+        outer = outer.unsqueeze(-1) if outer.dim() else outer
+        return elements * factors.unsqueeze(-1) * outer
+    return elements * (factors * outer).unsqueeze(-1)
+
+
+def _values(codes: Tensor, scaling: BlockScaling) -> Tensor:
+    """Return the numbers that the stored bytes of scales stand for."""
+    if scaling.scale == "e4m3":
+        return decode(codes, E4M3)
+    return _numbers(scaling.scale).to(codes.device)[codes.int()]
+
+
+@functools.cache
+def _numbers(scale: str) -> Tensor:
+    """Return the numbers that the 256 bytes of an unsigned type stand for; the last one is NaN."""
+    kind = FLOAT8[scale]
+    numbers = code_values(kind.element)[kind.first : kind.first + NAN_BYTE]
+    return torch.cat([numbers, torch.tensor([torch.nan])])
+
+
+def stored_scales(scaling: BlockScaling) -> Tensor:
+    """Return the factor that each scale byte stands for, without the outer scale."""
+    return _values(torch.arange(256, dtype=torch.uint8), scaling)
+
+
+def histogram_bytes(stored: Tensor) -> Tensor:
+    """Return the byte by which statistics count a scale: the stored one."""
+    return stored
+
+
+def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
+    """Return the rounding modes for which the format has a fused kernel on this device type."""
+    assert isinstance(fmt.scaling, BlockScaling)
+    assert isinstance(fmt.element, ElementFormat)
+    known = fmt.by_class and folds(fmt.scaling, fmt.element) and fmt.scaling.bound is None
+    return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
+
+
+def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
+    """Return a description of the two levels of scales."""
+    brief = f"{scaling.block_scale} per {brief_shape(fmt)} values"
+    shared = f"{block_shape(fmt)}, {scaling.block_scale}"
+    if scaling.outer != "none":
+        brief += f", float32 per {scaling.outer}"
+        shared += f"; and of the {_GROUPS.get(scaling.outer, scaling.outer)}, float32"
+    return ScaleDescription(_source(scaling, element), brief, shared, tuple(_found(fmt, scaling)))
+
+
+_GROUPS = {"1x64": "64 neighbors", "1x128": "128 neighbors"}
+
+
+def _source(scaling: BlockScaling, element: ElementFormat) -> str:
+    if scaling.scale == "ue5m3":
+        return "AMD-FP4, unsigned E5M3 scales, in the order of AMD's ALTO"
+    if scaling.scale == "e6m2":
+        return "E6M2 scales as of HiFloat4, in the order of AMD's ALTO"
+    if folds(scaling, element):
+        return "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it"
+    return "E4M3 scales as of NVFP4, in the order of fouroversix"
+
+
+def _found(fmt: Format, scaling: BlockScaling) -> list[tuple[str, str]]:
+    assert isinstance(fmt.element, ElementFormat)
+    largest = scaling.top or fmt.element.max
+    reached = f"{largest:g}" + ("" if scaling.headroom == "1" else f" x {scaling.headroom}")
+    if scaling.outer == "none":
+        return [("found", f"amax / {reached} of the block, rounded to {scaling.block_scale}")]
+    group = _GROUPS.get(scaling.outer, scaling.outer)
+    factor = f"{reached} x {bound(scaling):g} = {target(scaling, fmt.element):.9g}"
+    return [
+        (
+            "found",
+            f"amax / {reached} of the block, times {factor} / amax of the {group}, "
+            f"rounded to {scaling.block_scale}",
+        )
+    ]
