@@ -112,8 +112,8 @@ class BlockScaling:
     def by_class(self) -> bool:
         """True if value and scale byte determine the quantized value."""
         one_scale = self.size < WHOLE_AXIS and self.outer_size is None and self.search == "none"
-        plain = self.height in (1, self.size) and self.headroom == "1"
-        return one_scale and plain and self.scale in ("e8m0", "e4m3")
+        powers = self.scale == "e8m0" and self.headroom == "1"
+        return one_scale and self.height in (1, self.size) and (powers or self.scale == "e4m3")
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -158,6 +158,11 @@ def _check_parts(scaling: BlockScaling) -> None:
     if scaling.height > 1 and scaling.size == WHOLE_AXIS:
         raise ValueError("a block of whole rows has one row; remove the number of rows")
     ragged = size not in (None, WHOLE_AXIS) and size % scaling.size > 0
+    if scaling.search != "none" and scaling.height & (scaling.height - 1):
+        raise ValueError(
+            f"a search in blocks of {scaling.height} rows, whose errors are added in halves; "
+            "choose a power of two"
+        )
     if size is not None and (scaling.height > 1 or ragged):
         raise ValueError(
             f"outer scales per {scaling.outer} need whole blocks of one row in each group, and the "

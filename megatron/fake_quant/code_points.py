@@ -141,7 +141,7 @@ def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
     result = codes[torch.searchsorted(numbers, magnitude.contiguous())]
     negative = torch.signbit(values) & ~values.isnan()
     if element.twos_complement:
-        result = torch.where(negative, result.neg(), result)
+        result = torch.where(negative, result.neg() & ((1 << element.bits) - 1), result)
     else:
         if not element.negative_zero:
             negative &= magnitude > 0

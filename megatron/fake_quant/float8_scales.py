@@ -15,6 +15,13 @@ E4M3(b * (encode * float32(1/6))), as in Transformer Engine. The codes and scale
 reproduced bit for bit for finite tensors. The paper writes b / 6 * encode, which sometimes differs
 in the last bit; this is the order of fouroversix, which every other E4M3 format here follows.
 
+With a search (4/6), s has a second candidate, E4M3(b / 6 * encode * 1.5), which maps the maximum to
+4 instead of 6. The candidate with the smaller error is chosen, and the first one if both errors are
+equal. The error is the sum of |value - x| (MAE) or of its square (MSE), where value is computed as
+code * s * a / (top * bound). This is Transformer Engine's order, and codes are rounded to nearest
+in it, whatever the format's rounding mode. fouroversix adds in the order of torch's `sum`, so it
+can choose the other candidate if errors differ by less than float32 resolves.
+
 With UE5M3 scales (AMD-FP4), the order is that of AMD's ALTO, which divides:
 
     outer  = a / (top * bound), at least 1e-30
@@ -56,6 +63,7 @@ SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32)
 E4M3_NAN = 0x7F
 NAN_BYTE = 0xFF  #: byte for NaN in the unsigned types
 SEARCH_BOUND = 256.0  #: bound if there is a search; 1.5 times as much is still a scale
+WIDER = 1.5  #: ratio of a search's two candidates: 6 / 4
 SMALLEST_OUTER = 1e-30  #: smallest outer scale in ALTO's order
 
 
@@ -154,9 +162,50 @@ def _multiplied(
     else:
         wanted = torch.div(amax, torch.full_like(amax, top(scaling, element))) * encoding
     block_scales = round_to(wanted, E4M3)
+    if scaling.search != "none":
+        wider = round_to(wanted * WIDER, E4M3)
+        errors = [
+            _error(blocks, candidate, decoding, element, scaling)
+            for candidate in (wider, block_scales)
+        ]
+        block_scales = torch.where(errors[0] < errors[1], wider, block_scales)
     codes = encode(block_scales, E4M3).masked_fill_(~amax.isfinite(), E4M3_NAN)
+    return blocks * _multiplier(block_scales, decoding), Scales(codes, stored)
+
+
+def _multiplier(block_scales: Tensor, decoding: Tensor) -> Tensor:
     multiplier = (block_scales * decoding).reciprocal_().clamp_(max=FLOAT32_MAX)
-    return blocks * multiplier.unsqueeze(-1), Scales(codes, stored)
+    return multiplier.unsqueeze(-1)
+
+
+def _error(
+    blocks: Tensor,
+    block_scales: Tensor,
+    decoding: Tensor,
+    element: ElementFormat,
+    scaling: BlockScaling,
+) -> Tensor:
+    """Return the error of each block under one candidate for its scale.
+
+    Each product and sum is rounded to float32, in Transformer Engine's order: the values of a row
+    are added one by one, and the rows of a block are added in halves.
+    """
+    values = round_to(blocks * _multiplier(block_scales, decoding), element)
+    values.mul_(block_scales.unsqueeze(-1))
+    if scaling.outer != "none":
+        amax = _per_block(_outer_amax(blocks, scaling), scaling, block_scales)
+        values.mul_(amax.unsqueeze(-1) if amax.dim() else amax)
+        values.div_(torch.full_like(amax, target(scaling, element)).unsqueeze(-1))
+    difference = values.sub_(blocks)
+    error = difference.abs_() if scaling.search == "mae" else difference.mul_(difference)
+    rows = torch.unflatten(error, -1, (scaling.height, -1))
+    total = torch.zeros_like(rows[..., 0])
+    for i in range(rows.shape[-1]):
+        total += rows[..., i]
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total[..., 0]
 
 
 def _encoding(
@@ -232,7 +281,9 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    known = fmt.by_class and folds(fmt.scaling, fmt.element) and fmt.scaling.bound is None
+    known = fmt.by_class
+    if device != "cpu":
+        known = folds(fmt.scaling, fmt.element) and fmt.scaling.outer == "tensor"
     return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
 
 

@@ -36,8 +36,9 @@ def to_float64(x: NDArray[np.floating]) -> Array:
 
 def code_points(element: str) -> Array:
     """Return the finite numbers >= 0 of an element, ascending, as their codes are."""
-    if element == "int8":
-        return np.arange(128) / 64
+    if element.startswith("int"):  # all but the sign, in steps of which 1 is half of the range
+        half = 2 ** (int(element[3:]) - 2)
+        return np.arange(2 * half) / half
     if element in ML_DTYPES:
         codes = np.arange(1 << (BITS[element] - 1), dtype=np.uint8)
         values = codes.view(ML_DTYPES[element]).astype(np.float64)
@@ -100,7 +101,7 @@ def scale_exponents(amax: Array, element: str, rule: str) -> NDArray[np.int64]:
     elif rule == "rceil":  # the smallest scale at which nothing saturates
         index = np.searchsorted(powers * largest, amax, side="left")
     else:  # floor, after rounding amax half up to as many significand bits as the element has
-        bits = 1 + (6 if element == "int8" else int(element[3]))
+        bits = int(element[3:]) - 1 if element.startswith("int") else 1 + int(element[3])
         fraction, exponent = np.frexp(amax)
         rounded = np.ldexp(np.floor(fraction * 2.0**bits + 0.5), exponent - bits)
         index = np.searchsorted(powers * largest_power, rounded, side="right") - 1
@@ -120,7 +121,7 @@ def fake_quantize_mx(
     amax = np.abs(x).max(axis=1, keepdims=True)
     scale = np.ldexp(1.0, scale_exponents(amax, element, rule))
     rounded = round_element(x / scale, element, random) * scale
-    if element == "int8":
+    if element.startswith("int"):
         rounded += 0.0  # two's complement has a single zero
     return np.where(special, np.nan, rounded)
 

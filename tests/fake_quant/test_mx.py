@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.formats import ELEMENTS
 from megatron.fake_quant.mx import NAN_BYTE, scale_bytes, scale_reciprocals, scale_values
 from megatron.fake_quant.names import get_element
@@ -29,7 +30,9 @@ elements = pytest.mark.parametrize("element", [*ELEMENTS, "e3m4", "e2m2", "e3m0"
 
 
 def scale_exponent(amax: float, element: str, rule: str) -> int:
-    return int(scale_bytes(torch.tensor([amax]), get_element(element), rule)) - 127
+    return (
+        int(scale_bytes(torch.tensor([amax]), get_element(element), BlockScaling(32, rule))) - 127
+    )
 
 
 def quantized_block(values: list[float], name: str) -> list[float]:
@@ -112,7 +115,7 @@ def test_scales_are_exact_in_every_binade(element, rule):
     binades = np.ldexp(1.0, np.arange(-149, 128))
     amax = next_to(np.concatenate([binades, binades * np.frexp(fmt.max)[0] * 2, binades * carry]))
     amax = amax[amax > 0]
-    found = scale_bytes(torch.from_numpy(amax), fmt, rule).numpy() - 127
+    found = scale_bytes(torch.from_numpy(amax), fmt, BlockScaling(32, rule)).numpy() - 127
     np.testing.assert_array_equal(
         found, oracle.scale_exponents(amax.astype(np.float64), element, rule)
     )
@@ -130,7 +133,11 @@ def test_scale_bytes_stand_for_powers_of_two():
 
 def test_nan_and_inf_maxima_have_the_nan_byte():
     amax = torch.tensor([torch.nan, torch.inf, 0.0])
-    assert scale_bytes(amax, get_element("e4m3"), "floor").tolist() == [NAN_BYTE, NAN_BYTE, 0]
+    assert scale_bytes(amax, get_element("e4m3"), BlockScaling(32, "floor")).tolist() == [
+        NAN_BYTE,
+        NAN_BYTE,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(

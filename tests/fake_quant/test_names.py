@@ -2,22 +2,22 @@
 
 import contextlib
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.fake_quant import FORMATS, Format, fake_quantize, get_format
+from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.formats import (
     E2M1,
     E4M3,
     S1P2,
-    BlockScaling,
     Cast,
     GroupScaling,
     HiFloat8,
     TensorScaling,
-    TwoLevelScaling,
 )
 
 
@@ -25,13 +25,13 @@ from megatron.fake_quant.formats import (
     ("name", "changes"),
     [
         ("mxfp8:rceil", {"scaling": BlockScaling(32, "rceil")}),
-        ("mxfp4:2d", {"scaling": BlockScaling(32, "floor", square=True)}),
+        ("mxfp4:2d", {"scaling": BlockScaling(32, "floor", height=32)}),
         (
             "mxfp4:ceil:2d:sr",
-            {"scaling": BlockScaling(32, "ceil", square=True), "rounding": "stochastic"},
+            {"scaling": BlockScaling(32, "ceil", height=32), "rounding": "stochastic"},
         ),
         ("mxint8:sr", {"rounding": "stochastic"}),
-        ("nvfp4:2d", {"scaling": TwoLevelScaling(square=True)}),
+        ("nvfp4:2d", {"scaling": BlockScaling(16, height=16, scale="e4m3", outer="tensor")}),
         ("nvfp4:sr", {"rounding": "stochastic"}),
         ("hifp8:hr", {"rounding": "hybrid"}),
         ("hifp8:inf", {"element": HiFloat8("inf")}),
@@ -52,7 +52,7 @@ def test_a_variant_changes_one_thing(name, changes):
 
 
 def test_formats_without_variants():
-    assert FORMATS["nvfp4"] == Format("nvfp4", E2M1, TwoLevelScaling(16))
+    assert FORMATS["nvfp4"] == Format("nvfp4", E2M1, BlockScaling(16, scale="e4m3", outer="tensor"))
     assert FORMATS["hifp4"] == Format("hifp4", S1P2, GroupScaling())
     assert FORMATS["fp8_e4m3"] == Format("fp8_e4m3", E4M3, TensorScaling(448.0))
     assert FORMATS["fp8_e5m2"].scaling == TensorScaling(57344.0)
@@ -91,14 +91,34 @@ def test_a_format_has_one_name(name, canonical):
 
 
 ACCEPTED = {
-    "mxfp8": ["floor", "rceil", "ceil", "even", "2d", "sr"],
-    "nvfp4": ["2d", "sr"],
+    "mxfp8": ["floor", "rceil", "ceil", "even", "top400", "2d", "head3/4", "sr"],
+    "nvfp4": [
+        "top400",
+        "2d",
+        "outer-none",
+        "outer-tensor",
+        "outer-row",
+        "outer-1x64",
+        "outer-1x128",
+        "4over6-mae",
+        "4over6-mse",
+        "bound256",
+        "head3/4",
+        "sr",
+    ],
     "hifp4": ["sr"],
     "hifp8": ["sr", "hr", "inf", "t15"],
     "fp8_e5m2": ["sr", "pow2"],
     "bf16": [],
 }
-EVERY = ["floor", "rceil", "ceil", "even", "2d", "sr", "hr", "inf", "t15", "pow2"]
+EVERY = [*dict.fromkeys(variant for accepted in ACCEPTED.values() for variant in accepted), "hr"]
+#: How help and error messages show a variant with a number.
+WITH_NUMBER = {
+    "t15": "t<number> (as in t15)",
+    "top400": "top<number> (as in top7.25)",
+    "bound256": "bound<number>",
+    "head3/4": "head<fraction>",
+}
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -109,12 +129,12 @@ def test_a_variant_applies_or_is_refused(name, variant):
         fmt = get_format(f"{name}:{variant}")
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(23)) * 2.0**14
         changed = not torch.equal(fake_quantize(x, fmt), fake_quantize(x, name))
-        assert changed == (variant != "floor")
+        assert changed == (variant not in ("floor", "outer-tensor"))
     elif variant:
-        accepted = ", ".join(ACCEPTED[name]).replace("t15", r"t<number> \(as in t15\)")
-        said = f"it takes {accepted}$" if accepted else "it has no variants$"
-        message = rf"format '{name}:{variant}': {name} does not take '{variant}'; {said}"
-        with pytest.raises(ValueError, match=message):
+        accepted = ", ".join(WITH_NUMBER.get(each, each) for each in ACCEPTED[name])
+        said = f"it takes {accepted}" if accepted else "it has no variants"
+        message = f"format '{name}:{variant}': {name} does not take '{variant}'; {said}"
+        with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
             get_format(f"{name}:{variant}")
 
 
@@ -173,7 +193,10 @@ def test_a_target_of_zero_is_refused(target):
         ((E2M1, BlockScaling(32, "floor"), "hybrid"), "e2m1 elements have no hybrid rounding"),
         ((HiFloat8(), BlockScaling(32, "floor")), "puts block scales on HiFloat8"),
         ((HiFloat8(), GroupScaling()), "puts block scales on HiFloat8"),
-        ((HiFloat8(), TwoLevelScaling()), "puts block scales on HiFloat8"),
+        (
+            (HiFloat8(), BlockScaling(16, scale="e4m3", outer="tensor")),
+            "puts block scales on HiFloat8",
+        ),
         ((Cast(torch.bfloat16), TensorScaling(1.0)), "a cast of torch's: it has no scale"),
         ((Cast(torch.float16), None, "stochastic"), "and rounds to nearest"),
     ],

@@ -1,9 +1,10 @@
 """Measure the errors of formats that are not counted by scale class, value by value.
 
-In these formats, the result for a value depends on more than the value and one scale code. For
-example, rounding is random, or there are scales per row, or three levels of scales (HiFloat4). `fake_quant.reference` quantizes the values, and each
-value is compared with its result. This is at least ten times slower than counting values.
-Stochastic rounding uses a fixed seed, so that the results are reproducible.
+In these formats, the result for a value depends on more than the value and one scale code: rounding
+is random, each row has a scale of its own, or there are three levels of scales (HiFloat4).
+`fake_quant.reference` quantizes the values, and each value is compared with its result. This is at
+least ten times slower than counting values. Stochastic rounding uses a fixed seed, so that the
+results are reproducible.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _scale_key(fmt: Format) -> tuple[object, ...]:
     `Group.emax` explains the exponent, which is the second property of some formats.
     """
     if fmt.scale_rule is None:
-        return (fmt.scaling,)
+        return (fmt.scaling, fmt.element)
     return (carry_from(fmt), _class_emax(fmt))
 
 

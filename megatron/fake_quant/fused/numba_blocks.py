@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megatron.fake_quant import float8_scales
+from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.float8_scales import SIXTH
-from megatron.fake_quant.formats import Format
+from megatron.fake_quant.formats import ElementFormat, Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
     MAGNITUDE,
@@ -30,7 +32,6 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.mx import carry_bits
-from megatron.fake_quant.scalings import target
 from megatron.fake_quant.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
@@ -50,8 +51,9 @@ class Rule(NamedTuple):
     """Constants for computing a block's scale from the block's largest magnitude."""
 
     carry_from: np.int32  #: E8M0: smallest mantissa of a block's maximum that doubles the scale
-    encode: np.float32  #: NVFP4: factor `encode` of `nvfp4.py`, divided by 6; 0 for E8M0
-    decode: np.float32  #: NVFP4: factor `decode` of `nvfp4.py`; 1 for E8M0
+    encode: np.float32  #: E4M3: factor from a block's maximum to its scale; 0 for E8M0
+    decode: np.float32  #: E4M3: decode factor of the tensor; 1 for E8M0
+    divisor: np.float32 = ONE  #: E4M3: number by which a block's maximum is divided first
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
@@ -60,12 +62,18 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     finite_amax: function that returns the tensor's largest finite magnitude; called only if the
         format has a tensor scale.
     """
-    largest = target(fmt)
-    if largest is None:
+    if fmt.scale_rule is not None:
         return Rule(np.int32(carry_bits(fmt)), np.float32(0), np.float32(1))
-    whole = divide_by(finite_amax(), largest)
-    sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
-    return Rule(np.int32(0), np.float32(sixth), np.float32(decode))
+    assert isinstance(fmt.scaling, BlockScaling)
+    assert isinstance(fmt.element, ElementFormat)
+    divisor = np.float32(float8_scales.top(fmt.scaling, fmt.element))
+    if not fmt.has_outer_scale:
+        return Rule(np.int32(0), np.float32(1), np.float32(1), divisor)
+    whole = divide_by(finite_amax(), float8_scales.target(fmt.scaling, fmt.element))
+    encode, decode = whole, np.float32(whole.reciprocal().item())
+    if float8_scales.folds(fmt.scaling, fmt.element):
+        encode, divisor = whole * SIXTH, ONE
+    return Rule(np.int32(0), np.float32(encode.item()), decode, divisor)
 
 
 @inlined
@@ -101,7 +109,7 @@ def block_scale(amax: Any, element: Any, rule: Any) -> Any:
     if rule.encode == 0:
         byte = e8m0(amax, element, rule)
         return power(254 - byte), power(byte), SIGN
-    scaled = min(as_bits(as_float(amax) * rule.encode), E4M3.top)
+    scaled = min(as_bits(np.float32(as_float(amax) / rule.divisor) * rule.encode), E4M3.top)
     scale = as_float(nearest_even(scaled, E4M3))
     return min(ONE / np.float32(scale * rule.decode), FLOAT32_MAX), scale, SIGN
 

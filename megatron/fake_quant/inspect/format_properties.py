@@ -22,7 +22,6 @@ from megatron.fake_quant.formats import Element, Format, Scaling
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.quantize import fake_quantize
 
-
 _LONGEST = 1 << 14  #: length from which a block is measured on a shorter row
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
-from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
+from megatron.fake_quant.formats import Cast, GroupScaling
 
 HIFLOAT8_OVERFLOW = 40960.0
 #: The rounding edge above each element's largest number, and whether a value on it rounds up.
@@ -101,10 +101,10 @@ def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndar
         bytes_ = packed.scales.block()
         bytes_ = bytes_ if bytes_.dim() == rows.dim() else bytes_[..., 0]
         values = torch.tensor([scale_value(byte, name) for byte in range(256)]).double()
-        decode = float(packed.scales.whole()) if isinstance(fmt.scaling, TwoLevelScaling) else 1.0
+        decode = float(packed.scales.whole()) if fmt.has_tensor_scale else 1.0
         scales = values[bytes_.long()].repeat_interleave(size, -1)[..., : rows.shape[-1]]
         scaled = rows / scales
-        if isinstance(fmt.scaling, TwoLevelScaling):  # in float32, as the format prescribes
+        if fmt.has_tensor_scale:  # in float32, as the format prescribes
             multiplier = ((scales * decode).float()).reciprocal()
             scaled = (rows.float() * multiplier).double()
         edge, goes_up = EDGES[fmt.element.name]
@@ -160,7 +160,7 @@ def blocks(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[st
     assert size is not None
     ranges, zero, nan, rooms = [], 0, 0, []
     top = float(getattr(fmt.element, "max", math.nan))
-    decode = float(packed.scales.whole()) if isinstance(fmt.scaling, TwoLevelScaling) else 1.0
+    decode = float(packed.scales.whole()) if fmt.has_tensor_scale else 1.0
     flat = rows.reshape(-1, rows.shape[-1])
     per_row = -(-flat.shape[1] // size)
     for r, row in enumerate(flat.tolist()):

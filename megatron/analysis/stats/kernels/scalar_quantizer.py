@@ -211,7 +211,8 @@ def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
         elif amax[i] >= INFINITY:
             classes[i] = NAN_E4M3
         else:
-            scaled = min(as_bits(as_float(amax[i]) * rule.encode), E4M3.top)
+            wanted = np.float32(as_float(amax[i]) / rule.divisor) * rule.encode
+            scaled = min(as_bits(wanted), E4M3.top)
             scale = nearest_even(scaled, E4M3)
             if scale >= E4M3.lowest:
                 classes[i] = ((scale >> 23) - 120) << 3 | ((scale >> 20) & 7)
