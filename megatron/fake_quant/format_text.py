@@ -68,7 +68,9 @@ def _packed(part: Any) -> str:
     return "{" + ", ".join(pairs) + "}"
 
 
-def _value(value: str | bool | int | float) -> str:
+def _value(value: str | bool | int | float | None) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'

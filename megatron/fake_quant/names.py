@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import get_args
+from typing import cast, get_args
 
 from megatron.fake_quant.block_scaling import (
     BOUND,
@@ -40,6 +40,8 @@ from megatron.fake_quant.block_scaling import (
     BlockScaling,
     Outer,
     ScaleRule,
+    ScaleType,
+    Search,
 )
 from megatron.fake_quant.float8_scales import FLOAT8, bound
 from megatron.fake_quant.formats import (
@@ -129,7 +131,7 @@ def get_format(name: str) -> Format:
     if spelled_out is None and base is None:
         raise _unknown(name)
     try:
-        changed = set[str]()
+        changed: set[str] = set()
         if spelled_out is not None:
             base, variants = _spelled_out(spelled_out), spelled_out["variants"]
             varied = variants is not None
@@ -179,12 +181,12 @@ def _spelled_out(match: re.Match[str]) -> Format:
         )
     # The constructor of BlockScaling checks the rule.
     scaling = (
-        BlockScaling(size, scale, height)  # type: ignore[arg-type]
+        BlockScaling(size, cast(ScaleRule, scale), height)
         if family == "mx"
         else BlockScaling(
             size,
             height=height,
-            scale=scale,  # type: ignore[arg-type]
+            scale=cast(ScaleType, scale),
             outer="none" if scale == "fp32" else "tensor",
         )
     )
@@ -248,11 +250,11 @@ def _changed(fmt: Format, variant: str) -> Format:
 #: Function that applies a variant to a block scaling, by the property that the variant changes.
 _CHANGES: Mapping[str, Callable[[BlockScaling, str], BlockScaling]] = MappingProxyType(
     {
-        "rule": lambda scaling, variant: replace(scaling, rule=variant),
+        "rule": lambda scaling, variant: replace(scaling, rule=cast(ScaleRule, variant)),
         "top": lambda scaling, variant: replace(scaling, top=float(variant[3:])),
         "2d": lambda scaling, variant: replace(scaling, height=scaling.size),
         "outer scale": lambda scaling, variant: replace(scaling, outer=_OUTER[variant]),
-        "search": lambda scaling, variant: replace(scaling, search=variant[-3:]),
+        "search": lambda scaling, variant: replace(scaling, search=cast(Search, variant[-3:])),
         "bound": lambda scaling, variant: replace(scaling, bound=float(variant[5:])),
         "headroom": lambda scaling, variant: replace(scaling, headroom=_fraction(variant[4:])),
         "ue8m0": lambda scaling, variant: replace(scaling, scale="e8m0", rule="rceil"),
