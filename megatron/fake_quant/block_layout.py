@@ -26,7 +26,8 @@ class BlockLayout:
 
     shape: tuple[int, ...]  #: shape of the tensor
     axis: int  #: axis along which blocks run, counted from the front
-    size: int | None  #: number of values per block; None if the whole tensor is one block
+    #: number of values per block, or `WHOLE_AXIS`; None if the whole tensor is one block
+    size: int | None
     height: int = 1  #: number of rows per block; above 1, blocks extend over the last two axes
 
     @classmethod
@@ -55,10 +56,7 @@ class BlockLayout:
                 f"format {fmt.name!r} has square blocks over the last two axes; a tensor of shape "
                 f"{shape} and axis {axis} do not fit: give a matrix and one of its two axes"
             )
-        size = fmt.block_size
-        if size is not None:  # a block of a whole row may be longer than the axis
-            size = min(size, max(shape[axis], 1)) if size == WHOLE_AXIS else size
-        return cls(shape, axis % dims, size, fmt.height)
+        return cls(shape, axis % dims, fmt.block_size, fmt.height)
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return a view of `x` whose last axis is the one along which blocks run."""
@@ -76,6 +74,8 @@ class BlockLayout:
         if self.size is None:
             return x.reshape(1, -1)
         rows = self.to_rows(x)
+        if self.size == WHOLE_AXIS:
+            return rows.unsqueeze(-2)
         columns = -rows.shape[-1] % self.size
         if self.height == 1:
             return torch.unflatten(pad(rows, (0, columns)), -1, (-1, self.size))

@@ -181,8 +181,10 @@ def check_element(scaling: BlockScaling, largest: float) -> None:
             "a search between 4 and 6 is for elements whose largest number is 6, such as e2m1; "
             f"this one ends at {largest:g}"
         )
+    if scaling.rule is None or scaling.top is None:
+        return
     binade = math.ldexp(1, math.frexp(largest)[1] - 1)
-    if scaling.rule and scaling.top is not None and not binade <= scaling.top < 2 * binade:
+    if not binade <= scaling.top < 2 * binade:
         raise ValueError(
             f"a top of {scaling.top:g} for elements up to {largest:g}; choose one from "
             f"{binade:g} up to, but not including, {2 * binade:g}"

@@ -283,7 +283,7 @@ def _without_defaults(fmt: Format) -> Format:
     assert isinstance(fmt.element, ElementFormat)
     if scaling.bound is not None and scaling.bound == bound(replace(scaling, bound=None)):
         scaling = replace(scaling, bound=None)
-    if scaling.top == fmt.element.max:
+    if scaling.top is not None and scaling.top == fmt.element.max:
         scaling = replace(scaling, top=None)
     return replace(fmt, scaling=scaling)
 
