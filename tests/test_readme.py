@@ -12,6 +12,7 @@ import pytest
 
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect.format_table import markdown
+from megatron.fake_quant.names import get_format
 from megatron.tensor_record import CODES, TENSOR_NAMES, TensorRecord
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment
@@ -63,7 +64,15 @@ def test_readme_commands_run_in_their_order(copy):
 
 @both
 def test_the_table_of_formats_is_the_generated_one(readme):
-    assert markdown(FORMATS.values()) in readme.read_text()
+    text = readme.read_text()
+    command = re.search(r"<!-- python -m megatron.fake_quant list (.*) -->", text)
+    assert command is not None
+    assert markdown(map(get_format, command[1].split())) in text
+
+
+def test_the_table_of_all_formats_is_the_generated_one():
+    text = (REPO / "docs" / "formats.md").read_text()
+    assert f"\n{markdown(FORMATS.values())}\n\n" in text
 
 
 @both

@@ -10,6 +10,7 @@ byte, with the first of two neighbors in the low half. Scales are stored in the 
     hifp4             four bytes per block; see `hifloat4.py`
     fp8, hifp8:t15    a float32 for the tensor
 
+The module of a scaling (see `scalings.py`) describes the bytes of the other formats.
 For bf16 and fp16, `codes` is the tensor in that dtype.
 """
 
@@ -35,7 +36,7 @@ class QuantizedTensor:
     codes: uint8 `[..., K]`, or `[..., ceil(K / 2)]` for 4-bit elements, where K is the axis along
         which blocks run, moved to the end.
     scales: `scales.blocks` is uint8 `[..., ceil(K / block)]` (for square blocks, both last axes are
-        divided), with a further axis of four bytes in hifp4; `scales.tensor` is one float32.
+        divided), with a further axis if a block has several bytes; `scales.tensor` is one float32.
     """
 
     codes: Tensor
