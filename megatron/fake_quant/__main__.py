@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{started} picture mxfp8 hifp8 --output values.png",
     )
     picture.add_argument(
-        "format", nargs="*", metavar="FORMAT", help="default: every named one of at most 8 bits"
+        "format", nargs="*", metavar="FORMAT", help="default: the main ones of at most 8 bits"
     )
     picture.add_argument(
         "--output",
@@ -66,13 +66,12 @@ def _parser() -> argparse.ArgumentParser:
 def _draw(chosen: list[str], output: Path) -> str:
     """Draw the chosen formats in the image file `output`, and return a message that names it."""
     try:
-        from megatron.fake_quant.inspect.value_grids import picture
+        from megatron.fake_quant.inspect.value_grids import COLORS, picture
     except ModuleNotFoundError as error:
         raise ValueError(
             f"picture needs {error.name}, which is not installed; pip install matplotlib"
         ) from None
-    small = [name for name, fmt in FORMATS.items() if not fmt.is_cast]
-    formats = list(dict.fromkeys(map(get_format, chosen or small)))
+    formats = list(dict.fromkeys(map(get_format, chosen or COLORS)))
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; name a file in it, as {output}/x.png")
     if not output.suffix:

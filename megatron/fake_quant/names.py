@@ -161,7 +161,9 @@ def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
 
 def _unknown(name: str) -> ValueError:
     known = sorted({*FORMATS, *ALIASES})
-    near = difflib.get_close_matches(name.lower().partition(":")[0], known, n=3)
+    first = name.lower().partition(":")[0]
+    # "mx" begins a spelled-out name, so that no named format can be meant.
+    near = [] if first == "mx" else difflib.get_close_matches(first, known, n=3)
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
     return ValueError(
         f"unknown format {name!r}{meant} choose one of {', '.join(known)}, "

@@ -16,7 +16,7 @@ from megatron.fake_quant.inspect.value_grids import COLORS, picture
 from tests.fake_quant.oracle import code_points
 from tests.subprocesses import run
 
-SMALL = [name for name in FORMATS if name not in ("bf16", "fp16")]
+SMALL = [name for name in list(FORMATS)[:13] if name not in ("bf16", "fp16")]
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_picture_is_written(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def default():
-    """Return the picture of every named format of at most 8 bits."""
+    """Return the picture of every main format of at most 8 bits."""
     return picture([get_format(name) for name in SMALL])
 
 
@@ -144,7 +144,15 @@ def test_one_line_of_spacing_an_element(default):
     assert bottom.get_ylabel() == "spacing / value"
 
 
-@pytest.mark.parametrize("names", [SMALL, ["mx:e1m0:b4:floor"], ["hifp4", "mx:e3m4:b16:rceil"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        SMALL,
+        [name for name in FORMATS if name not in ("bf16", "fp16")],
+        ["mx:e1m0:b4:floor"],
+        ["hifp4", "mx:e3m4:b16:rceil"],
+    ],
+)
 def test_nothing_is_clipped(names):
     figure = picture([get_format(name) for name in names])
     FigureCanvasAgg(figure).draw()

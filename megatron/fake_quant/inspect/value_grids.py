@@ -19,7 +19,8 @@ from megatron.fake_quant.formats import Element, Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 
-#: Color of each format in all pictures, including the figures of `megatron.analysis`.
+#: Color of each main format in all pictures, including the figures of `megatron.analysis`. Other
+#: formats get spare colors, and the default picture omits them.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
