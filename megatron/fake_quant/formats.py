@@ -9,7 +9,8 @@ Element types and scalings of different classes have the same attributes, so tha
 check for the class. An attribute that does not apply to a class is None, 0 or False.
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5 (elements, E8M0 scale) and 6.3 (conversion);
-NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 2602.11287.
+NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 2602.11287;
+MX9 and MX6, arXiv 2302.08007.
 """
 
 import math
@@ -211,6 +212,26 @@ class GroupScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class PairScaling:
+    """The scaling of MX9 and MX6: an E8M0 scale per 16 values and an exponent bit per 2 values."""
+
+    lowest: int  #: exponent below which no scale falls
+
+    method: ClassVar[str] = "pair_exponents"
+    size: ClassVar[int] = 16
+    height: ClassVar[int] = 1
+    square: ClassVar[bool] = False
+    rule: ClassVar[None] = None
+    block_scale: ClassVar[str] = "E8M0"
+    scale_bytes: ClassVar[int] = 2
+    finer_exponents: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "none"
+    outer_size: ClassVar[None] = None
+    by_class: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TensorScaling:
     """A scaling whose single float32 scale maps a tensor's largest magnitude to `target`."""
 
@@ -236,7 +257,7 @@ class TensorScaling:
 
 
 Element: TypeAlias = ElementFormat | HiFloat8 | Cast
-Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling
+Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling | PairScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +376,11 @@ INT3 = ElementFormat(
 #: Element type of HiFloat4: a sign and a multiple of 1/4 up to 1.75.
 S1P2 = ElementFormat("s1p2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75, ties="away")
 
+#: Element type of MX6, in the same form as INT8: multiples of 1/8 without the lowest code.
+INT5 = ElementFormat(
+    "int5", exponent_bits=1, mantissa_bits=3, bias=1, max=15 / 8, twos_complement=True
+)
+
 #: Element types by name. E4M3 and E5M2 use some codes for NaN or Inf, so their maximum cannot be
 #: computed from the numbers of bits.
 ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
@@ -382,6 +408,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("hifp4", S1P2, GroupScaling()),
             Format("fp8_e4m3", E4M3, TensorScaling(E4M3.max)),
             Format("fp8_e5m2", E5M2, TensorScaling(E5M2.max)),
+            Format("mx9", INT8, PairScaling(lowest=-120)),
+            Format("mx6", INT5, PairScaling(lowest=-123)),
         )
     }
 )

@@ -12,7 +12,14 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from megatron.fake_quant import float8_scales, float32_scales, hifloat4, mx, tensor_scale
+from megatron.fake_quant import (
+    float8_scales,
+    float32_scales,
+    hifloat4,
+    mx,
+    pair_exponents,
+    tensor_scale,
+)
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.formats import ElementFormat, Format, Scaling, TensorScaling
 from megatron.fake_quant.scales import ScaleDescription, Scales
@@ -52,6 +59,7 @@ _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
         "float32": float32_scales,
         "hifloat4": hifloat4,
         "tensor": tensor_scale,
+        "pair_exponents": pair_exponents,
     }
 )
 
