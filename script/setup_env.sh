@@ -241,10 +241,12 @@ unset PIP_PYTHON PIP_TARGET PIP_PREFIX PIP_ROOT PIP_DRY_RUN
 PIP_USER=0 PIP_REQUIRE_VIRTUALENV=1
 export PIP_USER PIP_REQUIRE_VIRTUALENV
 inside
-in_venv pip --version >/dev/null 2>&1 || in_venv ensurepip >/dev/null ||
-  die "cannot put pip into $venv (the reason is above); free the space or fix it, and run it again"
-elsewhere=$(in_venv pip config list 2>/dev/null |
-  grep -E '^(global|install)\.(python|target|prefix|root|dry-run)=' || true)
+if ! settings=$(in_venv pip config list 2>/dev/null); then # pip is missing or broken
+  in_venv ensurepip >/dev/null ||
+    die "cannot put pip into $venv (the reason is above); free the space or fix it, and run it again"
+  settings=$(in_venv pip config list 2>/dev/null || true)
+fi
+elsewhere=$(grep -E '^(global|install)\.(python|target|prefix|root|dry-run)=' <<<"$settings" || true)
 if [[ -n $elsewhere ]]; then
   die "pip's configuration would install elsewhere (${elsewhere//$'\n'/, }); remove this setting, or set" \
     "PIP_CONFIG_FILE=/dev/null, and run it again"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.script.setup_tree import install_pip
 from tests.subprocesses import REPO
 
 for folder in ("script/collect", "script"):
@@ -31,6 +32,12 @@ def files(tmp_path_factory):
     """Return options with an empty tokenizer file and valid data."""
     tokenizer, data = write_corpus(tmp_path_factory.mktemp("files"))
     return ["--tokenizer-path", str(tokenizer), "--data-path", str(data)]
+
+
+@pytest.fixture(scope="session")
+def linked_pip(tmp_path_factory):
+    """Return a site-packages folder with pip, which virtual environments of tests link."""
+    return install_pip(tmp_path_factory.mktemp("pip") / "venv")
 
 
 @pytest.fixture

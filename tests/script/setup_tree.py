@@ -1,4 +1,8 @@
-"""Copy the files that script/setup_env.sh needs; the only requirement is a wheel made here."""
+"""Copy the files that script/setup_env.sh needs; the only requirement is a wheel made here.
+
+Most tests use a Python whose `ensurepip` links a pip that is installed once, because unpacking and
+compiling pip takes seconds. At least one test of each file uses the real `ensurepip`.
+"""
 
 import os
 import shutil
@@ -101,11 +105,34 @@ def check_error(result: subprocess.CompletedProcess[str], *parts: str) -> None:
         assert part in last
 
 
-def separate_python(folder: Path) -> Path:
+#: Program `ensurepip` of a stand-in: links the packages of a folder, such as pip, into the running
+#: environment.
+LINK_PIP = """
+import os, sysconfig
+source, target = {folder!r}, sysconfig.get_path("purelib")
+for name in os.listdir(source):
+    if not os.path.lexists(os.path.join(target, name)):
+        os.symlink(os.path.join(source, name), os.path.join(target, name))
+"""
+
+
+def install_pip(folder: Path) -> Path:
+    """Make a virtual environment with the real `ensurepip`, and return its site-packages folder."""
+    run([sys._base_executable, "-m", "venv", folder])
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    assert (packages / "pip").is_dir()
+    return packages
+
+
+def separate_python(folder: Path, *, linked_pip: Path | None = None) -> Path:
     """Make a Python installation whose site-packages is its own, as a stand-in for the user's.
 
     Its standard library is that of the running Python. Skips the test where a copied interpreter
     does not take the new folder for its home: then a faulty pip call would reach a real Python.
+
+    Args:
+        folder: the folder to make it in.
+        linked_pip: folder of packages that its `ensurepip` links; None: the real `ensurepip`.
     """
     library = Path(sysconfig.get_path("stdlib"))
     home = folder / "user's python"
@@ -115,6 +142,11 @@ def separate_python(folder: Path) -> Path:
     for entry in library.iterdir():
         if entry.name not in ("site-packages", "dist-packages"):
             (copied / entry.name).symlink_to(entry)
+    if linked_pip is not None:
+        (copied / "ensurepip").unlink()
+        (copied / "ensurepip").mkdir()
+        (copied / "ensurepip/__init__.py").touch()
+        (copied / "ensurepip/__main__.py").write_text(LINK_PIP.format(folder=str(linked_pip)))
     python = home / "bin" / "python3"
     shutil.copy(Path(sys._base_executable).resolve(), python)
     show = "import sys, sysconfig; print(sys.prefix, sysconfig.get_path('purelib'), sep='\\n')"

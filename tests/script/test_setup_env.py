@@ -12,13 +12,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.script.setup_tree import Tree, check_error
+from tests.script.setup_tree import Tree, check_error, separate_python
 from tests.subprocesses import REPO, environment, free_port, run
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory, linked_pip: Path) -> Path:
+    """Return the Python of a virtual environment, as the tests' own, whose base only links pip."""
+    folder = tmp_path_factory.mktemp("python")
+    try:
+        base = separate_python(folder, linked_pip=linked_pip)
+    except pytest.skip.Exception:  # slower, but no less strict: only .venv is checked here
+        return Path(sys.executable)
+    run([base, "-m", "venv", "--without-pip", folder / "venv"])
+    return folder / "venv/bin/python"
+
+
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree_with_ensurepip(tmp_path: Path) -> Tree:
+    """Return a tree whose python3 is the one that runs the tests."""
     return Tree(tmp_path)
+
+
+@pytest.fixture
+def tree(tree_with_ensurepip: Tree, python: Path) -> Tree:
+    tree_with_ensurepip.python("python3", f'exec "{python}" "$@"')
+    return tree_with_ensurepip
 
 
 def fastest(tree: Tree, **changes: str) -> float:
@@ -35,6 +54,7 @@ def fastest(tree: Tree, **changes: str) -> float:
 
 
 def test_the_python_in_path_is_used_if_it_has_the_pins(tree):
+    tree.python("python3")
     shutil.copy(REPO / "setup.py", tree.root)  # the real pins, which the tests' Python satisfies
     result = tree.call()
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{sys.executable}\n", "")
@@ -102,7 +122,8 @@ def test_options(tree):
 # --- making .venv ---------------------------------------------------------------------------------
 
 
-def test_venv_is_made_once_and_then_found_without_a_network(tree):
+def test_venv_is_made_once_and_then_found_without_a_network(tree_with_ensurepip):
+    tree = tree_with_ensurepip
     tree.check_made(tree.call())
     unreachable = {"PIP_INDEX_URL": f"http://127.0.0.1:{free_port()}/simple"}
     again = tree.call(**unreachable)

@@ -13,23 +13,29 @@ from tests.script.setup_tree import Tree, check_error, separate_python
 from tests.subprocesses import run
 
 
-def tree_in(folder: Path) -> Tree:
+def tree_in(folder: Path, *, linked_pip: Path | None = None) -> Tree:
     """Create a tree whose python3 is the stand-in for the user's Python."""
     made = Tree(folder)
-    made.user_python = separate_python(folder)
+    made.user_python = separate_python(folder, linked_pip=linked_pip)
     made.python("python3", f'exec "{made.user_python}" "$@"')
     return made
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path: Path, linked_pip: Path) -> Tree:
+    return tree_in(tmp_path, linked_pip=linked_pip)
+
+
+@pytest.fixture
+def tree_with_ensurepip(tmp_path: Path) -> Tree:
+    """Return a tree whose python3 has the real `ensurepip`."""
     return tree_in(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def complete(tmp_path_factory) -> Tree:
+def complete(tmp_path_factory, linked_pip: Path) -> Tree:
     """Return a tree with a complete .venv, which each test of damage repairs."""
-    made = tree_in(tmp_path_factory.mktemp("complete"))
+    made = tree_in(tmp_path_factory.mktemp("complete"), linked_pip=linked_pip)
     made.check_made(made.call())
     return made
 
@@ -241,17 +247,19 @@ def test_pythonhome_is_refused(tree):
     assert not (tree.root / ".venv").exists()
 
 
-def test_modules_of_the_current_folder_do_not_take_pips_place(tree):
+def test_modules_of_the_current_folder_do_not_take_pips_place(tree_with_ensurepip):
+    tree = tree_with_ensurepip
     (tree.root.parent / "pip.py").write_text("raise SystemExit('not pip')\n")
     (tree.root.parent / "pip").mkdir()
     tree.check_made(tree.call(PYTHONPATH=str(tree.root.parent)))
 
 
-def test_a_path_with_spaces_quotes_and_substitutions(tmp_path):
+def test_a_path_with_spaces_quotes_and_substitutions(tmp_path, linked_pip):
     tree = Tree(tmp_path, "a 'b' \"c\" $(touch PWN) `touch PWN` $HOME \\ é")
     tree.check_made(tree.call())
     lose_configuration(tree.root / ".venv")
-    tree.python("python3", f'exec "{separate_python(tmp_path)}" "$@"')
+    python = separate_python(tmp_path, linked_pip=linked_pip)
+    tree.python("python3", f'exec "{python}" "$@"')
     tree.check_made(tree.call())
     assert not list(tmp_path.rglob("PWN"))
     assert not (Path.cwd() / "PWN").exists()
