@@ -44,7 +44,11 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     for name, column, title in (
         ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
-        ("saturation", "saturated", "Saturation: values that clipping changes"),
+        (
+            "saturation",
+            "saturated",
+            "Saturation: values beyond the rounding edge of the largest number",
+        ),
     ):
         yield (
             name,
@@ -69,28 +73,41 @@ def error_causes(figure_data: FigureData) -> Figure:
     if not formats:
         raise NothingToDrawError("no format changes a value")
     places = [place for place in figure_data.places if (uses["place"] == place).any()]
-    columns = min(3, len(formats))
+    columns = 2 if len(formats) == 4 else min(3, len(formats))
     rows = -(-len(formats) // columns)
     figure, axes = sheet(4.6 * columns, (0.3 * len(places) + 1.1) * rows + 1, rows, columns)
     for ax in axes[len(formats) :]:
         ax.set_visible(False)
-    for number, name in enumerate(formats):
-        ax, part = axes[number], uses[uses["quantized_format"] == name]
-        means = part.groupby("place", sort=False)[list(CAUSES)].mean().reindex(places)
-        data = means.rename_axis("name").reset_index().melt("name", None, "part", "share")
-        data["part"] = data["part"].map({column: word for column, (word, _) in CAUSES.items()})
-        colors = dict(CAUSES.values())
-        plot_stacked_shares(data, colors, title=name, xlabel="share of the squared error", ax=ax)
+    for number, (ax, name) in enumerate(zip(axes, formats, strict=False)):
+        part = uses[uses["quantized_format"] == name]
+        data, colors = cause_shares(part, places), dict(CAUSES.values())
+        title = f"{name}, median SQNR {part['sqnr_db'].median():.1f} dB"
+        plot_stacked_shares(data, colors, title=title, xlabel="share of the squared error", ax=ax)
         if number % columns:
             ax.tick_params(axis="y", labelleft=False)
         if number + columns < len(formats):
             ax.set_xlabel("")
     legend(figure, axes[: len(formats)])
-    note = (
-        "a bar is the mean of its tensors; grid: rounding to a neighboring number of the format; "
-    )
+    note = "a bar is the mean of its tensors; grid: rounding to a neighboring number; "
     figure_data.headline(figure, "Causes of the squared error", note + figure_data.judged_origin)
     return figure
+
+
+def cause_shares(uses: pd.DataFrame, places: list[str]) -> pd.DataFrame:
+    """Return the mean share of each cause by place, in the form that `plot_stacked_shares` takes.
+
+    Args:
+        uses: rows of `FigureData.judged` for one format.
+        places: module and tensor names, in the order of the bars.
+    """
+    means = uses.groupby("place", sort=False)[list(CAUSES)].mean().reindex(places)
+    words = {column: word for column, (word, _) in CAUSES.items()}
+    return (
+        means.rename(columns=words)
+        .rename_axis("name")
+        .reset_index()
+        .melt("name", var_name="part", value_name="share")
+    )
 
 
 def underflow_by_magnitude(figure_data: FigureData) -> Figure:

@@ -109,8 +109,9 @@ def by_tensor(
 
 def gain(figure_data: FigureData) -> Figure:
     """Draw how much each format shrinks (negative) or stretches the tensors, by place."""
-    title = "Gain: shrinkage (below zero) or growth of a tensor by rounding"
-    figure = by_tensor(figure_data, "gain", xlabel="sum of x y / sum of x² - 1", title=title)
+    title = "Gain: by how much rounding shrinks (below 0) or enlarges a tensor"
+    xlabel = "Σxy / Σx² - 1 (y: the quantized x)"
+    figure = by_tensor(figure_data, "gain", xlabel=xlabel, title=title)
     figure.axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: percent(x)))
     return figure
 

@@ -80,7 +80,7 @@ function show(value) {
   return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
-const percent = (share) => (share === null ? "-" : `${show(100 * share)} %`);
+const percent = (share) => (share === null ? "-" : share > 0 && share < 1e-6 ? "<0.0001 %" : `${show(100 * share)} %`);
 // Return an SQNR as text; it is infinite if there is no error.
 const decibel = (value) => (value === "inf" ? "exact" : typeof value === "number" ? value.toFixed(1) : value ?? "-");
 const layout = (more) => ({
@@ -298,7 +298,7 @@ function drawNumbers(detail) {
 }
 
 function drawWorst() {
-  $("worst-note").textContent = `${data.judged}, in ${formatName()}, the format chosen above;`;
+  $("worst-note").textContent = `${data.judged}, in ${formatName()}, the format chosen above; causes as shares of the squared error;`;
   const head = make("tr");
   const causes = ["clipping", "underflow", "grid"].map((cause) => `error by ${cause}`);
   for (const name of ["tensor", "SQNR (dB)", ...causes, "gain", "bias / mean magnitude"]) head.append(make("th", name));

@@ -127,6 +127,9 @@ def _words(column: str) -> str:
 
 
 def _percent(share: float) -> str:
+    """Return a share as a percentage; "-" if it is undefined."""
+    if 0 < abs(share) < 1e-6:
+        return "<0.0001%"
     return "-" if math.isnan(share) else f"{100 * share:.3g}%"
 
 

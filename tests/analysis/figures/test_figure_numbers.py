@@ -12,12 +12,13 @@ from megatron.analysis.figures.attention_maps import entropy, head_errors
 from megatron.analysis.figures.distributions import magnitude_quantiles, standard_quantiles
 from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.figures.hifp8_analysis import REGIONS, by_region, region_shares
+from megatron.analysis.figures.overflow_analysis import CAUSES, cause_shares, error_causes
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.plots.style import power
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize, quantize
-from tests.analysis.fake_dump import records, write_tensor
+from tests.analysis.fake_dump import records, write_dump, write_tensor
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
@@ -104,3 +105,23 @@ def test_heads_have_the_error_of_their_own_probabilities():
         assert sqnr == pytest.approx(float(10 * torch.log10(x.double().square().sum() / error)))
     assert entropy(torch.full((4, 8), 1 / 8)) == pytest.approx(3.0)
     assert entropy(torch.eye(4)) == 0.0
+
+
+def test_each_bar_of_the_causes_is_the_mean_of_its_tensors_and_adds_up_to_one(tmp_path):
+    write_dump(tmp_path, run_id="r", layers=2)
+    store = TensorStore(tmp_path)
+    formats = ("mxfp4", "bf16", "hifp8")
+    data = FigureData(store, compute(store, formats), formats)
+    figure = error_causes(data)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert [title.split(",")[0] for title in titles] == ["mxfp4", "hifp8"]  # bf16 has no error
+    own = data.judged[data.judged["quantized_format"] == "mxfp4"]
+    places = data.judged_places()
+    table = cause_shares(own, places).pivot(index="name", columns="part", values="share")
+    np.testing.assert_allclose(table.sum(axis=1), 1)
+    for place in places:
+        expected = own.loc[own["place"] == place, "clipping_error"].mean()
+        assert table.loc[place, "clipping"] == pytest.approx(expected)
+    widths = [patch.get_width() for patch in figure.axes[0].patches]
+    assert len(widths) == len(places) * len(CAUSES)
+    assert sum(widths) == pytest.approx(len(places))

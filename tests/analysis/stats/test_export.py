@@ -63,6 +63,25 @@ def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
     assert shares(found, "hifp8")[1] == float(f"{100 * 60 / 64064:.3g}")
 
 
+def test_the_summary_shows_the_gain_and_the_causes_of_the_error(tmp_path):
+    x, exact = torch.full((64, 64), 50000.0), torch.ones(64, 64)
+    x[:, 0], x[:, 1] = 1e-9, 1.0625
+    found = write(tmp_path, x.bfloat16(), exact.bfloat16())
+    lines = summary(found).splitlines()
+    header = next(line for line in lines if "median gain" in line)
+    assert "clipping error  underflow error  grid error  underflow  saturated" in header
+    line = next(line for line in lines if line.split()[:1] == ["hifp8"]).split()
+    gain = found.formats.set_index("quantized_format").loc["hifp8", "gain"].median()
+    # all values of 50000 are clipped to 32768; the other errors are less than 1e-6 of this one
+    assert line[5:] == [f"{100 * gain:.3g}%", "100%", "<0.0001%", "<0.0001%", "0.781%", "48.4%"]
+    worst = next(line for line in lines if line.endswith(".pt")).split()
+    assert worst[1:4] == ["100%", "<0.0001%", "<0.0001%"]
+    nothing = summary(write(tmp_path / "exact", exact.bfloat16()))
+    assert next(line for line in nothing.splitlines() if "hifp8" in line).split()[5:9] == [
+        *("0%", "-", "-", "-")
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
     x = torch.zeros(8, 64)
