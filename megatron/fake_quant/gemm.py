@@ -32,6 +32,7 @@ from torch import Tensor
 from megatron.fake_quant import operators
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.mean_split import SplitMatrix, split_mean, with_means
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
@@ -39,6 +40,9 @@ from megatron.fake_quant.random_bits import derive_seed, draw_seed
 #: forward pass multiplied (its quantized copy, dequantized).
 Source = Literal["original", "dequantized"]
 SOURCES: tuple[Source, ...] = get_args(Source)
+#: Parts of an operand that are multiplied separately: none, or the mean over its rows.
+Split = Literal["none", "mean"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,19 @@ class Operand:
     hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization
     #: tensor that is transformed and quantized; see `GemmFormats` for "dequantized"
     source: Source = "original"
+    #: "mean" if the mean over the rows is multiplied separately; see `mean_split.py`
+    split: Split = "none"
 
     def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(
+                f"unknown split {self.split!r} of an operand; choose {' or '.join(SPLITS)}"
+            )
+        if self.split != "none" and self.format is None:
+            raise ValueError(
+                f"the split {self.split} of an operand is for quantizing the rest; give the "
+                "operand a format, or remove the split"
+            )
         if self.source not in SOURCES:
             raise ValueError(
                 f"unknown source {self.source!r} of an operand; choose {' or '.join(SOURCES)}"
@@ -58,8 +73,8 @@ class Operand:
 
     def quantized(
         self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
-    ) -> Tensor:
-        """Return `x` as the GEMM receives it: transformed, then quantized.
+    ) -> SplitMatrix:
+        """Return `x` as the GEMM receives it: split, transformed, then quantized.
 
         Args:
             x: the operand.
@@ -67,19 +82,32 @@ class Operand:
             seed: seed of stochastic rounding.
             fill: True to pad the axis with zeros if the transform's size does not divide it.
         """
-        x = self.rotated(x, axis=axis, fill=fill)
-        return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
+        parts = self.prepared(x, axis=axis, fill=fill)
+        if self.format is None:
+            return parts
+        return parts._replace(values=fake_quantize(parts.values, self.format, axis, seed=seed))
 
-    def rotated(
+    def prepared(
         self, x: Tensor, *, axis: int, fill: bool = False, signs: int | Tensor | None = None
-    ) -> Tensor:
-        """Return `x` after the transform and before quantization; see `quantized`.
+    ) -> SplitMatrix:
+        """Return `x`, split and transformed, but not yet quantized; see `quantized`.
 
         `signs` is the seed of the transform's random signs.
         """
-        if self.hadamard is None:
-            return x
-        return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis, seed=signs)
+        parts = split_mean(x) if self.split == "mean" else SplitMatrix(x)
+        transform = self.hadamard
+        if transform is None:
+            return parts
+
+        def rotated(part: Tensor) -> Tensor:
+            return transform.apply(transform.filled(part, axis) if fill else part, axis, seed=signs)
+
+        values, (_, column, row) = rotated(parts.values), parts
+        if row is not None and axis == -1:
+            row = rotated(row)
+        elif column is not None:
+            column = rotated(column)
+        return SplitMatrix(values, column, row)
 
     def rotated_back(self, x: Tensor, *, signs: int | Tensor | None = None) -> Tensor:
         """Undo the transform along the last axis of `x`, up to rounding to its dtype."""
@@ -92,8 +120,10 @@ class Operand:
         return replace(self, hadamard=self.hadamard.drawn(int(signs)))
 
     def __str__(self) -> str:
-        """Return the operand as text, such as `none` or `nvfp4:sr+H16:nvfp4+dequantized`."""
+        """Return the operand as text, such as `none` or `nvfp4:sr+mean+H16:nvfp4+dequantized`."""
         text = "none" if self.format is None else self.format.name
+        if self.split != "none":
+            text += f"+{self.split}"
         if self.hadamard is not None:
             text += f"+H{self.hadamard.size}:{self.hadamard.signs}"
         return text if self.source == "original" else f"{text}+{self.source}"
@@ -102,8 +132,8 @@ class Operand:
 AS_IT_IS = Operand()
 
 
-#: Callback that receives an operand's slot (such as fprop_a), the tensor (transformed, not yet
-#: quantized), its `Operand`, the reduction axis and the seed.
+#: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
+#: not yet quantized), its `Operand`, the reduction axis and the seed.
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
@@ -222,14 +252,20 @@ class _QuantizedMatmul(torch.autograd.Function):
         call: "_Call",
     ) -> tuple[Tensor, ...]:
         call = call.seeded(seed)
-        qa_MK = call.quantized("fprop_a", a_MK if whole_MK is None else whole_MK, axis=-1)
-        qb_NK = call.quantized("fprop_b", b_NK, axis=-1)
-        c_MN = _matmul(qa_MK, qb_NK.transpose(-2, -1), call.alpha)
+        a = call.quantized("fprop_a", a_MK if whole_MK is None else whole_MK, axis=-1)
+        b = call.quantized("fprop_b", b_NK, axis=-1)
+        c_MN = _matmul(a.values, b.values.transpose(-2, -1), call.alpha)
+        c_MN = with_means(c_MN, a, b.t(), call.alpha)
         if sums_M1 is not None:
             c_MN = (c_MN / sums_M1).to(c_MN.dtype)
-            qa_MK = (qa_MK / sums_M1).to(qa_MK.dtype)
         keep_a, keep_b = call.keeps(whole_MK)
-        return c_MN, *((qa_MK,) if keep_a else ()), *((qb_NK,) if keep_b else ())
+        results = [c_MN]
+        if keep_a:
+            qa_MK = a.dense()
+            results.append(qa_MK if sums_M1 is None else (qa_MK / sums_M1).to(qa_MK.dtype))
+        if keep_b:
+            results.append(b.dense())
+        return tuple(results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -259,13 +295,11 @@ class _QuantizedMatmul(torch.autograd.Function):
         call: _Call = ctx.call.seeded(seed)
         da_MK = db_NK = None
         if ctx.needs_input_grad[0]:
-            qdc_MN = call.quantized("dgrad_c", dc_MN, axis=-1)
-            qb_NK = call.quantized("dgrad_b", b_NK, axis=-2)
-            da_MK = call.gradient(torch.matmul(qdc_MN, qb_NK))
+            dc = call.quantized("dgrad_c", dc_MN, axis=-1)
+            da_MK = call.gradient(dc, call.quantized("dgrad_b", b_NK, axis=-2))
         if ctx.needs_input_grad[1]:
-            qdc_MN = call.quantized("wgrad_c", dc_MN, axis=-2)
-            qa_MK = call.quantized("wgrad_a", a_MK, axis=-2)
-            db_NK = call.gradient(torch.matmul(qdc_MN.transpose(-2, -1), qa_MK))
+            dc = call.quantized("wgrad_c", dc_MN, axis=-2)
+            db_NK = call.gradient(dc.t(), call.quantized("wgrad_a", a_MK, axis=-2))
         return da_MK, db_NK, None, None, None, None
 
 
@@ -293,7 +327,7 @@ class _Call:
         """
         return self if seed is None else _Call(self.formats, self.alpha, seed, self.observe)
 
-    def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
+    def quantized(self, slot: str, x: Tensor, *, axis: int) -> SplitMatrix:
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":  # `x` is the forward pass's operand; see `keeps`
             forward = OF_FORWARD[slot]
@@ -301,13 +335,14 @@ class _Call:
         # Both operands of wgrad are padded with the same number of zeros, which does not change the
         # sum over tokens.
         signs = self._signs(slot, x)
-        x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"), signs=signs)
+        parts = operand.prepared(x, axis=axis, fill=slot.startswith("wgrad"), signs=signs)
         if operand.format is None:
-            return x
+            return parts
         seed = self._derived(slot, x) if operand.format.stochastic else None
         if self.observe is not None:
-            self.observe(slot, x, operand.drawn(signs), axis, seed)
-        return fake_quantize(x, operand.format, axis=axis, seed=seed)
+            self.observe(slot, parts.values, operand.drawn(signs), axis, seed)
+        values = fake_quantize(parts.values, operand.format, axis=axis, seed=seed)
+        return parts._replace(values=values)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
         """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
@@ -339,13 +374,14 @@ class _Call:
         derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), name)
         return derived
 
-    def gradient(self, product: Tensor) -> Tensor:
-        """Return a gradient, given the product of its operands.
+    def gradient(self, left: SplitMatrix, right: SplitMatrix) -> Tensor:
+        """Return a gradient, the product of two operands.
 
         A straight-through backward pass multiplies the forward pass's operands, whose transform
         along K is undone in the product.
         """
-        grad = _scaled(product, self.alpha)
+        grad = _scaled(torch.matmul(left.values, right.values), self.alpha)
+        grad = with_means(grad, left, right, self.alpha)
         if not self.formats.straight_through:
             return grad
         return self.formats.fprop_a.rotated_back(grad, signs=self._signs("fprop_a", grad))

@@ -11,6 +11,7 @@ The value of an operand is a format, or a mapping with
 
     format         format of the operand
     source         original (default), or dequantized: the values that the forward pass multiplied
+    split          none (default), or mean: the mean over tokens is multiplied separately
 
 `GEMMS` lists the GEMMs and their operands in the order of `GemmFormats`.
 """
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, SOURCES, GemmFormats, Operand
+from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, SOURCES, SPLITS, GemmFormats, Operand
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
 from megatron.fake_quant.recipe_yaml import Node
@@ -45,6 +46,8 @@ GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "grad_value": ("grad_output", "probs"),
     },
 }
+#: Operands whose rows are features: a weight, and V, which enters the matmul as V^T.
+_NO_TOKENS = ("weight", "value")
 _PROBABILITIES = ("normalized", "unnormalized")
 _Text = TypeVar("_Text", bound=str)
 
@@ -156,11 +159,21 @@ def _operand(
     if not isinstance(node.value, dict):
         return Operand(_format(node, what), hadamard)
     if not node.value:
-        raise node.error(f"{what} is empty; give a format, or format and source")
-    node.only_keys(what, ("format", "source"))
+        raise node.error(f"{what} is empty; give a format, or a mapping with format")
+    node.only_keys(what, ("format", "source", "split"))
     if "format" in node:
         default = _format(node.value["format"], f"format of {what}")
-    return Operand(default, hadamard, _choice(node, "source", what, SOURCES))
+    source = _choice(node, "source", what, SOURCES)
+    split = _choice(node, "split", what, SPLITS)
+    if split != "none" and what.startswith(_NO_TOKENS):
+        raise node.value["split"].error(
+            f"split of {what} is {split}, which is the mean over tokens, and the rows of this "
+            "operand are not tokens; remove it"
+        )
+    try:
+        return Operand(default, hadamard, source, split)
+    except ValueError as error:
+        raise node.error(f"{what}: {error}") from None
 
 
 def _choice(node: Node, key: str, what: str, choices: Sequence[_Text]) -> _Text:

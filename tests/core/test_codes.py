@@ -152,18 +152,20 @@ configs:
   everywhere:
     linear:
       fprop: {input: "nvfp4:sr", weight: nvfp4, hadamard: {size: 16, signs: random}}
-      dgrad: {grad_output: mxfp8, weight: {format: mxfp8, source: dequantized}}
+      dgrad:
+        grad_output: {format: mxfp8, split: mean}
+        weight: {format: mxfp8, source: dequantized}
       wgrad:
         hadamard: {size: 16, signs: random}
-        grad_output: "mxfp4:sr"
-        input: {format: nvfp4, source: dequantized}
+        grad_output: {format: "mxfp4:sr", split: mean}
+        input: {format: nvfp4, source: dequantized, split: mean}
 matchers:
   all: {type: glob, pattern: "*", config: everywhere, enabled: true}
 """
 
 
 @pytest.mark.parametrize("how", [(), ("--recompute",)])
-def test_verify_recomputes_forward_copies_and_random_signs(tmp_path, how):
+def test_verify_recomputes_forward_copies_random_signs_and_means(tmp_path, how):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(REQUANTIZED)
     dump = tmp_path / "dump"
@@ -173,7 +175,8 @@ def test_verify_recomputes_forward_copies_and_random_signs(tmp_path, how):
     verdict = verify(dump, exact=True)
     assert verdict.errors == []
     assert count(verdict.checked, "results of linear layers, bit for bit") == 3 * 8
-    (weight, *_) = pick(records, tensor_name="weight")
+    (x, *_), (weight, *_) = (pick(records, tensor_name=name) for name in ("input", "weight"))
+    assert x["format"] == "nvfp4:sr+H16:random | nvfp4+mean+H16:random+dequantized"
     assert weight["format"] == "nvfp4+H16:random | mxfp8+dequantized"
     formats = [record["format"] for record in pick(records, tensor_name="fprop_weight_codes")]
     assert len(set(formats)) == len(formats) == 8, "signs of its own in every micro-batch"

@@ -137,6 +137,22 @@ def test_an_operand_can_come_from_the_dequantized_forward_copy(load):
     }
 
 
+def test_the_mean_over_tokens_can_be_split_off(load):
+    text = (
+        "configs:\n  c:\n    linear:\n      format: mxfp4\n"
+        "      fprop: {input: {split: mean}}\n"
+        "      dgrad: {grad_output: {format: 'mxfp4:sr', split: mean}}\n"
+    )
+    assert names(in_force(load(text + MATCHER % "c"))) == {
+        "fprop_a": "mxfp4+mean",
+        "fprop_b": "mxfp4",
+        "dgrad_c": "mxfp4:sr+mean",
+        "dgrad_b": "mxfp4",
+        "wgrad_c": "mxfp4",
+        "wgrad_a": "mxfp4",
+    }
+
+
 def test_probabilities_can_be_unnormalized(load):
     text = "configs:\n  c:\n    pv: {format: mxfp8, probabilities: %s}\n" + MATCHER % "c"
     assert in_force(load(text % "unnormalized"), "pv").unnormalized
@@ -332,7 +348,18 @@ def test_the_lm_head_needs_a_recipe():
         ),
         (
             "configs:\n  c:\n    linear: {wgrad: {input: {}}}\n" + MATCHER % "c",
-            "input of wgrad of linear of config 'c' is empty; give a format, or format and source",
+            "input of wgrad of linear of config 'c' is empty; give a format, or a mapping",
+        ),
+        (
+            "configs:\n  c:\n    linear: {fprop: {weight: {format: mxfp4, split: mean}}}\n"
+            + MATCHER % "c",
+            "line 3: split of weight of fprop .* mean over tokens, and the rows of this operand "
+            "are not tokens; remove it",
+        ),
+        (
+            "configs:\n  c:\n    linear: {fprop: {input: {split: mean}}}\n" + MATCHER % "c",
+            "line 3: input of fprop .* the split mean of an operand is for quantizing the rest; "
+            "give the operand a format",
         ),
         (
             "configs:\n  c:\n    pv: {probabilities: raw}\n" + MATCHER % "c",

@@ -43,6 +43,13 @@ GEMMS = {
     "random signs, straight-through": GemmFormats(
         Operand(get_format("mxfp8"), RANDOM), Operand(None, RANDOM), straight_through=True
     ),
+    "mean split": GemmFormats(
+        Operand(get_format("mxfp4"), HADAMARD, split="mean"),
+        Operand(get_format("mxfp8"), HADAMARD, split="mean"),
+        dgrad_c=Operand(get_format("mxfp4:sr"), split="mean"),
+        wgrad_c=Operand(get_format("mxfp4"), RANDOM, split="mean"),
+        wgrad_a=Operand(get_format("mxfp4"), RANDOM, "dequantized", "mean"),
+    ),
     "one operand": GemmFormats(fprop_b=Operand(get_format("mxfp8")), straight_through=True),
 }
 

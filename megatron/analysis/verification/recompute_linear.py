@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats, Operand
+from megatron.fake_quant.mean_split import SplitMatrix, with_means
 
 #: Operands from which each result of a linear layer is computed.
 LINEAR = {
@@ -97,7 +98,7 @@ def as_outcome(error: Exception) -> Outcome:
 
 def _operands(
     name: str, first: Tensor, second: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[SplitMatrix, SplitMatrix]:
     """Return the two quantized operands of the GEMM that computes a result.
 
     Args:
@@ -108,26 +109,32 @@ def _operands(
         codes: dequantized operands whose codes were saved, by slot.
     """
 
-    def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
+    def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> SplitMatrix:
         operand: Operand = getattr(formats, slot)
         if operand.source == "dequantized":
             forward = OF_FORWARD[slot]
-            x = getattr(formats, forward).rotated_back(of(forward, x, -1))
+            x = getattr(formats, forward).rotated_back(of(forward, x, -1).dense())
         return quantized(operand, x, axis, fill=fill, stored=codes.get(slot))
 
     straight = formats.straight_through
     if name == "output":
         return of("fprop_a", first, -1), of("fprop_b", second, -1).t()
+    gradient = (
+        of("dgrad_c", first, -1)
+        if name == "grad_input"
+        else of("wgrad_c", first, -2, fill=True).t()
+    )
+    if straight:  # the forward pass keeps each of its operands as one matrix
+        slot = "fprop_b" if name == "grad_input" else "fprop_a"
+        return gradient, SplitMatrix(of(slot, second, -1).dense())
     if name == "grad_input":
-        slot, axis = ("fprop_b", -1) if straight else ("dgrad_b", -2)
-        return of("dgrad_c", first, -1), of(slot, second, axis)
-    slot, axis = ("fprop_a", -1) if straight else ("wgrad_a", -2)
-    return of("wgrad_c", first, -2, fill=True).t(), of(slot, second, axis, fill=not straight)
+        return gradient, of("dgrad_b", second, -2)
+    return gradient, of("wgrad_a", second, -2, fill=True)
 
 
 def quantized(
     operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
-) -> Tensor:
+) -> SplitMatrix:
     """Return the quantized values of an operand, as the GEMM of the run used them.
 
     Args:
@@ -147,12 +154,12 @@ def quantized(
         check_not_random(operand)
         return operand.quantized(x, axis=axis, fill=fill)
     if is_random(operand):
-        rotated = operand.rotated(x, axis=axis, fill=fill)
-        if stored.shape != rotated.shape:
-            raise ValueError(f"codes of shape {list(stored.shape)} for {list(rotated.shape)}")
-        return stored
+        parts = operand.prepared(x, axis=axis, fill=fill)
+        if stored.shape != parts.values.shape:
+            raise ValueError(f"codes of shape {list(stored.shape)} for {list(parts.values.shape)}")
+        return parts._replace(values=stored)
     again = operand.quantized(x, axis=axis, fill=fill)
-    if not torch.equal(bits(again), bits(stored)):
+    if not torch.equal(bits(again.values), bits(stored)):
         raise ValueError("the saved codes of an operand are not those of the saved tensor")
     return again
 
@@ -172,7 +179,7 @@ def check_not_random(*operands: Operand) -> None:
 
 
 def _compare(
-    saved: Tensor, a: Tensor, b: Tensor, formats: GemmFormats | None, slack: float
+    saved: Tensor, a: SplitMatrix, b: SplitMatrix, formats: GemmFormats | None, slack: float
 ) -> Recomputation:
     """Compare a saved result with the product of its two operands.
 
@@ -185,26 +192,28 @@ def _compare(
             the product.
         slack: factor by which the allowed deviation is multiplied.
     """
-    if saved.shape != (a.shape[0], b.shape[1]):
-        text = f"its operands give shape {[a.shape[0], b.shape[1]]}, but it has {list(saved.shape)}"
+    shape = [a.values.shape[0], b.values.shape[1]]
+    if list(saved.shape) != shape:
+        text = f"its operands give shape {shape}, but it has {list(saved.shape)}"
         return Recomputation(exact=False, excess=torch.inf, text=text)
     hadamard = None
     if formats is not None and formats.straight_through:
         hadamard = formats.fprop_a.hadamard
-    again = torch.matmul(a, b)
+    again = with_means(torch.matmul(a.values, b.values), a, b, 1.0)
     if hadamard is not None:
         again = hadamard.invert(again, -1)
     if torch.equal(bits(again), bits(saved)):
         return Recomputation(exact=True)
     worst = Recomputation(exact=False, excess=-1.0)
-    wide_b = b.double()
-    size_b = wide_b.abs()
+    wide_b, size_b = _wide(b, slice(None))
+    length = a.values.shape[1]
+    gamma = length * _FLOAT32 / (1 - length * _FLOAT32)
+    if a.row is not None or b.row is not None:  # the product of the values is rounded on its own
+        gamma += torch.finfo(saved.dtype).eps / 2
     for start in range(0, len(saved), _ROWS):
         rows = slice(start, start + _ROWS)
-        wide_a = a[rows].double()
-        exact, size = wide_a @ wide_b, wide_a.abs() @ size_b
-        gamma = a.shape[1] * _FLOAT32 / (1 - a.shape[1] * _FLOAT32)
-        allowed = gamma * size
+        wide_a, size_a = _wide(a, rows)
+        exact, allowed = wide_a @ wide_b, gamma * (size_a @ size_b)
         if hadamard is not None:
             # the inverse transform adds `hadamard.size` values, each rounded to the saved dtype
             allowed += torch.finfo(saved.dtype).eps * exact.abs()
@@ -216,6 +225,15 @@ def _compare(
         worst_of_rows = worst_of(saved[rows], exact, slack * allowed, start)
         worst = max(worst, worst_of_rows, key=lambda comparison: comparison.excess)
     return worst
+
+
+def _wide(matrix: SplitMatrix, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return rows of an operand in float64, and the sums of the magnitudes of their parts."""
+    values = matrix.values[rows].double()
+    if matrix.column is None or matrix.row is None:
+        return values, values.abs()
+    mean = matrix.column[rows].double() * matrix.row.double()
+    return values + mean, values.abs() + mean.abs()
 
 
 def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> Recomputation:

@@ -54,8 +54,8 @@ class NotCheckedError(Exception):
 def parse_operand(name: str) -> Operand:
     """Parse an operand's format from a format audit or record, such as `nvfp4:sr` or `none`.
 
-    A Hadamard transform and the operand's source may follow, as in
-    `nvfp4:sr+H16:nvfp4+dequantized`.
+    The operand's split, Hadamard transform and source may follow, as in
+    `nvfp4:sr+mean+H16:nvfp4+dequantized`.
 
     Raises:
         NotCheckedError: if the format is unknown.
@@ -69,7 +69,7 @@ def parse_operand(name: str) -> Operand:
                 transform = Hadamard(int(size), int(signs) if signs.isdigit() else signs)  # type: ignore[arg-type]
                 settings["hadamard"] = transform
             else:
-                settings["source"] = part
+                settings["split" if part == "mean" else "source"] = part
         return Operand(None if format_name == "none" else get_format(format_name), **settings)
     except ValueError:
         raise NotCheckedError(f"this version does not know the format {name!r}") from None

@@ -43,6 +43,17 @@ CHOICES = {
     "requantized after a rotated forward pass": GemmFormats(
         ROTATED, ROTATED, dgrad_b=Operand(None, source="dequantized")
     ),
+    "mean split": GemmFormats(
+        replace(MXFP4, split="mean"),
+        MXFP4,
+        replace(MXFP8, split="mean"),
+        Operand(),
+        replace(ROTATED, split="mean"),
+        replace(ROTATED, split="mean"),
+    ),
+    "mean split, straight-through": GemmFormats(
+        replace(ROTATED, split="mean"), ROTATED, straight_through=True
+    ),
     "spelled out": GemmFormats.uniform(get_format("mx:e3m4:b16:rceil")),
 }
 
@@ -93,7 +104,7 @@ def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
     formats = CHOICES[name]
     tensors = tensors_of(formats, dtype)
     a, b = (
-        op.quantized(tensors[t], axis=-1)
+        op.quantized(tensors[t], axis=-1).values
         for op, t in ((formats.fprop_a, "input"), (formats.fprop_b, "weight"))
     )
     total = torch.zeros(48, 64)
@@ -142,6 +153,8 @@ def test_operands_as_records_name_them():
     assert parse_operand("mxfp8:rceil") == Operand(get_format("mxfp8:rceil"))
     assert parse_operand("nvfp4+H16:nvfp4") == ROTATED
     assert parse_operand("none+H32:7") == Operand(None, Hadamard(32, 7))
+    assert parse_operand("nvfp4+mean") == Operand(get_format("nvfp4"), split="mean")
+    assert parse_operand("nvfp4+mean+H16:nvfp4") == replace(ROTATED, split="mean")
     assert parse_operand("nvfp4+dequantized") == Operand(get_format("nvfp4"), source="dequantized")
     assert parse_operand("nvfp4+H16:nvfp4+dequantized") == replace(ROTATED, source="dequantized")
     with pytest.raises(NotCheckedError, match=r"does not know the format 'mxfp8.doubled'"):

@@ -1,0 +1,66 @@
+"""Split a matrix into the mean of its rows and the rest, and multiply the two parts separately.
+
+The rows of an operand X [tokens, features] often share a large component, which determines the
+scales of the blocks and leaves little precision for the differences between tokens. Averis (arXiv
+2603.10444) removes the component before quantization:
+
+    X = 1 mu^T + R        mu: mean of the rows; 1: a column of ones
+    X W^T = 1 (mu^T W^T) + R W^T
+
+Only R is quantized. mu stays in high precision, because its product has one row. The sum of both
+products is the result. In a product that reduces over tokens, such as dY^T X, the first product is
+(dY^T 1) mu^T. If both operands are split, there are four products.
+
+mu is computed in float64 and rounded to the dtype of X, and R = X - mu is rounded to this dtype,
+too. The products with mu are computed in float32, added to the product of the quantized parts, and
+rounded to its dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SplitMatrix(NamedTuple):
+    """The sum of a matrix and an outer product, `values + column @ row`."""
+
+    values: Tensor
+    column: Tensor | None = None  #: `[..., rows, 1]` in float32; None if there is no outer product
+    row: Tensor | None = None  #: `[..., 1, columns]` in float32; None if there is no outer product
+
+    def t(self) -> "SplitMatrix":
+        """Return the transpose."""
+        values = self.values.transpose(-2, -1)
+        if self.column is None or self.row is None:
+            return SplitMatrix(values)
+        return SplitMatrix(values, self.row.transpose(-2, -1), self.column.transpose(-2, -1))
+
+    def dense(self) -> Tensor:
+        """Return the sum as one matrix, rounded to the dtype of `values`."""
+        if self.column is None or self.row is None:
+            return self.values
+        return (self.values.float() + self.column * self.row).to(self.values.dtype)
+
+
+def split_mean(x: Tensor) -> SplitMatrix:
+    """Split `x`, of shape `[..., rows, columns]`, into the mean of its rows and the rest."""
+    total = x.sum(-2, keepdim=True, dtype=torch.float64)
+    mean = (total / max(x.shape[-2], 1)).to(x.dtype)  # the mean of no rows is 0
+    ones = x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
+    return SplitMatrix(x - mean, ones, mean.float())
+
+
+def with_means(product: Tensor, a: SplitMatrix, b: SplitMatrix, alpha: float) -> Tensor:
+    """Return `alpha * a @ b`, given the same product of the `values` alone."""
+    terms = []
+    if a.column is not None and a.row is not None:
+        terms.append(a.column * torch.matmul(a.row, b.values.float()))
+    if b.column is not None and b.row is not None:
+        terms.append(torch.matmul(a.values.float(), b.column) * b.row)
+        if a.column is not None and a.row is not None:
+            terms.append(a.column * (torch.matmul(a.row, b.column) * b.row))
+    if not terms:
+        return product
+    rest = terms[0] if len(terms) == 1 else terms[0] + terms[1] + terms[2]
+    return (product.float() + alpha * rest).to(product.dtype)
