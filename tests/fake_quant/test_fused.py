@@ -132,10 +132,19 @@ def test_without_openmp_threads_of_our_own_do_the_work(threads, monkeypatch):
 def test_it_is_what_large_tensors_get():
     large, small = torch.randn(256, 256), torch.randn(255, 256)
     for name in ("mxfp8", "nvfp4:2d", "hifp8:hr", "fp8_e5m2:sr"):
-        assert dispatch.find(large, get_format(name)) is numba_launch.fake_quantize
         assert dispatch.find(small, get_format(name)) is None
+    for name in ("mxfp8", "nvfp4:2d", "hifp8:hr", "fp8_e5m2:sr"):
+        assert dispatch.find(large, get_format(name)) is numba_launch.fake_quantize
+        assert dispatch.find(small, get_format(name)) is numba_launch.fake_quantize, "loaded now"
     for name in ("bf16", "fp16", "hifp4:sr"):
         assert dispatch.find(large, get_format(name)) is None
+
+
+def test_many_small_tensors_load_the_kernels_too(monkeypatch):
+    monkeypatch.setattr(dispatch, "_left", 3 << 12)
+    x, fmt = torch.randn(64, 64), get_format("mxfp8")
+    assert [dispatch.find(x, fmt) is None for _ in range(4)] == [True, True, False, False]
+    assert dispatch.find(torch.randn(1), fmt) is numba_launch.fake_quantize
 
 
 def test_it_can_be_switched_off(monkeypatch):

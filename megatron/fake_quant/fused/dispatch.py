@@ -3,10 +3,10 @@
 The fused kernels are faster than `reference.py` and return the same results, bit for bit. On the
 CPU, numba compiles them without a C++ compiler. The first compilation takes seconds; later
 processes load the result from a cache on disk. On CUDA devices, Triton compiles them; it comes with
-torch's CUDA builds. `reference.py` computes everything else: small tensors, formats and rounding
-modes without a kernel (`scalings.kernel_roundings`), blocks that do not fit into a GPU's registers,
-and all tensors if numba or Triton is missing. The environment variable `LAB_FUSED=0` switches off
-all kernels.
+torch's CUDA builds. `reference.py` computes everything else: small tensors until the CPU kernels
+are loaded, formats and rounding modes without a kernel (`scalings.kernel_roundings`), blocks that
+do not fit into a GPU's registers, and all tensors if numba or Triton is missing. The environment
+variable `LAB_FUSED=0` switches off all kernels.
 
 Kernels accept only plain tensors. Under torch.compile, torch.func and other transforms,
 `operators.py` calls them.
@@ -28,21 +28,35 @@ Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"
-SMALLEST = 1 << 16  #: minimum number of values for which loading a CPU kernel saves time
+SMALLEST = 1 << 16  #: number of values in a tensor for which loading the CPU kernels saves time
+#: number of values in smaller tensors after which the CPU kernels are loaded all the same; the
+#: reference computes this many in about the time that loading takes
+BEFORE_LOADING = 1 << 25
 LARGEST_BLOCK = 1 << 14  #: maximum number of values per block that a GPU kernel supports
 
 
 def find(x: Tensor, fmt: Format) -> Kernel | None:
     """Return a kernel that replaces `reference.fake_quantize` for `x`, or None if there is none."""
     device = x.device.type
-    if device == "cpu" and x.numel() < SMALLEST:
-        return None
     if os.environ.get(VARIABLE) == "0" or fmt.rounding not in kernel_roundings(fmt, device):
         return None
     if device == "cuda":
         size = fmt.block_size or 1
         return _gpu() if (size * size if fmt.square else size) <= LARGEST_BLOCK else None
-    return _cpu() if device == "cpu" else None
+    return _cpu() if device == "cpu" and _pays(x.numel()) else None
+
+
+_left = BEFORE_LOADING  # values in small tensors that are still computed without loading kernels
+
+
+def _pays(count: int) -> bool:
+    """Return whether a CPU kernel saves time for a tensor of `count` values.
+
+    It does for every tensor once the kernels are loaded. Loading them takes about a second.
+    """
+    global _left
+    _left = 0 if count >= SMALLEST else max(_left - count, 0)
+    return _left == 0
 
 
 @functools.cache
@@ -75,7 +89,7 @@ def _gpu() -> Kernel | None:
 
 def find_rotation(x: Tensor) -> Rotation | None:
     """Return a kernel for the Hadamard transform of `x`, or None if there is none."""
-    if x.device.type != "cpu" or x.numel() < SMALLEST or os.environ.get(VARIABLE) == "0":
+    if x.device.type != "cpu" or os.environ.get(VARIABLE) == "0" or not _pays(x.numel()):
         return None
     return None if _cpu() is None else _cpu_rotation()
 
