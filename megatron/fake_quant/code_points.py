@@ -9,7 +9,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import Element, ElementFormat, HiFloat8
+from megatron.fake_quant.formats import (
+    CodedElement,
+    Element,
+    ElementFormat,
+    HiFloat8,
+    TableElement,
+)
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
 #: One entry per HiFloat8 dot field that is followed by exponent bits: first code, number of
@@ -98,20 +104,23 @@ _CODES: Mapping[type, _Codes] = MappingProxyType(
         HiFloat8: _Codes(
             lambda element: [_hifloat8_value(code) for code in range(256)], _hifloat8_widths
         ),
+        TableElement: _Codes(
+            lambda element: list(element.values), lambda code, element: (element.bits,)
+        ),
     }
 )
 
 
-def field_widths(code: int, element: ElementFormat | HiFloat8) -> tuple[int, ...]:
+def field_widths(code: int, element: CodedElement) -> tuple[int, ...]:
     """Return the number of bits of each field of a code.
 
-    The fields are sign, dot (in HiFloat8 only), exponent and mantissa.
+    The fields are sign, dot (in HiFloat8 only), exponent and mantissa; or the position in a table.
     """
     return _CODES[type(element)].widths(code, element)
 
 
 @functools.cache
-def _positive(element: ElementFormat | HiFloat8) -> tuple[Tensor, Tensor]:
+def _positive(element: CodedElement) -> tuple[Tensor, Tensor]:
     """Return all values of an element type from 0 to Inf, in ascending order, and their codes."""
     values = code_values(element)
     codes = torch.arange(len(values))
@@ -121,7 +130,7 @@ def _positive(element: ElementFormat | HiFloat8) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def nan_code(element: ElementFormat | HiFloat8) -> int | None:
+def nan_code(element: CodedElement) -> int | None:
     """Return the code for NaN, or None if the element type has no NaN."""
     codes = code_values(element).isnan().nonzero().flatten().tolist()
     if not codes:
@@ -130,12 +139,15 @@ def nan_code(element: ElementFormat | HiFloat8) -> int | None:
     return int(codes[len(codes) // 2 - 1]) if len(codes) > 1 else int(codes[0])
 
 
-def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
+def encode(values: Tensor, element: CodedElement) -> Tensor:
     """Return the uint8 codes of float32 `values`, all of which the element type must represent.
 
     NaN becomes the code for NaN. If the element type has no NaN, it becomes the code for zero; the
     scale of its block is NaN in this case.
     """
+    if element.is_table:
+        table = code_values(element).to(values.device)
+        return torch.searchsorted(table, values.nan_to_num(0.0).contiguous()).to(torch.uint8)
     numbers, codes = (table.to(values.device) for table in _positive(element))
     magnitude = values.abs().nan_to_num_(0.0, posinf=math.inf)
     result = codes[torch.searchsorted(numbers, magnitude.contiguous())]
@@ -150,7 +162,7 @@ def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
     return result if nan is None else result.masked_fill_(values.isnan(), nan)
 
 
-def decode(codes: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
+def decode(codes: Tensor, element: CodedElement) -> Tensor:
     """Return the float32 values that uint8 `codes` stand for."""
     return code_values(element).to(codes.device)[codes.int()]
 

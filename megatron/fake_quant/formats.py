@@ -30,7 +30,7 @@ from megatron.fake_quant.block_scaling import (
 )
 
 Overflow = Literal["saturate", "inf"]
-Ties = Literal["even", "away"]
+Ties = Literal["even", "away", "down"]
 Rounding = Literal["nearest", "stochastic", "hybrid"]
 
 
@@ -79,6 +79,7 @@ class ElementFormat:
 
     is_cast: ClassVar[Literal[False]] = False  #: True if torch's own cast does the rounding
     tapered: ClassVar[Literal[False]] = False  #: True if the number of mantissa bits varies
+    is_table: ClassVar[Literal[False]] = False  #: True if a table lists the values
     takes_block_scales: ClassVar[bool] = True
     roundings: ClassVar[tuple[Rounding, ...]] = ("nearest", "stochastic")
     variants: ClassVar[tuple[str, ...]] = ()
@@ -128,6 +129,7 @@ class HiFloat8:
 
     is_cast: ClassVar[Literal[False]] = False
     tapered: ClassVar[Literal[True]] = True
+    is_table: ClassVar[Literal[False]] = False
     takes_block_scales: ClassVar[bool] = False
     roundings: ClassVar[tuple[Rounding, ...]] = ("nearest", "stochastic", "hybrid")
     variants: ClassVar[tuple[str, ...]] = ("inf", "t<number> (as in t15)")
@@ -160,6 +162,7 @@ class Cast:
 
     is_cast: ClassVar[Literal[True]] = True
     tapered: ClassVar[Literal[False]] = False
+    is_table: ClassVar[Literal[False]] = False
     takes_block_scales: ClassVar[bool] = False
     roundings: ClassVar[tuple[Rounding, ...]] = ("nearest",)
     variants: ClassVar[tuple[str, ...]] = ()
@@ -190,6 +193,82 @@ class Cast:
     def source(self) -> str:
         """Text that says where the element type is defined."""
         return f"torch.{self.name}, by torch's own cast"
+
+
+#: Values of the element types that are defined by a table, in the order of their codes and of the
+#: numbers. NF4 (arXiv 2305.14314, appendix E): quantiles of a normal distribution, in float32.
+TABLES: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "nf4": (
+            -1.0,
+            -0.6961928009986877,
+            -0.5250730514526367,
+            -0.39491748809814453,
+            -0.28444138169288635,
+            -0.18477343022823334,
+            -0.09105003625154495,
+            0.0,
+            0.07958029955625534,
+            0.16093020141124725,
+            0.24611230194568634,
+            0.33791524171829224,
+            0.44070982933044434,
+            0.5626170039176941,
+            0.7229568362236023,
+            1.0,
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TableElement:
+    """An element type whose values are listed in `TABLES`; the code of a value is its position."""
+
+    name: str
+
+    is_cast: ClassVar[Literal[False]] = False
+    tapered: ClassVar[Literal[False]] = False
+    is_table: ClassVar[Literal[True]] = True
+    takes_block_scales: ClassVar[bool] = True
+    roundings: ClassVar[tuple[Rounding, ...]] = ("nearest",)
+    variants: ClassVar[tuple[str, ...]] = ()
+    saturates: ClassVar[bool] = True
+    ties: ClassVar[Ties] = "down"
+    twos_complement: ClassVar[bool] = False
+    negative_zero: ClassVar[bool] = False
+    source: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        check_choice("table of values", self.name, TABLES)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Value of each code, in ascending order."""
+        return TABLES[self.name]
+
+    @property
+    def bits(self) -> int:
+        """Number of bits of a code."""
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def max(self) -> float:
+        """Largest number."""
+        return self.values[-1]
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive number, because a table has no subnormal numbers."""
+        return min(value for value in self.values if value > 0)
+
+    @property
+    def wider(self) -> "TableElement":
+        """This type: its scale maps a block's maximum to the largest number, so nothing is clipped.
+
+        Other element types return a variant that is used to find the values that are clipped.
+        """
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +335,8 @@ class TensorScaling:
             raise ValueError(f"a scale to {self.target:g}; choose a target above 0")
 
 
-Element: TypeAlias = ElementFormat | HiFloat8 | Cast
+CodedElement: TypeAlias = ElementFormat | HiFloat8 | TableElement
+Element: TypeAlias = CodedElement | Cast
 Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling | PairScaling
 
 

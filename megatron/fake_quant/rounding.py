@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron.fake_quant import hifloat8
 from megatron.fake_quant.float32_bits import INFINITY, MANTISSA_BITS, power_of_two_bits
-from megatron.fake_quant.formats import ElementFormat, HiFloat8, Rounding
+from megatron.fake_quant.formats import (
+    CodedElement,
+    ElementFormat,
+    HiFloat8,
+    Rounding,
+    TableElement,
+)
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: dtypes that can be quantized
@@ -25,7 +31,7 @@ Rule: TypeAlias = Callable[..., Tensor]
 
 def round_to(
     x: Tensor,
-    element: ElementFormat | HiFloat8,
+    element: CodedElement,
     rounding: Rounding = "nearest",
     *,
     random: Tensor | None = None,
@@ -86,6 +92,24 @@ def _round_element(
     return rounded.masked_fill_(rounded == 0, 0.0) if element.twos_complement else rounded
 
 
+def _round_to_table(
+    x: Tensor, element: TableElement, rule: Rule, random: Tensor | None, source: torch.dtype
+) -> Tensor:
+    """Round to the values of a table, with the thresholds that `rule` returns for them.
+
+    A value becomes the number after the last threshold that is below it.
+    """
+    values = torch.tensor(element.values, device=x.device)
+    position = torch.searchsorted(rule(values), x.contiguous())
+    return values[position].masked_fill_(x.isnan(), torch.nan)
+
+
+def _middles(values: Tensor) -> Tensor:
+    """Return the middles between neighbors, rounded to float32, as bitsandbytes has them."""
+    exact = values.double()
+    return ((exact[1:] + exact[:-1]) / 2).float()
+
+
 def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
     """Round values, given in units of the spacing, to the nearest integer."""
     if element.ties == "even":
@@ -108,6 +132,7 @@ def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) ->
 _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = MappingProxyType(
     {
         ElementFormat: (_round_element, {"nearest": _nearest, "stochastic": _stochastic}),
+        TableElement: (_round_to_table, {"nearest": _middles}),
         HiFloat8: (
             hifloat8.round_between_neighbors,
             {

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.fake_quant.code_points import code_values, field_widths
-from megatron.fake_quant.formats import Element, ElementFormat, Format, HiFloat8
+from megatron.fake_quant.formats import CodedElement, Element, Format
 from megatron.fake_quant.inspect.format_table import markdown_table
 
 
@@ -46,6 +46,8 @@ def markdown(fmt: Format) -> str:
 
 def _parts(element: Element) -> str:
     """Return the names of the bit fields in `Code.bits`."""
+    if element.is_table:
+        return "position"
     if element.is_cast or element.tapered:
         return "sign dot exponent mantissa"
     return "sign integer fraction" if element.exponent_bits == 1 else "sign exponent mantissa"
@@ -60,7 +62,7 @@ def as_csv(fmt: Format) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def _bits(code: int, element: ElementFormat | HiFloat8) -> str:
+def _bits(code: int, element: CodedElement) -> str:
     digits, parts = f"{code:0{element.bits}b}", []
     for width in field_widths(code, element):
         parts.append(digits[:width])

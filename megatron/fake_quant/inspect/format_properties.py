@@ -87,6 +87,11 @@ def binades(element: Element) -> tuple[Binades, ...]:
 @functools.cache
 def ties(element: Element) -> str:
     """Describe how rounding to nearest resolves ties, in words such as "away from zero"."""
+    if element.is_table:
+        values = all_values(element)
+        lower = round_nearest((values[1:].double() + values[:-1]).div(2).float(), element)
+        assert torch.equal(lower, values[:-1]), f"{element} rounds midpoints in no known way"
+        return "to the lower number"
     zero = torch.zeros(1)
     low = torch.cat([zero, positive_values(element)[:-1]])
     high = positive_values(element)

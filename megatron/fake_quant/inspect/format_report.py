@@ -104,10 +104,11 @@ def _element(fmt: Format) -> list[Line]:
     every = format_properties.all_values(element)
     otherwise = " when rounding to nearest" if fmt.stochastic else ""
     ratio = f"{largest / smallest:.6g}"
+    normal = [] if element.is_table else [("smallest normal", scientific(element.smallest_normal))]
     return [
         ("bits", _layout(element)),
         ("largest", scientific(largest)),
-        ("smallest normal", scientific(element.smallest_normal)),
+        *normal,
         ("smallest", scientific(smallest)),
         ("positive numbers", f"{len(values)} in {count} binades, largest / smallest {ratio}"),
         ("overflow", _overflow(element, largest)),
@@ -121,6 +122,8 @@ def _element(fmt: Format) -> list[Line]:
 
 
 def _layout(element: Element) -> str:
+    if element.is_table:
+        return f"{element.bits}, the position in a table of {len(element.values)} numbers"
     if not element.is_cast and not element.tapered:
         exponent, mantissa = element.exponent_bits, element.mantissa_bits
         if exponent == 1:
@@ -158,6 +161,9 @@ def _hybrid_overflow(fmt: Format) -> list[Line]:
 
 
 def _underflow(element: Element, smallest: float) -> str:
+    if element.is_table:
+        negative = max(value for value in element.values if value < 0)
+        return f"numbers above {number(negative / 2)} and up to {number(smallest / 2)} become zero"
     word = "up to" if format_properties.vanishes_from_half(element) else "below"
     return f"magnitudes {word} {number(smallest / 2)} round to zero"
 
@@ -238,7 +244,12 @@ def _whole(fmt: Format) -> list[Line]:
 
 
 def _precision(element: Element) -> str:
-    """Return a Markdown table of the spacing of values in each binade."""
+    """Return a Markdown table of the spacing of values: in each binade, or in a table of values."""
+    if element.is_table:
+        values = format_properties.all_values(element)
+        steps = [f"{step:.9g}" for step in values.diff().tolist()] + ["-"]
+        numbers = [f"{value:.9g}" for value in values.tolist()]
+        return markdown_table(("number", "distance to the next"), zip(numbers, steps, strict=True))
     rows: list[Sequence[str]] = []
     for span in format_properties.binades(element):
         ends = sorted({span.first, span.last})
