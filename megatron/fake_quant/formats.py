@@ -10,7 +10,7 @@ check for the class. An attribute that does not apply to a class is None, 0 or F
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5 (elements, E8M0 scale) and 6.3 (conversion);
 NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 2602.11287;
-MX9 and MX6, arXiv 2302.08007.
+MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2305.14314.
 """
 
 import math
@@ -311,6 +311,25 @@ class PairScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class AbsmaxScaling:
+    """The scaling of NF4: the largest magnitude of 64 values, stored in float32."""
+
+    size: int = 64
+
+    method: ClassVar[str] = "absmax"
+    height: ClassVar[int] = 1
+    square: ClassVar[bool] = False
+    rule: ClassVar[None] = None
+    block_scale: ClassVar[str] = "FP32"
+    scale_bytes: ClassVar[int] = 4
+    finer_exponents: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "none"
+    outer_size: ClassVar[None] = None
+    by_class: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TensorScaling:
     """A scaling whose single float32 scale maps a tensor's largest magnitude to `target`."""
 
@@ -337,7 +356,7 @@ class TensorScaling:
 
 CodedElement: TypeAlias = ElementFormat | HiFloat8 | TableElement
 Element: TypeAlias = CodedElement | Cast
-Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling | PairScaling
+Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling | PairScaling | AbsmaxScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +509,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("fp8_e5m2", E5M2, TensorScaling(E5M2.max)),
             Format("mx9", INT8, PairScaling(lowest=-120)),
             Format("mx6", INT5, PairScaling(lowest=-123)),
+            Format("nf4", TableElement("nf4"), AbsmaxScaling()),
         )
     }
 )

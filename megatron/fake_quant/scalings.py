@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from megatron.fake_quant import (
+    absmax,
     float8_scales,
     float32_scales,
     hifloat4,
@@ -60,6 +61,7 @@ _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
         "hifloat4": hifloat4,
         "tensor": tensor_scale,
         "pair_exponents": pair_exponents,
+        "absmax": absmax,
     }
 )
 
