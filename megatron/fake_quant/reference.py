@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.fake_quant import scalings
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import Format
+from megatron.fake_quant.formats import Element, Format
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales
@@ -39,19 +39,29 @@ def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Sca
 
 
 def round_blocks(
-    blocks: Tensor, x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None
+    blocks: Tensor,
+    x: Tensor,
+    fmt: Format,
+    layout: BlockLayout,
+    seed: int | None,
+    *,
+    element: Element | None = None,
 ) -> Tensor:
     """Round the blocks that `scale_down` returned for `x` to the element type of `fmt`.
+
+    Args:
+        element: element type that replaces that of `fmt`.
 
     Raises:
         ValueError: if the element type does not have the format's rounding mode.
     """
-    assert not fmt.element.is_cast
+    element = element or fmt.element
+    assert not element.is_cast
     random = None
     if seed is not None:
         random = layout.to_blocks(random_bits(tuple(x.shape), seed, x.device))
     source = x.dtype if fmt.scaling is None else torch.float32
-    return round_to(blocks, fmt.element, fmt.rounding, random=random, source=source)
+    return round_to(blocks, element, fmt.rounding, random=random, source=source)
 
 
 def join(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:

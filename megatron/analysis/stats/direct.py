@@ -129,8 +129,7 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
     assert not element.is_cast
     bound = element.max if element.saturates else math.inf
     seed = SEED if fmt.stochastic else None
-    wider = replace(fmt, element=element.wider)
-    rounded = reference.round_blocks(blocks, operand, wider, layout, seed)
+    rounded = reference.round_blocks(blocks, operand, fmt, layout, seed, element=element.wider)
     clipped = rounded.abs() > element.max
     codes = encode(layout.from_blocks(rounded.clamp_(-bound, bound)), element)
     codes = pack_nibbles(codes) if element.bits <= _NIBBLE else codes
