@@ -15,6 +15,7 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import ROUNDINGS, Element, Format, TensorScaling
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import aliases, markdown_table, number
+from megatron.fake_quant.inspect.rounding_bias import NEGLIGIBLE, SMALL, rounding_bias
 from megatron.fake_quant.names import variants_of
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX
 
@@ -73,8 +74,33 @@ def _summary(fmt: Format) -> list[Line]:
         ("source", source(fmt)),
         ("bits per value", stored),
         ("rounding", ROUNDINGS[fmt.rounding].description.format(ties=ties)),
+        *_bias(fmt),
         ("name may go on with", more),
     ]
+
+
+def _bias(fmt: Format) -> list[Line]:
+    """Return the line that says whether stochastic rounding is unbiased, and how large its bias is.
+
+    The line is also part of the description of a format that rounds to nearest.
+    """
+    bias = rounding_bias(fmt)
+    if bias is None:
+        return []
+    label = "bias" if fmt.stochastic else "bias of :sr"
+    if bias.unbiased:
+        return [(label, "unbiased: no value clips, and the mean of a product is the product")]
+    causes = [
+        f"{100 * part:+.2g} % from {cause}"
+        for part, cause in (
+            (bias.clipping, "values that clip at the largest number"),
+            (bias.scales, "scales that do not undo the division"),
+        )
+        if abs(part) >= NEGLIGIBLE
+    ]
+    word = "slightly biased" if abs(bias.gain) <= SMALL else "biased"
+    gain = f"the mean of a product of normal values has the gain {100 * bias.gain:+.2g} %"
+    return [(label, f"{word}: {gain}; {', '.join(causes)}")]
 
 
 def source(fmt: Format) -> str:

@@ -1,0 +1,124 @@
+"""The bias of stochastic rounding that `describe` states, compared with products of real draws."""
+
+import functools
+import itertools
+import re
+
+import pytest
+import torch
+
+from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.formats import FORMATS
+from megatron.fake_quant.inspect.format_report import describe
+from megatron.fake_quant.inspect.rounding_bias import SMALL, rounding_bias
+
+STOCHASTIC = [name for name, fmt in FORMATS.items() if "stochastic" in fmt.element.roundings]
+VARIANTS = [
+    "mxfp4:rceil",
+    "mxfp8:rceil",
+    "mxfp4:ceil",
+    "mxfp4:even",
+    "mxfp4:head3/4",
+    "mx:int4:b32:floor",
+    "nvfp4:2d",
+    "nvfp4:head16/17",
+    "nv:e2m1:b16:e4m3:4over6-mae:bound256",
+    "nv:e2m1:b16:ue5m3:outer-none",
+    "nv:e4m3:b128:fp32:outer-none",
+    "hifp8:inf",
+    "hifp8:t15",
+    "fp8_e4m3:pow2",
+]
+#: One format per kernel and cause of bias, for the default tests.
+FEW = ["mxfp4:rceil", "mxfp8", "nvfp4:head16/17", "nvfp4", "hifp8", "fp8_e4m3", "mxint8"]
+ROWS, K = 320, 384
+COUNTS = (1, 16, 256)
+
+
+@functools.cache
+def operands():
+    generator = torch.Generator().manual_seed(31)
+    return [torch.randn(ROWS, K, generator=generator) for _ in range(2)]
+
+
+@functools.cache
+def measured(name):
+    """Return the gain of the mean of 256 products, and the mean's rms errors for each count."""
+    a, b = operands()
+    exact = a.double() @ b.double().t()
+    total, errors = torch.zeros(ROWS, ROWS, dtype=torch.float64), []
+    for draw in range(COUNTS[-1]):
+        qa, qb = (fake_quantize(x, f"{name}:sr", seed=2 * draw + i) for i, x in enumerate((a, b)))
+        total += qa @ qb.t()
+        if draw + 1 in COUNTS:
+            errors.append(float((total / (draw + 1) - exact).norm() / exact.norm()))
+    return float((total / COUNTS[-1] * exact).sum() / exact.square().sum()) - 1, errors
+
+
+def check(name):
+    gain, errors = measured(name)
+    stated = rounding_bias(get_format(name))
+    # Two blocks of normal values differ in their maxima: the bias varies by a few percent.
+    assert abs(gain - stated.gain) <= SMALL + (0 if stated.unbiased else 0.06 * abs(gain))
+    if not stated.unbiased:
+        assert errors[-1] > 0.9 * abs(stated.gain)
+        return
+    assert abs(gain) <= SMALL
+    for error, smaller in itertools.pairwise(errors):
+        assert smaller / error == pytest.approx(1 / 4, rel=0.05), "1 / sqrt(16)"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_mean_of_products_has_the_stated_bias(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*STOCHASTIC, *VARIANTS} - {*FEW}))
+def test_a_mean_of_products_has_the_stated_bias_in_every_format(name):
+    check(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "gain"),
+    [
+        ("nvfp4", -0.0067),
+        ("mxfp4", -0.0206),
+        ("hifp4", -0.0133),
+        ("mxfp8", -0.0041),
+        ("mxfp4:rceil", 0.0),
+        ("nvfp4:head16/17", 0.0),
+    ],
+)
+def test_the_bias_is_that_of_long_measurements(name, gain):
+    """The gains were measured once, by means of 256 products of 512 x 1024 normal values."""
+    stated = rounding_bias(get_format(name))
+    assert stated.gain == pytest.approx(gain, rel=0.03, abs=5e-5)
+    assert stated.unbiased == (gain == 0)
+    assert stated == rounding_bias(get_format(f"{name}:sr"))
+
+
+def test_causes_are_told_apart():
+    hifp4 = rounding_bias(get_format("hifp4"))
+    assert hifp4.clipping < -0.01
+    assert hifp4.scales > 0.001
+    assert rounding_bias(get_format("nvfp4")).scales == pytest.approx(0, abs=1e-6)
+    assert rounding_bias(get_format("bf16")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nvfp4", "bias of :sr biased: the mean of a product of normal values has the gain -0.68"),
+        ("mxfp4:sr", "bias biased: .* gain -2.1 %; -2.1 % from values that clip at the largest"),
+        ("hifp4:sr", "-1.5 % from values that clip .*, \\+0.14 % from scales that do not undo"),
+        ("mxint8:sr", "bias slightly biased: .* gain -0.0013 %"),
+        ("mxfp4:rceil", "bias of :sr unbiased: no value clips, and the mean of a product is the"),
+    ],
+)
+def test_describe_states_the_bias(name, text):
+    assert re.search(text, " ".join(describe(get_format(name)).split()))
+
+
+def test_describe_is_silent_about_formats_without_stochastic_rounding():
+    assert "bias of :sr" not in describe(get_format("bf16"))
