@@ -122,7 +122,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool) -> None:
-    """Raise an error if a folder contains anything but regular files and folders.
+    """Raise an error if `folder` contains a FIFO, device or socket that a library would open.
 
     Call it before a library that opens every file in the folder.
 
@@ -180,7 +180,7 @@ def walk(
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # for example, a link that leads back to itself
+    except OSError:  # the entry cannot be resolved; for example, it is a link to itself
         return False
 
 
@@ -237,8 +237,9 @@ def read_json(
 
 
 def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
-    """Return the value that JSON text represents, with the same restrictions as in `read_json`.
+    """Return the value that JSON text represents; the text may nest at most `depth` levels.
 
+    Duplicate keys and lone surrogates are refused.
     Raises:
         ValueError: if the text is not JSON or is refused; the message gives the reason and, if
             known, the position.

@@ -111,7 +111,7 @@ class BackgroundWriter(Writer):
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
         self._events: deque[dict[str, Any]] = deque()  #: events that are not yet in the index
-        self._dead = False  #: whether the disk is considered dead, so that calls to it may hang
+        self._dead = False  #: whether the disk is considered dead; writes to it may then hang
 
     @property
     def records(self) -> int:  # type: ignore[override]
@@ -228,7 +228,7 @@ class BackgroundWriter(Writer):
             self._writer.close()
 
     def _let_training_wait(self) -> bool:
-        """Wait until a write finishes; return False if writing has stopped or time is up."""
+        """Wait for a write; return False if writing stops or training may not wait any longer."""
         began = time.monotonic()
         finished = self._wait_for_one(began + self._longest - self._waited)
         self._waited += time.monotonic() - began
@@ -241,9 +241,9 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait for a write until the monotonic time `end`; return True if a write has finished.
+        """Wait until a write finishes, or until the monotonic clock reaches `end`.
 
-        Return False at the time `end`, or if writing has stopped.
+        Return True if a write has finished, and False at `end` or if writing has stopped.
         """
         with self.memory.changed:
             before = self.pending

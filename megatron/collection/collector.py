@@ -131,18 +131,17 @@ class Collector:
 
     @property
     def has_ring(self) -> bool:
-        """True if there is a ring buffer.
-
+        """True if tensors are kept in a ring buffer until an event such as a loss spike.
         The trainer must then call `observe` after each iteration.
         """
         return self._ring is not None
 
     def begin_iteration(self) -> None:
-        """Prepare for a new iteration. With `--collect-flag-file`, must be called on all ranks."""
+        """Prepare for a new iteration. All ranks must call it if `--collect-flag-file` is given."""
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
-            if self.is_first:  # warnings are visible even if logging is not configured
+            if self.is_first:  # a warning, because Python shows it even if logging is not set up
                 logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()
@@ -167,7 +166,7 @@ class Collector:
         return None if why is None else self.keep(why)
 
     def keep(self, why: str) -> str | None:
-        """Write the iterations kept in the ring buffer to disk; `why` names the event.
+        """Write the content of the ring buffer to disk, because of the event that `why` describes.
 
         Returns:
             A one-line message with the reason and the result on this rank; None if the ring buffer
@@ -225,8 +224,7 @@ class Collector:
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Save the selected part of one tensor and, for quantized codes, their scales.
-
+        """Save the part of a tensor that `--collect-slice` selects; save the scales of codes too.
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """
         if self.error is not None or not self._weights.is_new(fields):
@@ -239,7 +237,7 @@ class Collector:
         try:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
-        except (RuntimeError, MemoryError) as error:  # torch raises either when memory is short
+        except (RuntimeError, MemoryError) as error:  # torch raises either one if memory is short
             self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
 
@@ -268,7 +266,7 @@ class Collector:
             ring.lose(size, fields)
 
     def _submit_if_it_fits(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
-        """Queue a tensor from the ring buffer for writing; return False if a limit forbids that."""
+        """Queue a tensor from the ring buffer for writing; return False if it is left out."""
         fits = self.error is None and self._budget.take(copy.nbytes, fields)
         if fits:
             self._submit(copy, fields)

@@ -28,7 +28,7 @@ _REFUSALS = (
 
 
 class _Buffers(threading.local):
-    """Thread-local write buffer, which each thread reuses for all files that it writes."""
+    """Thread-local write buffer; each thread uses its own buffer for all files that it writes."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned memory
@@ -61,7 +61,7 @@ class DirectFile:
         self._filled = 0
         self._file = path.open("wb", buffering=0)
         self._direct = False
-        self._may_be_direct = hasattr(os, "O_DIRECT")  # missing on macOS
+        self._may_be_direct = hasattr(os, "O_DIRECT")  # macOS has no O_DIRECT
 
     def __enter__(self) -> "DirectFile":
         return self
@@ -107,8 +107,8 @@ class DirectFile:
         self._put(self._piece[pages : self._filled])
         # Start writing the cached part to disk now, while the next file is being filled. Otherwise
         # Linux delays this by many seconds, and all later writes then wait for the disk.
-        if hasattr(os, "posix_fadvise"):  # missing on macOS
-            with contextlib.suppress(OSError):  # a failure loses no data
+        if hasattr(os, "posix_fadvise"):  # macOS has no posix_fadvise
+            with contextlib.suppress(OSError):  # if this call fails, no data is lost
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, data: np.ndarray) -> None:

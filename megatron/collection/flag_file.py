@@ -13,7 +13,7 @@ from megatron.collection.collectives import first_rank_says
 
 
 class FlagFile:
-    """File whose existence switches the collection on; the object stores the last result."""
+    """File whose existence switches the collection on, and the result of the last check for it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -53,5 +53,5 @@ class FlagFile:
     def _is_there(self) -> bool:
         try:
             return self.path.exists()
-        except OSError:  # the file system may be unavailable for a while
+        except OSError:  # the file system may be temporarily unavailable
             return self.on

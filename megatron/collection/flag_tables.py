@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "collection.md"
 DRIVER = REPO / "run_tensor_collection.sh"
 MARK = "<!-- python -m megatron.collection.flag_tables -->\n"
-INDENT = 27  #: width of the column of flags in the script's manual, in characters
+INDENT = 27  #: width of the flag column in the manual of run_tensor_collection.sh, in characters
 WIDTH = 100
 
 
@@ -39,7 +39,7 @@ def manual(topic: Topic) -> str:
 
 
 def _entry(flag: Flag) -> str:
-    """Return the manual's lines on one flag; a flag with several values is shown with LIST."""
+    """Return the manual's lines about one flag; LIST stands for the values if there are several."""
     option = f"{flag.option} {'LIST' if flag.many else flag.metavar}"
     columns = WIDTH - INDENT - len("#   ")
     lines = textwrap.wrap(flag.brief, columns, break_long_words=False, break_on_hyphens=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Reader(Enum):
-    """Function in `megatron.collection` that reads a flag; the value is its dotted name."""
+    """Functions in `megatron.collection` that read flags; each value is a dotted function name."""
 
     SESSION = "session.configure"
     SELECTION = "selection.Selection.parse"
@@ -25,12 +25,12 @@ class Reader(Enum):
 
 
 class Topic(Enum):
-    """Section of the manual in run_tensor_collection.sh that describes a flag."""
+    """Sections of the manual in run_tensor_collection.sh; each section describes some flags."""
 
     WHAT = "What to collect"
     WHEN = "When"
     HOW_MUCH = "How much"
-    NONE = ""  #: for flags that the manual omits, because the script sets them itself
+    NONE = ""  #: topic of the flags that the manual omits, because the script sets them itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Flag:
         return "--" + self.name.replace("_", "-")
 
 
-# script/driver.sh searches this file for the lines `name="collect_..."`.
-#: All flags, in the order in which `--help` lists them.
+#: All flags, in the order in which `--help` lists them. script/driver.sh searches this file for the
+#: lines `name="collect_..."`.
 FLAGS = (
     Flag(
         name="save_tensors",

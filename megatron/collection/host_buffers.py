@@ -85,7 +85,7 @@ class HostBuffers:
         copied = None
         if pinned:
             stream = torch.cuda.current_stream(tensor.device)
-            # Otherwise torch could reuse the memory of `tensor` before the copy is complete.
+            # Without this call, torch could reuse the memory of `tensor` during the copy.
             tensor.record_stream(stream)
             copied = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             copied.record(stream)

@@ -22,7 +22,7 @@ GIB = 1 << 30
 ENDLESS = 2.0**60  #: upper bound on a limit, in files or GiB; a larger value is an error
 OVERHEAD = 4096  #: upper bound on the bytes that a file holds besides the tensor
 KEEP_FREE = 1.0  #: disk space that stays free by default, in GiB
-KEEP_FREE_SHARE = 0.05  #: fraction of a disk below 20 GiB that stays free by default
+KEEP_FREE_SHARE = 0.05  #: fraction that stays free by default on a disk smaller than 20 GiB
 HOST_SHARE = 0.1  #: fraction of the machine's memory that a collection may use by default
 
 

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: size of the long median; this many unusual values in a row become the new normal
+WINDOW = 32  #: values in the long median; as many unusual values in a row become the normal ones
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values; while there are fewer, a jump must exceed the level by more
-NOISE = 12  #: multiple of the noise by which a jump must exceed the level
+ENOUGH = 8  #: number of normal values; with fewer, a jump must exceed their level by more
+NOISE = 12  #: factor; a jump must exceed the level of the normal values by this times the noise
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
@@ -44,7 +44,7 @@ Levels = dict[
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Thresholds for jumps, as the ratio of a value to the recent level; 0 disables the check."""
+    """Ratios to the recent level above which a value counts as a jump; 0 disables a check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -53,7 +53,7 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Create the ratios from command-line flags; each parameter is named after its flag.
+        """Create the thresholds from command-line flags; each parameter is named after its flag.
 
         Raises:
             ValueError: if a factor is neither 0 nor a finite number above 1.
@@ -74,7 +74,7 @@ class Jumps:
 
 
 def checked_levels(stored: Any) -> Levels:
-    """Validate and return the recent normal values that were stored in a checkpoint.
+    """Validate and return the recent normal losses and gradient norms stored in a checkpoint.
 
     Raises:
         ValueError: if `stored` has another structure or holds values that are not finite.
@@ -148,7 +148,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the mean rise or mean fall, whichever is smaller, so that a trend is not noise."""
+    """Return the mean rise or mean fall, whichever is less, so that a trend adds little to it."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))
@@ -159,7 +159,7 @@ class LossSpikeDetector:
     """Detector that reports unusual iterations, but only the first of several in a row."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
-        """Create a detector; `levels` contains the recent normal values of a resumed run."""
+        """Create a detector; a resumed run passes the `levels` that its checkpoint stores."""
         levels = levels or {}
         self._watched = [
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),

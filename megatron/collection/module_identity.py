@@ -42,9 +42,9 @@ class Identified:
 
 
 def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the rank-local name and the module of each layer of this rank.
+    """Yield the rank-local name and the module of each transformer layer of this rank.
 
-    The layers are the transformer layers and the multi-token-prediction layers.
+    Multi-token-prediction layers are included.
     """
     for name, module in model.named_modules():
         if re.search(r"(^|\.)layers\.\d+$", name) and hasattr(module, "layer_number"):

@@ -44,7 +44,7 @@ class _Uncopied:
         """Do nothing, because no memory is held."""
 
 
-#: A tensor's record, the tensor and its scales without values, and the file size in bytes.
+#: A tensor's record, the tensor and its scales on the meta device, and the file size in bytes.
 Counted = tuple[TensorRecord, _Uncopied, int]
 
 
@@ -62,7 +62,7 @@ class CountingWriter(Writer):
         return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
-        """Append the record, the tensors without their values and the file size to `counted`."""
+        """Append a tuple to `counted`: the record, the tensors as meta tensors, the file size."""
         size = serialize(copy.tensor, record, copy.scales)
         scales = {name: x.to("meta") for name, x in copy.scales.items()}
         on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)
@@ -87,11 +87,11 @@ class Planner(Collector):
 class Segment:
     """Consecutive planned iterations, in each of which one rank writes the same number of bytes."""
 
-    start: int  #: position of the first iteration in the list of planned iterations
-    stop: int  #: position after the last iteration
+    start: int  #: position of the segment's first iteration in the list of planned iterations
+    stop: int  #: position after that of the segment's last iteration
     #: Number of tensors in each iteration, by layer number, layer type and tensor name.
     tensors: Counter[tuple[int, str, str]]
-    bytes: Counter[tuple[int, str, str]]  #: total size of their files in bytes, by the same keys
+    bytes: Counter[tuple[int, str, str]]  #: total size of these tensors' files, in bytes
     held: int  #: host memory for all tensors of an iteration, in bytes
     largest: int  #: host memory for the largest tensor, in bytes
 
@@ -131,8 +131,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
 def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
-    """Extrapolate one counted iteration to all planned ones, and gather the plans of all ranks.
-
+    """Extrapolate the tensor sizes of one iteration to all planned ones; gather all ranks' plans.
     Must be called on all ranks, after `planner` has counted one iteration.
 
     Args:

@@ -73,7 +73,7 @@ def _named(iterations: Iterable[int]) -> str:
 
 
 def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
-    """Return a line with the folder, and a line per machine with needed and free disk space."""
+    """Return a line that names the output folder, and one line per machine about its disk space."""
     events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
         f"  folder {plan.settings.directory}; the indexes take about 1 KiB more per tensor",

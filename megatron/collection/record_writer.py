@@ -84,7 +84,7 @@ class CardFile:
                 self._partial.unlink(missing_ok=True)
             raise
         if not last:
-            with contextlib.suppress(OSError):  # if the disk is full, the first tensor reports it
+            with contextlib.suppress(OSError):  # the first tensor fails if the disk is full
                 self._partial.write_bytes(bytes(self.ROOM))
 
 
@@ -141,7 +141,7 @@ def serialize(
 
 
 class RecordWriter:
-    """Writer that stores one rank's records in a folder; the first index line creates the index."""
+    """Writer that stores one rank's records in a folder, and lists them in an index file."""
 
     def __init__(self, directory: Path, run_id: str, rank: int):
         self.directory = directory

@@ -125,7 +125,7 @@ class RingBuffer:
 
     @property
     def cut(self) -> bool:
-        """True if the current iteration has lost a tensor; its later tensors are then lost too."""
+        """True if a tensor of the current iteration did not fit; later ones are then left out."""
         return bool(self._iterations[-1].lost)
 
     @property

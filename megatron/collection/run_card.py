@@ -18,7 +18,7 @@ import torch
 from megatron.fake_quant import policy
 from megatron.tensor_record import SCHEMA_VERSION
 
-RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome` on each rank
+RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome` on all ranks
 
 PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
 #: Prefixes of the environment variables that the run card lists.

@@ -224,7 +224,7 @@ def save_tensor(
     identity: ModuleIdentity | None = None,
     **fields: Any,
 ) -> None:
-    """Save one tensor, if it is selected, of a module that has no `Capture` of its own.
+    """Save one tensor of a module that has no `Capture`, if the tensor is selected.
 
     Args:
         tensor: tensor to save.

@@ -32,7 +32,7 @@ SUPPORTED = "0.16.1"  #: version of megatron-core for which the files of this tr
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # subclassed or rebound by the files in megatron/core; `Class.method` names an overridden method
+    # names that the files in megatron/core subclass, rebind or (`Class.method`) override
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
@@ -47,13 +47,13 @@ UPSTREAM = {
     "maybe_move_tensor_to_cpu track_moe_metrics",
     "megatron.core.transformer.multi_latent_attention": "HAVE_TE MLASelfAttention",
     "megatron.core.transformer.torch_norm": "WrappedTorchNorm",
-    # called by the files in megatron/core
+    # names that the files in megatron/core use
     "megatron.core": "dist_checkpointing parallel_state",
     "megatron.core.extensions": "transformer_engine",
     "megatron.core.fusions.fused_softmax": "FusedScaleMaskSoftmax get_default_causal_mask "
     "get_sliding_window_causal_mask",
     "megatron.core.transformer.enums": "AttnMaskType",
-    # called by megatron.training
+    # names that megatron.training uses
     "megatron.core.activations": "squared_relu",
     "megatron.core.datasets.blended_dataset": "BlendedDataset",
     "megatron.core.datasets.blended_megatron_dataset_builder": "BlendedMegatronDatasetBuilder",

@@ -27,10 +27,10 @@ _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """Parameters of scaling, mask, softmax and dropout between an attention layer's two matmuls."""
+    """Parameters of the operations between QK^T and PV: scaling, mask, softmax and dropout."""
 
     scale: float  #: factor by which QK^T is multiplied
-    coefficient: float | None  #: additional factor, applied before masking; None means 1
+    coefficient: float | None  #: additional factor of QK^T, applied before masking; None means 1
     #: numbers of keys that a query sees before and after itself; None without a sliding window
     window: tuple[int, int] | None
     dropout: float
@@ -54,7 +54,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Audit entry: formats of one operation (linear, qk or pv) of a module, and their source."""
+    """Audit entry: formats of a module's operation (linear, qk or pv) and where they were set."""
 
     module: str  #: name of the module in the whole model
     operation: str  #: linear, qk (QK^T) or pv (PV)
@@ -187,7 +187,7 @@ def table(results: Sequence[Matmul]) -> list[str]:
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """Return the audit as plain values for the run card; they suffice to recompute each matmul.
+    """Return the audit as plain values for the run card, with all that recomputing a matmul needs.
 
     `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
     format of each operand, also for a straight-through backward pass. A reader that does not know
@@ -212,7 +212,10 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
 def _equal_layers(
     results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """Group layers whose matmuls have equal keys; return modules and one matmul per group."""
+    """Group the layers that differ only in their number; return each group's name and one matmul.
+
+    The results of `key` must be equal within a group. A name is such as `layers.0-2,5`.
+    """
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
     for matmul in results:
         name = _LAYER.sub("*", matmul.module, count=1)

@@ -24,7 +24,7 @@ class Quantized(Identified):
     _plans: dict[str, OperationPolicy] | None = None
 
     def plan_of(self, operation: str) -> OperationPolicy:
-        """Return the formats of an operation (linear, qk or pv) for the whole run.
+        """Return the formats of this module's operation (linear, qk or pv) for all iterations.
 
         A module without a name is treated like a module outside the transformer layers.
         """
@@ -41,7 +41,7 @@ class Quantized(Identified):
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """Return the module's tensor names, except codes of operands that are never quantized."""
+        """Return the names of the module's tensors, without codes of operands never quantized."""
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]
@@ -57,14 +57,15 @@ class Quantized(Identified):
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
-        """Return the seed of a matmul's stochastic rounding and random signs; None if it has none.
+        """Return the seed of a matmul's random numbers; None if its formats need no random numbers.
 
-        The seed is computed from the run's seed, the layer, the iteration and the micro-batch. A
-        recomputed forward pass, a resumed run and another pipeline layout therefore round in the
-        same way. Ranks with different data have different seeds. Tensor-parallel ranks share one
-        seed, because some of their operands are replicas of one tensor. Values at the same position
-        in two shards thus get the same random bits. In evaluation, the seed depends on the
-        iteration, but not on a micro-batch. The state of torch's generators does not change.
+        Stochastic rounding and the signs of Hadamard transforms use the random numbers. The seed is
+        computed from the run's seed, the layer, the iteration and the micro-batch. A recomputed
+        forward pass, a resumed run and another pipeline layout therefore round in the same way.
+        Ranks with different data have different seeds. Tensor-parallel ranks share one seed,
+        because some of their operands are replicas of one tensor. Values at the same position in
+        two shards thus get the same random bits. In evaluation, the seed depends on the iteration,
+        but not on a micro-batch. The state of torch's generators does not change.
         """
         if not formats.random:
             return None
@@ -87,7 +88,10 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """Return the `format` field for a tensor's metadata; `slots` are the operands made from it."""
+    """Return the `format` field of a tensor's metadata: the formats of the operands in `slots`.
+
+    These are the operands that are made from the tensor.
+    """
     if formats is None:
         return None
     return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))

@@ -148,12 +148,18 @@ class _QuantizedLinear(Quantized):
 
 
 class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
-    """The `ColumnParallelLinear` of megatron-core with quantization; a rank holds weight rows."""
+    """The `ColumnParallelLinear` of megatron-core with quantization; ranks split the weight's rows.
+
+    megatron-core names the class after the columns of the transposed weight.
+    """
 
     dims = ("s b h", "o[tp] h", "s b o[tp]", "s b h | partial[tp]")
 
 
 class RowParallelLinear(_QuantizedLinear, _upstream.RowParallelLinear):
-    """The `RowParallelLinear` of megatron-core with quantization; a rank holds weight columns."""
+    """The `RowParallelLinear` of megatron-core with quantization; ranks split the weight's columns.
+
+    megatron-core names the class after the rows of the transposed weight.
+    """
 
     dims = ("s b h[tp]", "o h[tp]", "s b o | partial[tp]", "s b h[tp]")

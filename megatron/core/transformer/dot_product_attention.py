@@ -43,7 +43,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         self.context = ContextParallelism.of(self, kwargs.get("cp_comm_type"))
         if self.context is not None:  # `self.context` builds the masks instead
             self.scale_mask_softmax.window_size = None
-        if v_channels is not None:  # megatron-core's `forward` reshapes its output to this
+        if v_channels is not None:  # megatron-core's `forward` reshapes its output to this size
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if config.log_max_attention_logit:
             watch_logits(self)
@@ -114,7 +114,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
-        if capture is not None:  # save now: the mask changes the scores in place
+        if capture is not None:  # save the scores before the mask changes them in place
             capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
         if capture is not None:
@@ -150,7 +150,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
     def _matmul(self, a_BMK, b_BNK, operation, formats, capture, alpha=1.0, unnormalized=None):
-        """Return `alpha * A @ B^T`, with operands quantized to `formats` unless that is None."""
+        """Return `alpha * A @ B^T`; quantize the operands to `formats` unless `formats` is None."""
         if formats is not None:
             return quantized_matmul(
                 a_BMK,

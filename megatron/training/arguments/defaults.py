@@ -161,8 +161,7 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 
 def _derive_fusions(args: argparse.Namespace) -> None:
-    """Set the defaults of the bias fusions, and check that packages of other fusions are installed.
-
+    """Set the defaults of the bias fusions, and check the packages that other fusions need.
     The bias fusions are enabled on CUDA devices. On the CPU, fused functions bring no speedup and
     take time to compile.
 

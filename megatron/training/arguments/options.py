@@ -16,7 +16,7 @@ from megatron.training.data.tokenizer import TOKENIZER_TYPES
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Model"""
+    """Flags for the model"""
 
     swiglu: bool = option(False, "use gated linear units with SiLU instead of GELU")
     quick_geglu: bool = option(False, "use gated linear units with the quick GELU approximation")
@@ -62,7 +62,7 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class ParallelOptions:
-    """Processes and pipeline"""
+    """Flags for processes and the pipeline"""
 
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "layers per stage of the interleaved pipeline schedule", type=int
@@ -88,7 +88,7 @@ class ParallelOptions:
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Training"""
+    """Flags for training"""
 
     micro_batch_size: int | None = option(
         None, "sequences per micro-batch (required)", type=int, minimum=1
@@ -134,7 +134,7 @@ class TrainingOptions:
 
 @dataclass(kw_only=True)
 class SchedulerOptions:
-    """Learning rate and weight decay"""
+    """Flags for the learning rate and weight decay"""
 
     lr_decay_style: str = option(
         "linear",
@@ -193,7 +193,7 @@ class SchedulerOptions:
 
 @dataclass(kw_only=True)
 class DataOptions:
-    """Data and tokenizer"""
+    """Flags for data and the tokenizer"""
 
     data_path: list[str] | None = option(
         None,
@@ -255,7 +255,7 @@ class DataOptions:
 
 @dataclass(kw_only=True)
 class CheckpointOptions:
-    """Checkpoints"""
+    """Flags for checkpoints"""
 
     save: str | None = option(None, "folder to write checkpoints to", metavar="DIR")
     load: str | None = option(None, "folder of checkpoints to resume from", metavar="DIR")
@@ -296,7 +296,7 @@ class CheckpointOptions:
 
 @dataclass(kw_only=True)
 class LoggingOptions:
-    """Logging"""
+    """Flags for logging"""
 
     log_interval: int = option(
         1, "iterations between log lines (Megatron-LM's default is 100)", type=int, minimum=1
@@ -324,7 +324,7 @@ class LoggingOptions:
 
 @dataclass(kw_only=True)
 class QuantizationOptions:
-    """Simulated number formats (not in Megatron-LM)"""
+    """Flags for simulated number formats (not in Megatron-LM)"""
 
     custom_quant_type: str | None = option(
         None,

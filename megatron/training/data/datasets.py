@@ -135,10 +135,10 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
 
 
 def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
-    """Yield (split index, prefix, share) for each data prefix of each split.
+    """Yield (split index, data prefix, document range) for each data prefix of each split.
 
-    `share` holds the first and last document as fractions of the prefix's documents, or is None if
-    the split takes no documents.
+    The range holds the first and last document as fractions of the prefix's documents. It is None
+    if the split takes no documents.
     """
     if config.blend is not None:
         for prefix in config.blend[0]:
@@ -148,10 +148,10 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 
 
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
-    """Return a copy of `wanted` (one bool per split) that is False for an empty test split.
+    """Return a copy of `wanted` (one bool per split) with False for a test split without tokens.
 
-    It is also False for a split without a data path. Any other empty split is an error, because
-    megatron-core would loop forever on it.
+    The copy is also False for a split without a data path. Any other empty split is an error,
+    because megatron-core would loop forever on it.
 
     Raises:
         UserError: if a prefix has no tokens in a training or validation split that the run needs.

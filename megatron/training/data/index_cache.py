@@ -75,7 +75,7 @@ def _check_array(path: Path) -> None:
 
 
 def check_samples(dataset: Any, folder: str | None) -> None:
-    """Check that sample indices match the data, whether loaded from the cache or newly built.
+    """Check that the sample indices of a data set (cached or newly built) match its documents.
 
     Every index is read once, which takes about 0.5 s for 10 million documents.
 

@@ -19,7 +19,7 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
         UserError: if weights and prefixes do not alternate.
     """
     if len(values) == 1 and _exists(f"{values[0]}.idx"):
-        return list(values), None  # an existing data set, even if its name looks like a blend
+        return list(values), None  # the value names a data set, even if it looks like a blend
     words = values[0].split()
     if len(values) == 1 and words and _is_number(words[0]):
         values = words  # scripts often pass a blend as one quoted argument

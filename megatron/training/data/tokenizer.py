@@ -53,9 +53,9 @@ HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def guess_tokenizer_type(path: str | Path) -> str:
-    """Return Megatron-LM's name for the type of the tokenizer at `path`.
+    """Return Megatron-LM's name for a tokenizer's type, such as `HuggingFaceTokenizer`.
 
-    An example is `HuggingFaceTokenizer`. The path is that of a tokenizer file or a model folder.
+    The path is that of a tokenizer file or a model folder.
     """
     path = Path(path)
     _refuse_special(path)
@@ -96,7 +96,7 @@ def _file_in(folder: Path) -> Path | None:
 
 
 def _type_of_file(path: Path) -> str:
-    """Return the type of a tokenizer file; its first line shows whether it is a tiktoken file."""
+    """Return `TikTokenizer` or `SentencePieceTokenizer`, depending on the file's first line."""
     with path.open("rb") as file:
         first = file.readline(1000)
     tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", first)

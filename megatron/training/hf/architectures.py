@@ -105,9 +105,9 @@ def flags_of(model: Model, folder: str) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> Model:
-    """Return the model that a complete command line describes.
+    """Return the architecture and config.json of the model that the flags define.
 
-    The model's config.json still lacks `vocab_size`.
+    All flags in `args` must be filled in. The config.json still lacks `vocab_size`.
     """
     architecture = DEEPSEEK_V2 if args.multi_latent_attention else LLAMA
     config = {"architectures": [architecture.name], "model_type": architecture.model_type}

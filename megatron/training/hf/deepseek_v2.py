@@ -17,7 +17,7 @@ from megatron.training.hf.layouts import Layout, Source, columns, rows, whole
 from megatron.training.hf.llama import BLOCKS, check_blocks, gated, norms, outside_of_layers
 from megatron.training.hf.rope import Unsupported, yarn_flags
 
-LATENT_NORM_EPSILON = 1e-6  #: epsilon of the latent vector's norm, which transformers hard-codes
+LATENT_NORM_EPSILON = 1e-6  #: epsilon of the latent vector's norm; transformers hard-codes it
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:

@@ -34,9 +34,9 @@ def converts(args: argparse.Namespace) -> bool:
 
 
 def prepare(args: argparse.Namespace, given: set[str]) -> tuple[Model | None, list[str]]:
-    """Fill in the flags that `--load-hf` determines, and return the model and lines for the log.
+    """Fill in the flags that `--load-hf` determines; return the model's description and log lines.
 
-    The model is None without `--load-hf`.
+    The description is None without `--load-hf`.
 
     Raises:
         UserError: if a flag contradicts the checkpoint.
@@ -134,7 +134,7 @@ def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
     if model is not None:
         defaults["seq_length"] = args.max_position_embeddings
         if args.tokenizer_type is None:
-            args.tokenizer_type = "NullTokenizer"  # it adds one id for the end-of-document token
+            args.tokenizer_type = "NullTokenizer"  # this type adds an end-of-document id
             args.vocab_size = model.config["vocab_size"] - 1
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -142,8 +142,9 @@ def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
 
 
 def describe(args: argparse.Namespace) -> Model:
-    """Return the model that `--save-hf` writes for a complete command line.
+    """Return the description of the model that `--save-hf` would write.
 
+    All flags in `args` must be filled in.
     Raises:
         UserError: if transformers cannot express the model; the message names each wrong flag.
     """

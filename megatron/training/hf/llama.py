@@ -159,7 +159,10 @@ def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
 
 
 def norms(target: str, source: str, hidden: int) -> dict[str, Layout]:
-    """Return how the norms before a layer's attention and MLP map to checkpoint tensors."""
+    """Return how the weights of a layer's norms map to checkpoint tensors.
+
+    One norm precedes attention; the other precedes the MLP.
+    """
     return {
         f"{target}{ours}.weight": same(Source(f"{source}{theirs}.weight", (hidden,)))
         for ours, theirs in (

@@ -175,7 +175,7 @@ class Weights:
             )
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """Return a piece of a tensor without reading the rest.
+        """Return the part of a checkpoint tensor that `piece` describes, without reading the rest.
 
         Raises:
             UserError: if the file cannot be read.

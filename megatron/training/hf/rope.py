@@ -6,7 +6,7 @@ rope_parameters {"rope_theta", "rope_type", ...}          since transformers 5
 
 from typing import Any
 
-#: Parameters of Llama 3's scaling that are constants in megatron-core's rotary embedding.
+#: Parameters of Llama 3's RoPE scaling; megatron-core's rotary embedding hard-codes these values.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

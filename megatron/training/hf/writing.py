@@ -110,7 +110,7 @@ class _LocalParts:
         return [(p.dim, p.start, p.stop) for _, p in self.parts]
 
     def message(self) -> torch.Tensor:
-        """Return all parts, flattened and concatenated into one tensor."""
+        """Return this rank's parts of the checkpoint tensor, flattened and concatenated."""
         views = [t.narrow(p.dim, p.offset, p.stop - p.start) for t, p in self.parts]
         return torch.cat([view.reshape(-1) for view in views])
 
