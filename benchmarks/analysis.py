@@ -36,7 +36,7 @@ from megatron.console import ArgumentParser  # noqa: E402
 
 WORKER = Path(__file__).with_name("analysis_worker.py")
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-#: Flags of pretrain_gpt.py for a dump of about 2 GB; `SMALL` has the flags for --quick.
+#: Flags of pretrain_gpt.py that give a dump of about 2 GB. `SMALL` is used with --quick instead.
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
     "--num-query-groups 4 --kv-channels 128 --seq-length 2048 --micro-batch-size 1 "
@@ -139,7 +139,7 @@ def write_tiny(folder: Path, count: int) -> None:
 
 
 def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str, float]:
-    """Run analysis_worker.py in a separate process, and return the measurements that it prints.
+    """Run analysis_worker.py in a separate process; return its measurements by name.
 
     Args:
         how: "ours" or "naive".
@@ -157,7 +157,7 @@ def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time the statistics of a dump, computed by plain code and by ours; return the table rows."""
+    """Time plain code and our code on the statistics of one dump; return the rows of the table."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
@@ -194,7 +194,7 @@ def _row(
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time the statistics of dumps of tiny tensors; return one table row per size of dump."""
+    """Time the statistics of dumps of tiny tensors; return one table row per number of tensors."""
     rows = []
     for count in options.records:
         folder = scratch / f"tiny{count}"

@@ -68,7 +68,7 @@ def size(records) -> int:
 
 
 def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float]:
-    """Compute the statistics with one torch or numpy call per statistic and format.
+    """Measure plain code, which makes one torch or numpy call per statistic and format.
 
     Every `every`-th tensor is loaded and copied to float32. Our fused kernels quantize it, once per
     format and axis.
@@ -121,7 +121,7 @@ def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
 
 
 def errors(view: torch.Tensor, dim: int, name: str, results: list[torch.Tensor]) -> float:
-    """Compute the quantization errors of one format along one dimension; return the MSE.
+    """Compute error measures of a quantized tensor; return its mean squared error.
 
     The dequantized tensor is appended to `results`.
     """

@@ -59,7 +59,7 @@ HEAD = (
     "MB",
     "peak MiB",
 )
-#: Phrase that the report adds for each kind of raw write that `writing_speed.py` measures.
+#: Phrase with which the report describes each kind of raw write in `writing_speed.py`.
 RAW = {"raw": "", "direct": ", past the page cache"}
 
 
@@ -161,7 +161,7 @@ class Worker:
         self.steps: list[dict[str, float]] = []
 
     def answer(self, prefix: str) -> str:
-        """Return the next line that starts with `prefix`; skip lines that libraries print."""
+        """Return the worker's next output line that starts with `prefix`; skip all other lines."""
         while line := self.process.stdout.readline():
             if line.startswith(prefix):
                 return line
@@ -185,7 +185,7 @@ class Worker:
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python interpreter with mindstudio-probe; None if it is missing or not wanted."""
+    """Return a Python interpreter with mindstudio-probe, or None to leave this package out."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -260,7 +260,7 @@ def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
 
 
 def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace) -> list[str]:
-    """Return the results that the table does not show, as a list of Markdown items."""
+    """Return a list of Markdown items with the results that the table does not show."""
     steps = workers["everything"].steps
     ratios = [step["blocked"] / step["copies"] for step in steps]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -284,7 +284,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Return the median and range, as text, of our writing speed over that of a raw write."""
+    """Return text with the median and range of our writing speed divided by that of raw writes."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "

@@ -22,10 +22,10 @@ import training_worker as training
 import writing_speed
 
 #: Names of a step's measurements. The first four are times in seconds: the duration of the step,
-#: how long the collection blocked training, the time for plain copies of the same tensors, and the
-#: time after the step until everything is on disk. The next two are the number of tensors and their
-#: size in bytes. The last two are in MiB: the peak memory of the process and the peak host memory
-#: of the collection.
+#: the time that the collection blocked training, the time for plain copies of the same tensors, and
+#: the time after the step until everything is on disk. The next two are the number of tensors and
+#: their total size in bytes. The last two are in MiB: the peak memory of the process and the peak
+#: host memory of the collection.
 FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host")
 
 
@@ -67,10 +67,11 @@ class Ours:
             self._copy_beside()
 
     def _copy_beside(self) -> None:
-        """Make the collector also copy each tensor to the host with plain torch, and time this.
+        """Copy each collected tensor to the host once more with plain torch, and time these copies.
 
-        The copy is made alternately before and after the collection's own copy, because the first
-        copy fills the caches for the second. Weights are copied only in the first micro-batch.
+        The extra copy is made alternately before and after the collector's own copy, because the
+        first copy fills the caches for the second. Weights are copied only in the first
+        micro-batch.
         """
         saver = self.tensor_saver.current()
         save, turn = saver.save, [0]
@@ -126,7 +127,8 @@ class MsProbe:
             "rank": [],
             "step": [],
             "async_dump": options.async_dump,
-            # An asynchronous dump requires parts of module names; all names contain "Module".
+            # An asynchronous dump requires a list of strings that occur in the names of the
+            # modules to dump. All names contain "Module".
             "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
         }
         path = options.folder / "config.json"
@@ -135,11 +137,11 @@ class MsProbe:
         self.debugger = PrecisionDebugger(config_path=str(path))
 
     def begin(self) -> None:
-        """Start mindstudio-probe's dump of one step."""
+        """Let mindstudio-probe start to dump one step."""
         self.debugger.start(model=self.model)
 
     def end(self) -> dict[str, float]:
-        """Finish mindstudio-probe's dump of one step; return how long this took, in seconds."""
+        """Let mindstudio-probe finish the dump of one step; return the seconds that this took."""
         started = time.perf_counter()
         self.debugger.stop()
         self.debugger.step()
@@ -201,7 +203,8 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         numbers = {"step": time.perf_counter() - started} | collector.end()
-        numbers["step"] -= numbers.get("copies", 0.0)  # The plain copies are not part of the step.
+        # The plain copies are not part of the step.
+        numbers["step"] -= numbers.get("copies", 0.0)
         numbers["tensors"], numbers["bytes"] = dumped(options.folder)
         numbers["peak"] = training.peak()
         print(json.dumps(dict.fromkeys(FIELDS, 0.0) | numbers), flush=True)

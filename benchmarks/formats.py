@@ -52,7 +52,7 @@ sys.path.insert(0, str(REPO))
 from megatron.console import ArgumentParser  # noqa: E402
 
 WORKER = Path(__file__).with_name("formats_worker.py")
-LOG_LINES = 20  #: number of lines of the worker's error output that are shown if it fails
+LOG_LINES = 20  #: number of lines of the worker's error output that are shown if the worker fails
 FORMATS = (
     "bf16",
     "fp16",
@@ -71,8 +71,8 @@ FORMATS = (
     "fp8_e5m2",
 )
 SEED = 1234
-#: Environment variables of glibc's malloc, in bytes. Allocations of at least MMAP_THRESHOLD come
-#: directly from the system. Free memory above TRIM_THRESHOLD is returned to the system.
+#: Environment variables of glibc's malloc, with values in bytes. Allocations of at least
+#: MMAP_THRESHOLD come directly from the system. Free memory above TRIM_THRESHOLD is returned to it.
 MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
@@ -125,9 +125,9 @@ def cores() -> int:
 
 
 def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
-    """Measure all cases in the worker process, and return the events that it reports.
+    """Measure all cases in a worker process, and return the events that the worker reports.
 
-    On the CPU, a second run adds the times with reused memory to each case.
+    On the CPU, a second run with reused memory adds its times to each case.
     """
     peers_env.say(f"measuring with {python}")
     events = run_worker(python, options, MEMORY["new"], peers=True)
@@ -144,7 +144,7 @@ def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Ev
 def run_worker(
     python: Path, options: argparse.Namespace, memory: dict[str, str], *, peers: bool
 ) -> list[formats_report.Event]:
-    """Run the worker process, show its progress, and return all events that it reports."""
+    """Run a worker process, show its progress, and return all events that it reports."""
     names = ("shape", "dtypes", "axes", "repeats", "threads", "device")
     request: dict[str, Any] = {name: getattr(options, name) for name in names} | {
         "seed": SEED,
@@ -156,7 +156,7 @@ def run_worker(
     environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads} | memory
     events = []
     with (
-        tempfile.TemporaryDirectory() as elsewhere,  # Some peers write into the current folder.
+        tempfile.TemporaryDirectory() as elsewhere,  # Some peers write to the current folder.
         tempfile.TemporaryFile("w+") as log,
         tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
     ):
@@ -182,7 +182,7 @@ def run_worker(
 
 
 def show(event: formats_report.Event, bar: tqdm) -> None:
-    """Show one event of the worker to the user; end the program if the worker refuses to run."""
+    """Show an event of the worker to the user; end the program if the worker refused a request."""
     match event["kind"]:
         case "refused" if event["format"] is None:
             raise SystemExit(f"[ERROR] {event['reason']}; choose --device cpu or another Python")
@@ -220,7 +220,7 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
 
 
 def tree() -> str:
-    """Return the repository's commit as "commit HASH", or else "a tree without history"."""
+    """Return "commit HASH" for the repository, or "a tree without history" if it has none."""
     command = ["git", "-C", REPO, "describe", "--always", "--dirty"]
     try:
         description = subprocess.run(command, capture_output=True, text=True, check=True)

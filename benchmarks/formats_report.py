@@ -34,12 +34,12 @@ def count(elements: int) -> str:
 
 
 def typical(case: Event, who: str) -> float:
-    """Return the median time of the implementation `who` over the rounds, in milliseconds."""
+    """Return the median time, in milliseconds, that the implementation `who` takes in a case."""
     return statistics.median(case["times"][who])
 
 
 def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
-    """Return the ratio of the time of the implementation `who` to that of `other`.
+    """Return the time of the implementation `who` divided by that of the implementation `other`.
 
     The result is the median of the rounds' ratios. Other load on the machine affects both times of
     a round alike.
@@ -49,12 +49,12 @@ def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
 
 
 def peers_of(case: Event) -> list[str]:
-    """Return the names of the peer packages that ran this case, fastest first."""
+    """Return the names of the peer packages that were measured in this case, fastest first."""
     return sorted(case["differ"], key=lambda name: typical(case, name))
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
-    """Describe how many elements of each peer package's result differ from ours.
+    """Describe how many elements differ between our result and that of each peer package.
 
     Peers with equal counts are grouped.
     """
@@ -71,7 +71,7 @@ def agreement(case: Event, data: str, elements: int) -> str:
 
 
 def apart(differ: int, far: int) -> str:
-    """Format the number of differing elements, and how many of them differ by more than 4 ulp.
+    """Format two counts: elements that differ, and elements that differ by more than 4 ulp.
 
     The second number is left out if it equals the first.
     """
@@ -81,7 +81,7 @@ def apart(differ: int, far: int) -> str:
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:
-    """Return the table that compares a plain copy, our code and the fastest peer, case by case."""
+    """Return a table that compares, in each case, a plain copy, our code and the fastest peer."""
     header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
     header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else ["ours / reused"]
     header += ["fastest peer", "its ms", "speed-up"]
@@ -106,7 +106,7 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
 
 
 def every_peer(cases: list[Event]) -> str:
-    """Return the table with one row per measurement, followed by the reasons for differences."""
+    """Return a table of all measurements, followed by notes on why results differ or peers fail."""
     header = ["format", "input", "axis", "who", "best ms", "median ms", "times ours"]
     header += [f"differ, {data}" for data in DATA.values()] + ["note"]
     rows = []
@@ -132,7 +132,7 @@ def every_peer(cases: list[Event]) -> str:
 
 
 def packages(peers: list[Event]) -> str:
-    """Return the table of the peer packages: their releases, and whether the import succeeded."""
+    """Return a table of the peer packages with their releases and whether they can be imported."""
     rows = []
     for peer in peers:
         missing = peer["missing"]

@@ -39,7 +39,8 @@ from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
-LAUNCHES = 10  #: number of calls between two CUDA events, to hide the time of the first launch
+#: Number of calls that are timed together on a GPU, to hide the time of the first launch.
+LAUNCHES = 10
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -55,12 +56,12 @@ def release(distribution: str) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """Return a description of an error in one line, for a table."""
+    """Return a one-line description of an error, for a table."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
 def load_peers(device: str) -> dict[str, peers.Finder]:
-    """Import every peer that runs on the device, and report which peers are available."""
+    """Import every peer package that runs on this device type, and report which are available."""
     finders = {}
     for name, (load, distribution) in peers.PEERS.items():
         if device != "cpu" and name in peers.ONLY_ON_CPU:
@@ -68,14 +69,14 @@ def load_peers(device: str) -> dict[str, peers.Finder]:
         missing = None
         try:
             finders[name] = load()
-        except Exception as error:  # An import may raise any error; continue with the other peers.
+        except Exception as error:  # An import may raise any error; continue with the next peer.
             missing = reason(error)
         report("peer", name=name, release=release(distribution), missing=missing)
     return finders
 
 
 def known_formats(names: list[str], required: bool) -> list[Format]:
-    """Return the formats among `names` that this version of our library has.
+    """Return the formats in `names` that this version of our library knows.
 
     Unknown names are reported. If `required` is True, the first unknown name ends the process.
     """
@@ -91,7 +92,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the two input matrices by name; both are used for comparison, "randn" for timing."""
+    """Return the two input matrices by name: "randn" is also used for timing, "wide" is not."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)
@@ -101,7 +102,7 @@ def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
-    """Return how many elements differ, and how many differ by over 4 units in the last place."""
+    """Count the elements that differ, and those that differ by more than 4 ulp."""
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
         raise ValueError(f"returned {theirs.dtype} of shape {tuple(theirs.shape)}")
     differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())

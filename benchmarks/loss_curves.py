@@ -104,14 +104,17 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
 
 
 def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Return the losses by iteration; None if the log is incomplete or not of this command."""
+    """Return the losses in a run's log by iteration, or None if the log cannot be used.
+
+    A log can be used if it is complete and begins with `head`, which names the command.
+    """
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
     return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None
 
 
 def train_all(options: argparse.Namespace) -> pd.DataFrame:
-    """Train all runs; return the losses, with a row per iteration and a column per (type, seed)."""
+    """Train all runs; return their losses, one row per iteration and one column per run."""
     runs = list(itertools.product(options.types, options.seeds))
     with ThreadPoolExecutor(options.jobs) as pool:
         series = pool.map(lambda run: train(*run, options), runs)
@@ -121,7 +124,7 @@ def train_all(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def differences(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return each run's losses minus those of the first quantization type with the same seed."""
+    """Return the losses of each run minus those of the first type's run with the same seed."""
     first = losses[losses.columns[0][0]]
     return pd.concat({t: losses[t] - first for t in types_of(losses)}, axis=1)
 
@@ -159,7 +162,7 @@ def table(losses: pd.DataFrame) -> str:
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
-    """Return error messages for runs whose loss did not fall and for pairs of equal curves."""
+    """Return an error message for each run without a falling loss and each pair of equal curves."""
     window = window_of(losses)
     start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
     errors = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]

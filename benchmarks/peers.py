@@ -1,4 +1,4 @@
-"""Call the number-format code of other public packages, the peers of benchmarks/formats.py.
+"""Call other public packages' implementations of the number formats, for comparison with ours.
 
 Each loader imports one package and returns a finder. The finder takes one of our formats and
 returns a function that quantizes a contiguous matrix along the last axis and dequantizes it to the
@@ -23,7 +23,7 @@ Finder = Callable[[Format], Call | None]
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
-    """Return the element type, block size and scale rule of an OCP MX format; otherwise None."""
+    """Return a format's element type, block size and scale rule, or None if it is not OCP MX."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
     if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
         return None
@@ -76,10 +76,10 @@ def torchao() -> Finder:
 
 
 def torchao_compiled() -> Finder:
-    """Return a function that finds torchao's cast for a format and compiles it with torch.compile.
+    """Return a function that compiles torchao's cast for a format with torch.compile.
 
-    On CPUs, torch.compile does not support the E8M0 dtype, so the scale rule "floor" fails; the
-    other scale rules work.
+    On CPUs, torch.compile does not support the E8M0 dtype, so formats with the scale rule "floor"
+    fail; the other scale rules work.
     """
     eager = torchao()
 
@@ -186,7 +186,7 @@ def torch_cast() -> Finder:
     return find
 
 
-#: Loader of each peer and the distribution whose release is reported, by the peer's name.
+#: By the name of each peer: the function that loads it, and the distribution that contains it.
 PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "torch": (torch_cast, "torch"),
     "torchao": (torchao, "torchao"),
@@ -201,7 +201,7 @@ ONLY_ON_CPU = ("ml_dtypes", "en_dtypes")
 
 
 def along(call: Call, axis: str) -> Call:
-    """Return `call`, changed to work along the "last" or the "first" axis of a matrix.
+    """Return a function that applies `call` along the "last" or the "first" axis of a matrix.
 
     For the first axis, the matrix is transposed before and after the call, and the peer's time
     includes both transpositions. quark has an axis argument, but using it takes longer.
@@ -217,7 +217,7 @@ OTHER_ORDER = (
     "multiplies the scales in another order: last bits differ, and a value or a block's scale "
     "halfway between two codes can be rounded to the other one"
 )
-#: Reason why a peer's values differ from ours, by peer and format ("mx" for all MX formats).
+#: Reason why a peer's values differ from ours, by peer and format; "mx" means all MX formats.
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
         "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "

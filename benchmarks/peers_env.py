@@ -25,7 +25,7 @@ found = importlib.metadata.distributions()
 print(json.dumps({d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}))
 """
 PREFIX = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-#: Environment variables of pip that select another interpreter or another target folder.
+#: Environment variables that make pip install into another interpreter or another folder.
 ELSEWHERE = ("PIP_PYTHON", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
 
 
@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def pins() -> dict[str, str]:
-    """Return the pinned release of every package to install in `.venv-peers`, by package name."""
+    """Return, by name, the pinned release of every package that `.venv-peers` should have."""
     setup = runpy.run_path(str(REPO / "setup.py"))
     shared = setup["pins"](setup["RUNTIME"], setup["TEST"])
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
@@ -43,7 +43,9 @@ def pins() -> dict[str, str]:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Return the releases of an interpreter's packages, by lower-case package name with hyphens.
+    """Return the release of each package of an interpreter, by the package's normalized name.
+
+    A normalized name is in lower case, with hyphens instead of underscores.
 
     Raises:
         OSError: if `python` cannot be started.
@@ -76,11 +78,11 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
 
 
 def given(python: Path) -> Path:
-    """Return the interpreter that the user named, after checking that it has torch and numpy.
+    """Check that the interpreter that the user named has torch and numpy, and return its path.
 
     Nothing is installed into this Python.
     """
-    python = python.expanduser().absolute()  # keeps the symbolic link of a venv's python
+    python = python.expanduser().absolute()  # does not follow the symbolic link of a venv's python
     try:
         missing = {"torch", "numpy"} - installed(python).keys()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -97,7 +99,7 @@ def given(python: Path) -> Path:
 
 
 def made() -> Path:
-    """Create `.venv-peers` if necessary, install missing packages, and return its interpreter.
+    """Create or complete the environment `.venv-peers`, and return its Python interpreter.
 
     A peer that cannot be installed is left out; the next call tries again.
     """

@@ -1,4 +1,4 @@
-"""Compare the speed of tokenizing a corpus with script/data/preprocess.py and `datasets.map`.
+"""Compare the speeds at which script/data/preprocess.py and `datasets.map` tokenize a corpus.
 
     python benchmarks/preprocessing.py                        # 20 MB of Python's own source files
     python benchmarks/preprocessing.py --text enwiki.txt --tokenizer-model model/llama3.2-1b
@@ -47,13 +47,13 @@ sys.path.insert(0, str(REPO))
 
 from megatron.console import ArgumentParser  # noqa: E402
 
-DOCUMENT = 3000  #: minimum size of a document, in characters; it ends at the next empty line
+DOCUMENT = 3000  #: number of characters after which a document ends at the next empty line
 VOCABULARY = 32_000
 
 
 @dataclasses.dataclass
 class Turn:
-    """Wall-clock time and CPU time of one program in one round, in seconds."""
+    """Wall-clock time and CPU time, in seconds, of one program in one round."""
 
     seconds: float
     cpu: float
@@ -74,7 +74,7 @@ def standard_library() -> Iterator[str]:
 
 
 def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
-    """Yield about `megabytes` MB of documents, which are cut from the texts at empty lines.
+    """Yield documents, about `megabytes` MB in total; texts are split at empty lines.
 
     A document has at least DOCUMENT characters, unless its text ends earlier.
     """
@@ -113,7 +113,7 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its workers that have ended."""
+    """Return the CPU seconds of this process and of all its workers that have already ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
@@ -125,7 +125,7 @@ def timed(work: Callable[[], Any]) -> tuple[Turn, Any]:
 
 
 class Ours:
-    """Competitor that runs our program, script/data/preprocess.py, in this process."""
+    """Our side of the comparison: script/data/preprocess.py, run in this process."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         from documents import Settings
@@ -151,7 +151,7 @@ class Ours:
 
 
 class Theirs:
-    """Competitor that runs `datasets.map` on the Arrow file from `load_dataset`."""
+    """The other side of the comparison: `datasets.map` on the Arrow file from `load_dataset`."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         import datasets
@@ -190,7 +190,7 @@ class Theirs:
 
 
 def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
-    """Return a Markdown table of each program's times and rates, followed by the ratios."""
+    """Return a Markdown table of each program's times and rates, followed by their ratios."""
     head = ("", "seconds", "CPU seconds", "documents/s", "MB of text/s", "million tokens/s")
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name in NAMES:
@@ -214,7 +214,7 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
 
 
 def ratio(rounds: list[Round], field: str, *theirs: str) -> str:
-    """Format the ratio of another program's time to ours: median and quartiles over the rounds."""
+    """Format the median and quartiles, over the rounds, of the time of `theirs` divided by ours."""
     ratios = [
         sum(getattr(turns[name], field) for name in theirs) / getattr(turns[OURS], field)
         for turns in rounds

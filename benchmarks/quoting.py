@@ -1,13 +1,13 @@
-"""Quote a benchmark's command line for its results page, without local paths."""
+"""Format a benchmark's command line for its results page, without local paths."""
 
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Options that are left out, because their values are paths that do not affect the measurement.
+#: Options that are left out, because they take paths that do not affect the measurement.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
-FILES = ("--text", "--tokenizer-model")  #: options whose paths are shortened to the file name
+FILES = ("--text", "--tokenizer-model")  #: options whose values are shortened to the file name
 
 
 def quoted(script: str, arguments: Sequence[str] | None = None) -> str:

@@ -34,7 +34,7 @@ ROWS = 64
 
 
 def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
-    """Yield (output features, input features, number of matrices) for each linear-layer shape."""
+    """Yield (output features, input features, number of matrices) for each kind of linear layer."""
     layers, hidden, heads = model.num_hidden_layers, model.hidden_size, model.num_attention_heads
     if (latent := model.latent) is None:
         size = model.head_dim or hidden // heads

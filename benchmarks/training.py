@@ -1,4 +1,4 @@
-"""Measure step time and memory of training in each quantization type, relative to bf16.
+"""Measure the step time and memory of training in each quantization type, relative to bf16.
 
     python benchmarks/training.py                       # the tiny Llama at hidden size 1024
     python benchmarks/training.py --types mxfp8 hifp8 recipe:examples/recipes/ocp_mxfp8.yaml
@@ -113,7 +113,7 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.built = self.peak = 0.0  #: peak memory in MiB: when the model was built, and until now
+        self.built = self.peak = 0.0  #: peak memory in MiB: after building the model, so far
 
     def answer(self) -> str:
         """Return the worker's next result line, skipping lines that libraries print."""
@@ -124,7 +124,7 @@ class Worker:
         raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
 
     def step(self) -> None:
-        """Let the worker process train one step, and record its duration and loss."""
+        """Let the worker process train one step, and record the step's duration and loss."""
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -140,7 +140,7 @@ class Worker:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Worker]:
-    """Start one worker per type, train step by step in random order, and return them by name.
+    """Start one worker per type, let them take turns in training steps, and return them by name.
 
     The first two rounds are a warm-up; their times are not counted.
     """

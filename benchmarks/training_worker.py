@@ -1,4 +1,4 @@
-"""Train a model shaped like the tiny Llama, one step at a time, under control of `training.py`.
+"""Train a model shaped like the tiny Llama, one step per request from `training.py`.
 
 For each line of standard input, the worker runs one step: the forward and backward pass of two
 micro-batches, and Adam. It then prints the duration of the step in seconds, the process's peak
@@ -122,7 +122,7 @@ def forward_step(iterator, model):
 
 
 def peak() -> float:
-    """Return the peak memory so far, in MiB: allocated GPU memory, or process memory on the CPU."""
+    """Return the peak memory so far in MiB: of this process, or if there is a GPU, on the GPU."""
     import torch
 
     if torch.cuda.is_available():

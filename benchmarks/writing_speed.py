@@ -27,9 +27,9 @@ PIECE = 8 << 20  #: size of each raw write, in bytes; the size of a raw file is 
 
 
 def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
-    """Return the speeds of the collector and of each raw write, in bytes per second, by round.
+    """Return the writing speeds of the collector and of each kind of raw write in every round.
 
-    "direct" is missing if the file system does not support it.
+    Speeds are in bytes per second. "direct" is missing if the file system does not support it.
 
     Args:
         options: the options `disk_mib` (MiB to write per round), `folder`, `host_gib` (limit of
@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
         "raw": lambda folder: write(folder, total, 0),
         "ours": lambda folder: collect(folder, tensors, layers, options.host_gib, tensor_saver),
     }
-    if hasattr(os, "O_DIRECT"):  # macOS has none
+    if hasattr(os, "O_DIRECT"):  # macOS does not have it
         ways["direct"] = lambda folder: write(folder, total, os.O_DIRECT)
     rates: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
@@ -67,7 +67,7 @@ def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def write(folder: Path, total: int, flags: int) -> None:
-    """Write at least `total` bytes to one file; `flags` are additional flags of `os.open`.
+    """Write at least `total` bytes to a file; `flags` are additional flags of `os.open`.
 
     Raises:
         OSError: if the file system does not support the flags.

@@ -30,7 +30,7 @@ ORDINARY = torch.arange(1024) % 32 != 0  #: mask of the channels that contain no
 
 
 def sqnr(x: Tensor, quantized: Tensor) -> float:
-    """Return the signal-to-quantization-noise ratio in dB, computed in float64."""
+    """Return the signal-to-quantization-noise ratio of `quantized` in dB, computed in float64."""
     signal, noise = x.double(), quantized.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 

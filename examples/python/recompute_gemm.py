@@ -50,7 +50,7 @@ def main(folder: str, module: str = "linear_qkv") -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
 
-    # A record holds the operand's formats for both passes; `uses` returns the forward one first.
+    # The formats of an operand are recorded for both passes; `uses` returns the forward one first.
     formats = dict(zip(records["tensor_name"], records["format"], strict=True))
     forward = {name: uses(formats[name])[0] for name in ("input", "weight")}
     quantized = [
