@@ -143,7 +143,7 @@ def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command of `python -m megatron.analysis` and return the exit status."""
     parsed = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = parsed.command
     try:

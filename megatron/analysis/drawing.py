@@ -133,7 +133,10 @@ def _draw_outputs(
     workers: int,
     notify: Callable[[str], None],
 ) -> None:
-    """Draw the outputs in `names` that are out of date, and add the files of all to `result`."""
+    """Draw the outputs in `names` that are out of date, and add the results to `result`.
+
+    The files of outputs that are up to date are added, too.
+    """
     output, dump = order.output, order.figure_data.store.folder
     current = unchanged(output, names, follows)
     for made in current.values():

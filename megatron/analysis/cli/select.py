@@ -17,7 +17,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
-    """Return the records that meet all conditions.
+    """Return the records in `store` that meet all conditions.
 
     A condition has the form `column=value`, `column=value,value` or `column=first-last`. Columns
     and values are those that `TensorStore.select` accepts.

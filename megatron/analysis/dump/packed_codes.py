@@ -15,7 +15,7 @@ from megatron.fake_quant.scales import Scales
 
 
 def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
-    """Return the quantized operand in a file of codes and scales, memory-mapped.
+    """Memory-map a file of codes and scales, and return the quantized operand that it contains.
 
     The method `dequantize` of the result computes the values.
 

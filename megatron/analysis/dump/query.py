@@ -54,7 +54,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
 
 
 def _in_range(column: pd.Series[Any], wanted: range) -> Any:
-    """Return a mask of the rows whose value is in a range; it is False for unknown values."""
+    """Return a mask of the rows whose value lies in `wanted`; unknown values lie in no range."""
     if not wanted:
         return np.zeros(len(column), dtype=bool)
     known = column.notna().to_numpy()
@@ -76,7 +76,7 @@ def _check(name: str, values: list[Any]) -> None:
 
 
 def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
-    """Return a mask of the rows whose value is in `values`; None selects unknown values."""
+    """Return a mask of the rows whose value is in `values`; None there selects unknown values."""
     if name == "module":
         modules = {module for module in column.unique() if isinstance(module, str)}
         matches = [

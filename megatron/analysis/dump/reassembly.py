@@ -55,7 +55,7 @@ class Cut:
 
 
 def parse_dims(dims: str) -> list[Cut]:
-    """Return, for each parallel group in a record's field `dims`, how it divides the tensor.
+    """Return how each parallel group in a record's field `dims` divides the tensor.
 
     Raises:
         ValueError: if `dims` does not have the form that the module's docstring describes.
@@ -224,7 +224,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:
-    """Combine the shards into one tensor, group by group in reverse order of `cuts`."""
+    """Combine the shards into one tensor; `cuts` is processed from last to first."""
     for cut in reversed(cuts):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for index in sorted(shards):
@@ -260,7 +260,7 @@ def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
 
 
 def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
-    """Combine the parts that the ranks of one parallel group hold; `parts` is sorted by rank."""
+    """Combine the parts of a tensor that the ranks of one parallel group hold, in rank order."""
     if cut.axis is None:
         return _sum(parts)
     if cut.copies > 1:

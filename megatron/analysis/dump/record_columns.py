@@ -47,9 +47,10 @@ def _types() -> dict[str, tuple[type, ...]]:
 
 
 _TYPES = _types()
-#: Columns that contain integers.
+#: Columns of the table of records that contain integers.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
-_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: keys of a rank's coordinates in a record
+#: Keys, in a record, of the coordinates of its rank: rank and size in the world and in each group.
+_IN_RECORD = ("world", *RANK_COLUMNS[1:])
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Coordinates = tuple[int | None, ...]  #: coordinates of a rank in the order of _IN_RECORD
@@ -113,7 +114,7 @@ class Columns:
         return len(self._rank_of_row)
 
     def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
-        """Append rows, or append none of them if any row is invalid.
+        """Append all given rows to the table, or none of them if any row is invalid.
 
         Args:
             rows: records to append. Missing fields count as unknown, and keys that are not fields
@@ -153,7 +154,7 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """Return each row's rank as its index in `_coordinates`, to which new ranks are added.
+        """Return the index of each rank in `_coordinates`; ranks that are not there yet are added.
 
         Most rows have the same rank as the previous row, whose index is then reused.
         """
@@ -238,7 +239,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _check_sizes(name: str, sizes: Any) -> None:
-    """Raise WrongTypeError, which gives the reason, if a value is not a valid list of sizes."""
+    """Raise WrongTypeError with the reason if a value is not a valid list of sizes."""
     if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
         actual = (
             f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
@@ -291,7 +292,7 @@ def _short(value: Any) -> str:
 
 
 def _whole_numbers(values: Sequence[int | None], at: Any) -> Any:
-    """Return the integers at positions `at` as int64, or as pandas Int64 if some are unknown."""
+    """Return `values` at the positions `at` as int64, or as pandas Int64 if some are unknown."""
     if None not in values:
         return np.array(values, dtype=np.int64)[at]
     unknown = np.fromiter((value is None for value in values), dtype=bool, count=len(values))[at]

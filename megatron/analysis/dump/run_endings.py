@@ -63,5 +63,5 @@ def alarm(store: TensorStore) -> str:
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
-    """Return the result of `unfinished` as printable lines, one per run."""
+    """Return one printable line per unfinished run, given the result of `unfinished`."""
     return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

@@ -89,7 +89,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Raise ArchiveError if the archive's directory is huge; Python would read it into memory."""
+    """Raise ArchiveError if the zip archive's directory is too large to be read into memory."""
     file.seek(max(size - _TAIL, 0))
     tail = file.read(_TAIL)
     at = tail.rfind(_END)

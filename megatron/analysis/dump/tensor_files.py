@@ -46,7 +46,7 @@ DTYPES = frozenset(
 
 
 class UnreadableTensorError(ValueError):
-    """Error raised if a file contains no readable tensor; the message gives file and reason."""
+    """Error raised if a file contains no readable tensor; the message names file and reason."""
 
     def __init__(self, path: Path, why: str):
         self.why = printable(why, limit=WHY_LIMIT)
@@ -61,7 +61,7 @@ class Problem:
     why: str
 
     def __str__(self) -> str:
-        """Return one line that is safe to print, with control characters escaped."""
+        """Return the problem as one line of text, with control characters escaped."""
         return f"{printable(self.path, limit=PATH_LIMIT)}: {printable(self.why, limit=WHY_LIMIT)}"
 
 
@@ -145,7 +145,8 @@ _CARD = {
     "status": str,
     "iterations": int,
 }
-_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items in the list fields
+#: Expected types of the items in run card fields that are lists.
+_PARTS = {"quantization": dict, "ranks": dict}
 
 
 def read_run_card(path: Path) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
 
 
 def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return the formats whose counts are equal to those of another format.
+    """Return the formats for which `counts` has the same array as for another format.
 
     The curves of such formats coincide.
     """
@@ -167,7 +167,7 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
 
 
 def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
-    """Return the number of blocks with each E8M0 scale byte, without blocks of zeros or with NaN.
+    """Return the number of blocks with each E8M0 scale byte, except all-zero and NaN blocks.
 
     All-zero blocks store the smallest scale, so their number is subtracted from the first count.
 
@@ -200,7 +200,7 @@ def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
 
 
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
-    """Return the counts as a table for `plot_counts`, leaving out 0.01 % of the blocks at each end.
+    """Return block counts as a table for `plot_counts`, without the lowest and highest 0.01 %.
 
     Args:
         counts: for each format, the number of blocks by an integer property, such as the exponent

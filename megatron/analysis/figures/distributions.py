@@ -147,7 +147,9 @@ def quantile_quantile(figure_data: FigureData) -> Figure:
 
 
 def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
-    """Return the 1, 25, 50, 75 and 99 % quantiles of the magnitudes, and the largest magnitude.
+    """Return five quantiles and the maximum of the magnitudes, given bit-pattern counts.
+
+    The quantiles are those at 1, 25, 50, 75 and 99 %.
 
     Zeros are included. All results are NaN if `patterns` has no counts.
 
@@ -201,7 +203,7 @@ def standard_quantiles(
 
 
 def density(patterns: NDArray[np.int64]) -> pd.DataFrame | None:
-    """Return the probability density in bins of equal width, or None if all values are equal.
+    """Return the density of the values in bins of equal width, or None if all values are equal.
 
     The values are first divided by their standard deviation.
 

@@ -21,10 +21,10 @@ RANGE_NOTE = (
 
 
 def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
-    """Return, for each tensor name, the share of values in each binade.
+    """Return the share of the values in each binade, by tensor name, for tensors of one kind.
 
-    The table is for `plot_exponent_histogram`. Only tensors of the given kind are counted. If the
-    figures show formats, only tensors on which the formats are evaluated are counted.
+    The table is for `plot_exponent_histogram`. If the figures show formats, only tensors on which
+    the formats are evaluated are counted.
     """
     table = figure_data.judged[figure_data.judged["kind"] == kind]
     if not figure_data.formats:

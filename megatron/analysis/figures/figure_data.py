@@ -112,7 +112,7 @@ class FigureData:
         return self.uses[operands if self.judge == OPERANDS else ~operands]
 
     def kinds(self, table: pd.DataFrame) -> list[str]:
-        """Return the kinds of tensors in the table, in the order of `KINDS`.
+        """Return the kinds of the tensors in `table`, in the order of `KINDS`.
 
         Args:
             table: rows of `tensors` or `uses`.
@@ -157,7 +157,7 @@ class FigureData:
 
     @functools.cached_property
     def _records(self) -> pd.DataFrame:
-        """Records of the store, indexed by path."""
+        """Table of the records in `store`, indexed by the path of the tensor file."""
         records = self.store.records
         return records.set_index(records["path"].map(str), drop=False)
 
@@ -287,7 +287,7 @@ def _first_use(used_by: str) -> int:
 
 
 def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
-    """Return a slice that selects the binades with values, except those of the smallest values.
+    """Return a slice that selects the occupied binades, leaving out the smallest values.
 
     Args:
         counts: number of values in each of the 255 binades.
@@ -302,7 +302,7 @@ def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
 
 
 def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFrame:
-    """Return a table for `plot_lines` with the median of a column for each group and x value.
+    """Return a table for `plot_lines` with the median of `column` for each group and x value.
 
     The groups are in the order of their first appearance in the table.
 

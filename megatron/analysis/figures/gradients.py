@@ -81,7 +81,7 @@ def underflow(figure_data: FigureData) -> Figure:
 
 
 def judged_gradients(figure_data: FigureData) -> pd.DataFrame:
-    """Return the quantization errors of gradients, as rows of `FigureData.judged`.
+    """Return the rows of `FigureData.judged`, a table of quantization errors, for gradients.
 
     Raises:
         NothingToDrawError: no quantization error of a gradient is known.

@@ -51,7 +51,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> pd.DataFrame:
-    """Return a table for `plot_heatmap` with the median of a column in each cell.
+    """Return a table for `plot_heatmap`: the median of `value` per layer and value of `column`.
 
     Args:
         value: name of the column whose median is computed.
@@ -66,7 +66,7 @@ def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> 
 
 
 def sqnr_norm(figure_data: FigureData) -> Normalize:
-    """Return the color scale of the SQNR, the same for all formats to make figures comparable."""
+    """Return the color scale of the SQNR, which is the same for the figures of all formats."""
     finite = figure_data.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)

@@ -54,7 +54,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def hifloat8_format(figure_data: FigureData) -> str:
-    """Return the first HiFloat8 format without scales, because scales would shift the regions.
+    """Return the first HiFloat8 format without scales; scales would shift the precision regions.
 
     Raises:
         NothingToDrawError: there is no such format.

@@ -23,7 +23,8 @@ from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import percent
 
-#: Name and color of each cause of the squared error, by the column with its share.
+#: Name and color of each cause of the squared error. The keys are the columns of
+#: `FigureData.judged` that hold the shares of the causes.
 CAUSES = {
     "grid_error": ("grid", "#c3ccd6"),
     "underflow_error": ("underflow", "#e0a458"),
@@ -32,7 +33,7 @@ CAUSES = {
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures on underflow, saturation, and NaN and Inf values.
+    """Yield the figures on underflow, saturation, causes of the error, and NaN and Inf values.
 
     They are "underflow", "saturation", "error_causes", "underflow_by_magnitude" and
     "special_values".
@@ -62,9 +63,10 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def error_causes(figure_data: FigureData) -> Figure:
-    """Draw the shares of the squared error due to grid, clipping and underflow, by place.
+    """Draw each cause's share of the squared error, by place (module and tensor name).
 
-    There is one panel per format that causes errors.
+    The causes are the grid (rounding to a neighboring number), clipping and underflow. There is one
+    panel per format that causes errors.
     """
     if figure_data.judged.empty:
         raise NothingToDrawError(figure_data.nothing_judged)
@@ -94,7 +96,7 @@ def error_causes(figure_data: FigureData) -> Figure:
 
 
 def cause_shares(uses: pd.DataFrame, places: list[str]) -> pd.DataFrame:
-    """Return the mean share of each cause by place, in the form that `plot_stacked_shares` takes.
+    """Return a table for `plot_stacked_shares` with the mean of each cause's share of the error.
 
     Args:
         uses: rows of `FigureData.judged` for one format.

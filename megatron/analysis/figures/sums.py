@@ -65,10 +65,10 @@ class Sums:
     patterns: dict[str, Counts]  #: number of values with each bfloat16 bit pattern, by place
 
     def binades_of(self, places: set[str], quant_type: str | None = None) -> Counts:
-        """Return the number of values per binade, summed over all layers.
+        """Return the number of values per binade, summed over all layers of the given places.
 
         Args:
-            places: places to include.
+            places: places (module and tensor names) to include.
             quant_type: quantization type to include; None includes all types.
         """
         total = np.zeros(255, dtype=np.int64)
@@ -84,7 +84,7 @@ def add_up(
     axes: Mapping[tuple[int, str], str],
     bar: Callable[[Sequence[Any], str], Iterable[Any]] = lambda rows, _: rows,
 ) -> Sums:
-    """Return the sums of the histograms of all tensors.
+    """Return the histograms of the tensors, summed over the groups that `Sums` describes.
 
     Args:
         tensors: table with the columns `tensor`, `layer_idx`, `place` and `quant_type`.
@@ -108,7 +108,7 @@ def add_up(
 
 
 def code_usage(fmt: str, total: FormatSum) -> pd.DataFrame:
-    """Return the number of occurrences of each code that rounding can produce.
+    """Return the number of occurrences of each code of `fmt` that rounding can produce.
 
     The table is for `plot_code_usage`. Codes are sorted by the values that they represent, with -0
     before 0. Codes for NaN and infinity are left out.

@@ -75,7 +75,7 @@ def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Mad
 
 
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
-    """Rename outputs of other dumps that would be overwritten, and return the new paths.
+    """Rename existing outputs that were drawn from other dumps, and return the new paths.
 
     The output "quick" is left out, because `quick_analysis` renames its own files.
     """
@@ -141,7 +141,7 @@ def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """Return the well-formed entries of the file `NAME`, which may be damaged."""
+    """Return the entries of the file `NAME` in the output folder; ignore damaged entries."""
     try:
         drawn = read_json(output / NAME)
     except (OSError, ValueError):

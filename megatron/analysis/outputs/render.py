@@ -38,7 +38,7 @@ DPI = 150  #: resolution of PNG files, in dots per inch
 
 @dataclass(frozen=True)
 class Order:
-    """The data and options that all outputs of one call share."""
+    """The data and options that are the same for all outputs of one call of `make_all`."""
 
     figure_data: FigureData
     output: Path  #: folder that the files are written to

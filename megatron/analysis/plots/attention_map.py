@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 
 from megatron.analysis.plots.style import TRACK
 
-LOWEST = 1e-4  #: lowest probability on the color scale; lower ones have its color
+LOWEST = 1e-4  #: lowest probability on the color scale; smaller probabilities have the same color
 
 
 def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:

@@ -96,7 +96,7 @@ def _floor(values: pd.Series[float]) -> float:
 
 
 def _share_axis(ax: Axes, floor: float, largest: float) -> None:
-    """Make the x-axis logarithmic, with decades labeled as percentages and `floor` as zero."""
+    """Make the x-axis logarithmic; label decades as percentages, and `floor` as zero."""
     ax.set_xscale("log")
     ax.set_xlim(floor / 1.6, max(2 * largest, 20 * floor))
     first, last = round(np.log10(floor)) + 1, int(np.floor(np.log10(ax.get_xlim()[1])))

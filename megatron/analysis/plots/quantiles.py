@@ -29,7 +29,7 @@ def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = Non
         return nothing(ax, title)
     ends = (float(data["normal"].min()), float(data["normal"].max()))
     ax.plot(ends, ends, color=FAINT, linewidth=1, linestyle=":", label="normal", zorder=1)
-    drawn: dict[str, int] = {}  # number of lines by color, to vary the dashes
+    drawn: dict[str, int] = {}  # number of lines in each color, to vary the dashes
     for name, part in data.groupby("group", sort=False):
         color = color_of(str(name).rpartition(" ")[2])
         dashes = DASHES[drawn.get(color, 0) % len(DASHES)]

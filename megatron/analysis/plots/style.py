@@ -116,7 +116,7 @@ def colors_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def lighter(color: str, share: float) -> str:
-    """Return a lighter shade of a color.
+    """Return a lighter shade of `color`; a `share` of 1 gives white.
 
     Args:
         color: a Matplotlib color.

@@ -120,7 +120,7 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:
-    """Return one list per format, with the median SQNR for each value of a column.
+    """Return one list per format, with the median SQNR for each value of `column`.
 
     Each median is taken over all runs and iterations; it is None if no SQNR is known.
 

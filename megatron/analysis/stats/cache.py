@@ -40,7 +40,7 @@ from megatron.bounded_files import printable
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: maximum time to wait while another process writes, in seconds
 APPLICATION_ID = 0x4D654761  #: SQLite application ID in the header of a cache file
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid IDs; 0 in a new file
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid application IDs; a new file has 0
 _SCHEMA = 1  #: version of the table definitions
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
@@ -62,7 +62,7 @@ def code_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Identity of a tensor part in the cache."""
+    """Key of a tensor part in the cache, and the state of the files that hold the part."""
 
     key: str
     files: str  #: path, size and modification time of each file, as JSON
@@ -192,7 +192,7 @@ class Cache:
         )
 
     def prune(self) -> None:
-        """Delete results that no later call can use.
+        """Delete cached results that no later call can use.
 
         These are the results of other versions of the program, and the results of files in this
         dump that were changed or deleted.
@@ -243,7 +243,7 @@ class Cache:
             self._recover(error)
 
     def _recover(self, error: sqlite3.Error) -> None:
-        """Replace a damaged file with a new one; stop caching if the file cannot be used."""
+        """Replace a damaged cache file with a new one; stop caching if the file cannot be used."""
         assert self._base is not None
         self._base.close()
         self._base = None

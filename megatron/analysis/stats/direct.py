@@ -1,4 +1,4 @@
-"""Measure the errors of formats that are not counted by scale class, value by value.
+"""Measure errors value by value, for formats whose values cannot be counted by scale class.
 
 In these formats, the result for a value depends on more than the value and one scale code: rounding
 is random, each row has a scale of its own, or there are three levels of scales (HiFloat4).
@@ -63,7 +63,7 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield the chunks of a tensor, each with whole blocks and whole groups under an outer scale.
+    """Yield chunks of a tensor that divide no block and no group of values under an outer scale.
 
     Each chunk has the shape [outer, rows, columns]. If a scale applies to the tensor or to a whole
     axis, the only chunk is the tensor.

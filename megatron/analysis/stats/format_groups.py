@@ -94,7 +94,7 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """Return the properties of a format that, with a block's amax, determine its scale class.
+    """Return the properties of a format that determine the scale class of a block of known amax.
 
     `Group.emax` explains the exponent, which is the second property of some formats.
     """

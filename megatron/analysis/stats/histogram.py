@@ -119,7 +119,8 @@ class Grid:
         """Return the smallest grid that contains `magnitude` and has 40 to 64 bins per side."""
         if not (math.isfinite(magnitude) and magnitude > 0.0):
             magnitude = 0.75
-        # magnitude < 2**exponent; below that, bfloat16 numbers are at most 2**(exponent - 8) apart
+        # magnitude < 2**exponent, and bfloat16 numbers below 2**exponent are at most
+        # 2**(exponent - 8) apart
         exponent = math.frexp(magnitude)[1]
         eighths = math.floor(math.ldexp(magnitude, 3 - exponent)) + 1
         return cls(width=math.ldexp(1.0, exponent - 6), bins_per_side=8 * eighths)

@@ -57,7 +57,7 @@ class Failure:
 class JobResult:
     """Serialized result of a job, and the files that could not be measured."""
 
-    contents: dict[str, bytes]  #: keyed by `VALUES` or format name; empty on failure
+    contents: dict[str, bytes]  #: results by `VALUES` or format name; empty on failure
     failures: tuple[Failure, ...]  #: unusable files, including replicas that were not needed
 
 
@@ -89,7 +89,8 @@ def unpack_result(
     """Deserialize the statistics of a tensor part from the contents of a `JobResult`."""
     errors_of_formats: FormatErrors = {}
     for name in formats:
-        if not contents[name]:  # unsupported dtype, or a block-scaled format for a slice
+        # there are no errors for an unsupported dtype, and for a block-scaled format on a slice
+        if not contents[name]:
             continue
         fmt = get_format(name)
         codes = number_of_codes(fmt.element)
@@ -149,7 +150,7 @@ def _format_groups(job: Job) -> FormatGroups:
 
 
 def _workspace() -> Workspace:
-    """Return the workspace of the current thread; create it on the first call."""
+    """Return the current thread's tables of counts; create them on the first call."""
     if not hasattr(_local, "workspace"):
         _local.workspace = Workspace()
     workspace: Workspace = _local.workspace

@@ -58,7 +58,7 @@ class LogicalTensor:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the joined tensor; missing parts do not count."""
+        """Shape of the tensor that all available parts form together."""
         shape = list(self.row.shape)
         for number, cut in enumerate(self.cuts):
             if cut.axis is not None:

@@ -75,7 +75,7 @@ class Measurements:
         return notes_by_text(self.table["note"])
 
     def by(self, column: str) -> dict[str, tuple[int, Moments]]:
-        """Return the number of tensors and their joint moments for each value of a column.
+        """Return the number of tensors and their joint moments for each value of `column`.
 
         The values are in descending order of the number of tensors; ties are in the order of the
         files.

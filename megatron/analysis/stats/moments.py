@@ -31,11 +31,11 @@ class Moments:
     negative_zeros: int = 0
     min: float = math.nan  #: minimum; NaN if no value is finite
     max: float = math.nan
-    smallest: float = math.nan  #: smallest nonzero magnitude; NaN if all values are zero
+    smallest: float = math.nan  #: smallest nonzero finite magnitude; NaN if there is none
     mean: float = math.nan
-    squares: float = 0.0  #: sum of the squared distances to the mean
-    cubes: float = 0.0  #: sum of the third powers of the distances to the mean
-    fourths: float = 0.0  #: sum of the fourth powers of the distances to the mean
+    squares: float = 0.0  #: sum of the squared distances from the mean
+    cubes: float = 0.0  #: sum of the third powers of the distances from the mean
+    fourths: float = 0.0  #: sum of the fourth powers of the distances from the mean
     l1: float = 0.0  #: sum of the magnitudes
 
     @property
@@ -203,12 +203,12 @@ def _l1(values: Any) -> Any:
 
 @kernel
 def _moments(values: Any, counts: Any, numbers: Any) -> None:
-    """Compute the counts and the moments of values, and write them to two arrays.
+    """Compute counts and moments of the values, and write them to `counts` and `numbers`.
 
     Args:
         counts: output array for the number of all values, NaN, Inf, zeros and negative zeros.
         numbers: output array for min, max, smallest, mean, and the sums of the squares, cubes and
-            fourth powers of the distances to the mean.
+            fourth powers of the distances from the mean.
     """
     low, high, smallest, total = np.inf, -np.inf, np.inf, 0.0
     for i in range(len(values)):

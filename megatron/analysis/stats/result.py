@@ -299,7 +299,7 @@ class Statistics:
         return self.load_arrays(tensor)
 
     def notes(self) -> dict[str, int]:
-        """Return the number of tensors with each note; a note says what was left out."""
+        """Return the number of tensors with each note; a note states what was left out."""
         return notes_by_text(self.tensors["note"])
 
     def joined(self) -> pd.DataFrame:

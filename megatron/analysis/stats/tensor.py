@@ -76,7 +76,7 @@ def measure(
 
 
 class _Measurement:
-    """Measurement of one nonempty tensor; `values` must be called before the other methods."""
+    """Measurement of one nonempty tensor. The method `values` must be called before the others."""
 
     def __init__(self, tensor: Tensor, matrix: MatrixView, workspace: Workspace):
         self.matrix, self.workspace, self.dtype = matrix, workspace, tensor.dtype
@@ -250,7 +250,7 @@ class _Measurement:
         self._share_disagreement(group, all_errors)
 
     def _share_disagreement(self, group: Group, all_errors: FormatErrors) -> None:
-        """Copy the differences between row-wise and column-wise results to the column errors."""
+        """Copy the row-to-column differences from each format's row errors to its column errors."""
         for fmt in group.formats if not group.square else ():
             row, column = all_errors[fmt.name, "row"], all_errors[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]

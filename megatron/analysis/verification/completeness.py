@@ -268,7 +268,7 @@ def _ranks(run: _Run) -> Iterator[Finding]:
 
 
 def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
-    """Report each tensor that is missing from a pass.
+    """Report each tensor that is missing from a pass (one micro-batch of an iteration).
 
     Args:
         run: the run to check.

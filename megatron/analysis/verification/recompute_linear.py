@@ -124,7 +124,8 @@ def _operands(
         if name == "grad_input"
         else of("wgrad_c", first, -2, fill=True).t()
     )
-    if straight:  # the forward pass keeps each of its operands as one matrix
+    # the forward pass saves each operand for the backward pass as one matrix
+    if straight:
         slot = "fprop_b" if name == "grad_input" else "fprop_a"
         return gradient, SplitMatrix(of(slot, second, -1).dense())
     if name == "grad_input":
@@ -170,7 +171,7 @@ def is_random(operand: Operand) -> bool:
 
 
 def check_not_random(*operands: Operand) -> None:
-    """Raise `NotCheckedError` if an operand's rounding or its signs are random and not recorded."""
+    """Raise `NotCheckedError` if rounding or Hadamard signs are random and not recorded."""
     no_codes = "no codes were saved (--collect-tensors codes)"
     if any(map(is_random, operands)):
         raise NotCheckedError(f"stochastic rounding: {no_codes}")
@@ -208,7 +209,8 @@ def _compare(
     wide_b, size_b = _wide(b, slice(None))
     length = a.values.shape[1]
     gamma = length * _FLOAT32 / (1 - length * _FLOAT32)
-    if a.row is not None or b.row is not None:  # the product of the values is rounded on its own
+    # the product of the parts without the mean is rounded before the other terms are added
+    if a.row is not None or b.row is not None:
         gamma += torch.finfo(saved.dtype).eps / 2
     for start in range(0, len(saved), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -228,7 +230,7 @@ def _compare(
 
 
 def _wide(matrix: SplitMatrix, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return rows of an operand in float64, and the sums of the magnitudes of their parts."""
+    """Return rows of an operand in float64, and the sum of the magnitudes of its parts."""
     values = matrix.values[rows].double()
     if matrix.column is None or matrix.row is None:
         return values, values.abs()

@@ -114,7 +114,7 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
 
 
 def with_drawn_signs(formats: GemmFormats, of_codes: Mapping[str, str]) -> GemmFormats:
-    """Return the formats with the random signs that the run drew, as far as they are recorded.
+    """Return the formats with the recorded random signs of their Hadamard transforms filled in.
 
     The two operands of a GEMM share the signs.
 

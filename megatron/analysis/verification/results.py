@@ -59,7 +59,7 @@ class Results:
     slack: float
 
     def check(self, progress: Callable[[], object]) -> Iterator[CheckedResult]:
-        """Check every result, and yield its kind of layer, its record and its outcome.
+        """Check every result; yield its kind of layer, its record and the outcome of the check.
 
         `progress` is called after each pass.
         """
@@ -191,7 +191,7 @@ def _check_whole(rows: Iterable[Any]) -> None:
 
 
 def _better(first: Outcome | None, second: Outcome) -> Outcome:
-    """Return the outcome with the smaller deviation; if only one was checked, return that one."""
+    """Return the better outcome: a small deviation is best, and an unchecked result is worst."""
     if first is None or isinstance(first, NotCheckedError):
         return second
     if isinstance(second, NotCheckedError):

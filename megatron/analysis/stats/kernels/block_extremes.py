@@ -125,7 +125,7 @@ class BlockCounts:
             self._patterns[patterns] += counts
 
     def finish(self) -> None:
-        """Complete the statistics after the last chunk."""
+        """Complete the statistics of the blocks after the last chunk."""
         if self._half is not None:
             patterns = np.flatnonzero(self._patterns)
             self._evaluate(widened(self._half)[patterns], self._patterns[patterns])
@@ -181,7 +181,7 @@ def add_blocks(
     classes: NDArray[np.uint8],
     quantizer: ScalarQuantizer,
 ) -> None:
-    """Add to `errors` the scales of blocks in one format, and their headroom.
+    """Add the scales and the headroom of blocks in one format to `errors`.
 
     Args:
         bits: distinct largest magnitudes of the blocks, as float32 bits.

@@ -20,7 +20,8 @@ from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.scalar_quantizer import CLASSES
 
 PATTERNS = 1 << 16
-PLANES = 256  #: maximum number of planes (256 KiB of counts each) in a table
+#: Maximum number of planes in a `PairTable`; the counts of one plane take 256 KiB.
+PLANES = 256
 TABLE_BYTES = PLANES * PATTERNS * 4
 
 #: [scale classes or pairs of scale classes, bit patterns] counts; exact up to 2^53
@@ -69,7 +70,10 @@ class PairTable:
 
 @kernel
 def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
-    """Move the given planes' counts of the given bit patterns to `cells`; leave zeros behind."""
+    """Move counts from planes of a table to `cells`, and set the moved counts to zero.
+
+    Row i of `cells` receives the counts of `patterns` in the plane `planes[i]`.
+    """
     for row in range(len(planes)):
         plane, part = counts[planes[row]], cells[row]
         for k in range(len(patterns)):
@@ -170,9 +174,10 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # [scale class of a row block, column] index in `flat` at which the counts of the pair begin
+    # [scale class of a row block, column] index in `flat` at which the counts begin for this class
+    # together with the class of the column's block
     bases = np.empty((CLASSES, width), np.uint32)
-    # [scale class, row block] number of the row of tiles for which `bases` is valid
+    # [scale class, row block] number of the row of tiles for which `bases` was last computed
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
@@ -218,7 +223,7 @@ def _edges(width: Any, size: Any, run: Any) -> Any:
 
 @kernel
 def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
-    """Find where each pair of scale classes is counted, and assign free planes to new pairs.
+    """Find the plane that counts each pair of scale classes, and assign free planes to new pairs.
 
     Each pair consists of `class_` and the scale class of one of the columns.
 
@@ -243,7 +248,7 @@ def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any
 
 
 def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
-    """Return the slices that select tile number `tile` from a chunk with the given shape."""
+    """Return the slices that select a tile, as defined in `count_pairs`, from a chunk."""
     blocks_in_run = -(-run // size)
     across, down = shape[2] // run * blocks_in_run, -(-shape[1] // size)
     outer, rest = divmod(tile, down * across)

@@ -36,10 +36,11 @@ VALUES, UNDERFLOW, SATURATED = 0, 1, 2
 #: |y - x| / |x|. CAUSES is the number of causes.
 GRID_ERROR, CLIPPING_ERROR, UNDERFLOW_ERROR, CAUSES = 0, 1, 2, 3
 MAGNITUDE_ERROR, RELATIVE = CAUSES, CAUSES + 1
-#: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is its length.
+#: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is the
+#: length of `counts`.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
 #: Positions in `totals`, for values x and results y: sums of x^2, y^2, x y, y - x and |x|, and the
-#: largest |y - x|. SUMS is its length.
+#: largest |y - x|. SUMS is the length of `totals`.
 XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 
@@ -61,7 +62,8 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
         if became > INFINITY:
             counts[POISONED] += n
         else:
-            if clipped and became > 0:  # if its scale is zero, the value underflows instead
+            # a clipped value whose scale is zero becomes zero and counts as underflow
+            if clipped and became > 0:
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n
@@ -127,11 +129,11 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize distinct values along both axes, and sum the differences weighted by their counts.
+    """Quantize distinct values along rows and columns, and sum the differences of the results.
 
     A value has one result with the scale of its row block and one with the scale of its column
-    block. A value that becomes NaN or Inf along only one axis is counted, but does not enter the
-    sum.
+    block. Their difference is weighted by the number of values. A value that becomes NaN or Inf
+    along only one axis is counted, but does not enter the sum.
 
     Args:
         patterns: [patterns] values, as float32 bits.
@@ -153,7 +155,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value along its row and along its column, and add the difference to the sums."""
+    """Quantize a value along its row and its column, and add the difference of results to sums."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -168,7 +170,7 @@ def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, tota
     """
     a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
-        if a != b:  # the signs are equal, so magnitudes are compared
+        if a != b:  # both results have the same sign, so magnitudes are compared
             counts[0] += n
             difference = np.float64(as_float(a)) - np.float64(as_float(b))
             totals[0] += n * (difference * difference)
@@ -222,7 +224,7 @@ def compare_values(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize each value of a chunk along rows and along columns, and sum the differences.
+    """Quantize the values of a chunk along rows and columns, and sum the differences of results.
 
     `compare_counted` describes the results.
     """

@@ -189,7 +189,7 @@ def _tile(
 def _clip(
     magnitudes: Any, n: Any, down: Any, limit: Any, became: Any, part: Any, grid_counts: Any
 ) -> None:
-    """Add up the clipped values and their squared errors, and remove them from `grid_counts`.
+    """Count the clipped values, sum their squared errors, and set their `grid_counts` to zero.
 
     A value whose scale is zero becomes zero and does not count as clipped. Each loop writes to only
     one array; `_tile` explains why.
@@ -257,9 +257,10 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize distinct bfloat16 values along both axes; sum the differences weighted by counts.
+    """Quantize distinct bfloat16 values along rows and columns; sum the differences of the results.
 
-    The format has block scales. The results are the same as those of `compare_counted`.
+    The format has block scales. Each difference is weighted by the number of values. The sums are
+    the same as those of `compare_counted`.
     """
     magnitudes = np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):

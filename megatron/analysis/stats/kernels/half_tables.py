@@ -31,7 +31,7 @@ def numbers(dtype: torch.dtype) -> NDArray[np.float64]:
 
 @functools.cache
 def exponents(dtype: torch.dtype) -> NDArray[np.int16]:
-    """Return a table of the base-2 exponents of the numbers that the bit patterns represent."""
+    """Return a table that maps each bit pattern of `dtype` to the base-2 exponent of its number."""
     values = np.abs(numbers(dtype))
     result = np.frexp(values)[1] - 1
     result[~np.isfinite(values) | (values == 0)] = UNUSUAL

@@ -103,13 +103,15 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write, for each column from `left` to `right` - 1, the scale factors of its row block.
+    """Write the scale factors of the blocks of one row, once for each column.
+
+    Only the columns from `left` to `right` - 1 are included.
 
     Args:
         classes: scale classes of the blocks in the row.
         down, up: output arrays for the factors of each column before and after rounding.
     """
-    offset = left % run  # column within the run
+    offset = left % run  # distance of column `left` from the start of its run
     block = left // run * blocks_in_run + offset // size
     first, end = left, left - offset + run
     last = min(left - offset % size + size, end)
