@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print or run a training command that sets the formats of the attention matmuls, Q K^T and P V.
+"""Print or run a training command with given formats for the attention matmuls, Q K^T and P V.
 
     python3 script/flash_attention_config.py --list
     python3 script/flash_attention_config.py --model llama31-8b --dataset wikipedia \\
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 def attention_formats(text: str) -> dict[str, str]:
     """Return the formats of Q K^T and P V from a string such as `qk_mxfp8,pv_hifp8`.
 
-    The keys are "qk" and "pv"; a matmul without a format has the value "none".
+    The keys of the result are "qk" and "pv"; the value for an unquantized matmul is "none".
 
     Raises:
         ConfigError: if a name is unknown, or two names set the format of the same matmul.

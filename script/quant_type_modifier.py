@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set the number formats of linear layers, Q K^T and P V for later runs, or print them.
+"""Set or print the number formats of linear layers, Q K^T and P V for later runs.
 
     python3 script/quant_type_modifier.py --check
     python3 script/quant_type_modifier.py --linear-quant mxfp8 --qk-quant mxfp8 --pv-quant hifp8
@@ -37,7 +37,7 @@ OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
 
 
 class SettingsFile:
-    """Settings file with its backup file and lock file, which are in the same folder."""
+    """Settings file, with a backup file and a lock file in the same folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class SettingsFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock until the end of the `with` block; other processes wait for it.
+        """Hold the lock of the settings file during a `with` block; other processes wait.
 
         Raises:
             ValueError: if the path of the lock exists and is not a regular file.
@@ -73,7 +73,7 @@ class SettingsFile:
             _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def restore(self) -> bool:
-        """Restore the settings from before the first change; return False if nothing was changed.
+        """Restore the settings before the first change; return False if there was no change.
 
         Raises:
             ValueError: if the backup file was not written by this script.
@@ -101,7 +101,7 @@ class SettingsFile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write text to a file atomically, replacing its contents."""
+    """Atomically replace the contents of a file with `text`."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -145,7 +145,7 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def parsed(options: argparse.Namespace) -> dict[str, str]:
-    """Return the formats given as options, by operation, with canonical names.
+    """Return the canonical names of the formats that the options set, by operation.
 
     Raises:
         ConfigError: if a format is unknown.
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        raise  # the reader of the output has exited, but the change was made
+        raise  # The reader of the output has exited; the change was made.
     except (OSError, ValueError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def formats_of(name: str) -> Formats:
-    """Return the training flags for a quantization type, and its name for use in the run name.
+    """Return the training flags for the quantization type `name`, and its part of the run name.
 
     Raises:
         ConfigError: if the quantization is unknown.

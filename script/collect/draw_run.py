@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a drawing command for a driver script, and stop it when the driver ends.
+"""Run a drawing command for a driver script, and stop the command when the driver ends.
 
     python script/collect/draw_run.py -- python script/visualization/tensor_visualizer.py ...
 
@@ -30,7 +30,7 @@ KEPT = "the drawing was stopped; finished files stay, and the same command draws
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command, stop it if necessary, and return the exit status."""
+    """Run the command, stop it if necessary, and return the exit status of this program."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def watch(tree: ProcessTree, interrupts: Interrupts) -> int | None:
 
 
 def hint(number: int) -> str:
-    """Return advice for the user after a signal from another process has ended the command."""
+    """Return advice for the user after the signal `number` has ended the command."""
     if number == signal.SIGKILL:
         return "if memory was short, give fewer --workers"
     return "run it again"

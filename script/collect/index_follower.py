@@ -1,4 +1,4 @@
-"""Read the index files to which a run adds its collected tensors, and count these tensors.
+"""Count the tensors that a run collects, by reading the index files to which the run adds them.
 
 Only the run that was started with this program's token is followed. Other runs may have written to
 the same folder, or may be writing to it now; their files are ignored. This module uses only the
@@ -31,13 +31,14 @@ from megatron.tensor_record import LINE_LIMIT
 #: Environment variable with a token that identifies this launch. The collector copies every
 #: variable whose name begins with TENSOR_SAVE to the run card, so the card contains the token.
 TOKEN_VARIABLE = "TENSOR_SAVE_LAUNCH"
-TEXT_LIMIT = 1000  #: maximum length of a string that is shown, in characters
-COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields by which tensors are counted
+TEXT_LIMIT = 1000  #: maximum length in characters of a string that is shown
+#: Fields of a record by which tensors are counted.
+COUNTED = ("phase", "component", "operation", "layer_idx")
 
 
 @dataclass
 class Tally:
-    """Counts of the tensors written so far, and events such as a reached limit."""
+    """Counts of the tensors that a run has written so far, and the run's events."""
 
     tensors: int = 0
     bytes: int = 0
@@ -55,7 +56,7 @@ class Tally:
     )
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count the record on one line of an index.
+        """Count the tensor or note the event that one line of an index describes.
 
         Raises:
             ValueError: if the collector cannot have written this record; nothing is counted.
@@ -94,7 +95,7 @@ class Tally:
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int:
-    """Return the integer in a field, or 0 if the field is missing.
+    """Return the integer in the field `name`, or 0 if the field is missing.
 
     Raises:
         ValueError: if the field is not an integer of at most 64 bits.
@@ -106,23 +107,23 @@ def _whole(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
-    """Return a field as a string that is safe to print, or "None" if the field is missing."""
+    """Return the field `name` as text that is safe to print, or "None" if the field is missing."""
     return printable(fields.get(name), limit=TEXT_LIMIT)
 
 
 class IndexFollower:
-    """Reader of the index files of one run, which counts each complete line once."""
+    """Reader that counts each complete line in the index files of one run once."""
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder
         self.tally = Tally()
-        self.problems: list[str] = []  #: messages about files that cannot be followed
+        self.problems: list[str] = []  #: messages about unreadable indexes and run cards
         self._token = token
         self._offsets: dict[Path, int] = {}
         self._foreign = set(folder.glob("index_*.jsonl"))  # indexes of earlier runs
 
     def poll(self, *, last: bool = False) -> int:
-        """Read the new lines of the indexes, and return the number of tensors that they add.
+        """Read the new lines of the indexes, and return the number of tensors in these lines.
 
         Args:
             last: whether the run has ended. If it has, an index without a run card is counted as
@@ -142,7 +143,7 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Return whether an index belongs to the followed run, whose run card has our token.
+        """Return whether an index belongs to the followed run: its run card must have our token.
 
         The result is None if the run card does not exist yet.
         """
@@ -160,7 +161,7 @@ class IndexFollower:
         return isinstance(environment, dict) and environment.get(TOKEN_VARIABLE) == self._token
 
     def _read(self, index: Path) -> None:
-        """Count the complete lines that were appended since the last read.
+        """Count the complete lines that were appended to an index since it was last read.
 
         Lines that are not records are skipped.
         """
@@ -171,7 +172,7 @@ class IndexFollower:
                     self._offsets[index] += length
                     try:
                         self.tally.add(parse_json(line.decode()))
-                    except (ValueError, TypeError):  # not written by the collector
+                    except (ValueError, TypeError):  # The collector did not write this line.
                         continue
         except (OSError, UnusableFileError) as error:
             self._foreign.add(index)
@@ -179,7 +180,7 @@ class IndexFollower:
 
 
 def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the size in bytes and the content of each complete line.
+    """Yield the size in bytes and the content of each remaining complete line of a file.
 
     The content is empty if the line is longer than `LINE_LIMIT` bytes.
     """

@@ -1,4 +1,4 @@
-"""Run a command, watch it, and reliably stop the whole tree of processes that it starts.
+"""Run a command, watch it, and reliably stop all processes that it starts.
 
 A process group is not enough: torchrun starts each of its workers in a separate session, and a
 process whose parent dies gets a new parent. On Linux, this process therefore becomes the subreaper
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _POLL = 0.05  #: time in seconds between two checks while waiting for processes to end
-_BUSY = 20  #: maximum number of grace periods to wait for busy processes
+_BUSY = 20  #: maximum time to wait for busy processes, in grace periods
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class _Row:
     """One process, as listed in the system's process table."""
 
     parent: int
-    dead: bool  #: True for a zombie, which has ended and only keeps its exit status
-    started: str  #: start time, which distinguishes processes that reuse the same process ID
+    dead: bool  #: True for a zombie: a process that has ended and only keeps its exit status
+    started: str  #: start time, which distinguishes two processes that had the same process ID
 
 
 class ProcessTree:
-    """Command that runs in its own session; `stop` ends it with all its descendants."""
+    """Command that runs in its own session; `stop` ends the command and all its descendants."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class ProcessTree:
             return None
 
     def lost_driver(self) -> int | None:
-        """Return the process ID of a driver script that has ended, or None if all are running.
+        """Return the process ID of a driver script that has ended, or None if all still run.
 
-        The result refers to the process table read last, for instance by `wait`.
+        The result comes from the process table that was read last, for instance by `wait`.
         """
         lost = (p for p, started in self._drivers.items() if not _lives(self._table, p, started))
         return next(lost, None)
 
     def members(self) -> list[int]:
-        """Return the IDs of the tree's running processes."""
+        """Return the process IDs of all running processes in the tree."""
         table = self._look()
         return [pid for pid, started in self._seen.items() if _lives(table, pid, started)]
 
@@ -104,7 +104,7 @@ class ProcessTree:
         at_once: Callable[[], bool] = bool,
         busy: Callable[[], bool] = bool,
     ) -> list[int]:
-        """Ask every process of the tree to end, and kill the processes that do not.
+        """Ask every process of the tree to end, and kill those that do not end in time.
 
         Args:
             grace: time in seconds between the request to end and the kill.
@@ -171,7 +171,7 @@ def _lives(table: dict[int, _Row], pid: int, started: str) -> bool:
 
 
 def _process_table() -> dict[int, _Row]:
-    """Return all processes of the system by process ID.
+    """Return all processes of the system, with their process IDs as keys.
 
     They are read from /proc if it exists, and from the output of `ps` otherwise.
     """
@@ -180,7 +180,7 @@ def _process_table() -> dict[int, _Row]:
     table = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
-            # A process can end after /proc was listed and before its file is read.
+            # A process can end between the listing of /proc and the reading of its file.
             with contextlib.suppress(OSError, IndexError):
                 # The process name is in parentheses, and may itself contain spaces and parentheses.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -199,5 +199,5 @@ def _ask_ps() -> dict[int, _Row]:
 
 
 def _prctl() -> ctypes.CDLL | None:
-    """Return the C library on Linux, where it provides `prctl`; None on other systems."""
+    """Return the C library, for its function `prctl`; None on systems other than Linux."""
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -45,7 +45,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options and the command, which follows `--`."""
+    """Parse the options of this program and, after `--`, the command to run."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Interrupts:
-    """Signal handler that records the first signal in `number`.
+    """Signal handler that records in `number` which signal arrived first.
 
     A signal that arrives more than one second after the first sets `at_once`, which means that
     processes are killed without waiting.
@@ -100,7 +100,7 @@ class Interrupts:
         self.at_once = False
         self._since = 0.0
         for number in SIGNALS:
-            # Under nohup, SIGHUP is ignored and must stay ignored.
+            # Under nohup, SIGHUP is ignored, and it must stay ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
 
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         left = tree.stop(
             args.grace,
             at_once=lambda: interrupts.at_once,
-            busy=lambda: follower.poll() > 0,  # True while tensors are still being written
+            busy=lambda: follower.poll() > 0,  # True if new tensors were written
         )
     follower.poll(last=True)
     print_report(follower.tally, args, log, time.monotonic() - started)
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_limits(follower: IndexFollower) -> bool:
-    """Print a warning for each collection limit that was reached; return whether there is any."""
+    """Print a warning for each collection limit that was reached; return whether there was any."""
     for limit in follower.tally.limits:
         print(f"[WARNING] the collection is not complete: {limit}", file=sys.stderr, flush=True)
     return bool(follower.tally.limits)
@@ -212,7 +212,7 @@ def drivers() -> list[int]:
 
 
 def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace) -> str | None:
-    """Return the reason why a run is incomplete, or None if it is complete or a limit ended it.
+    """Return why a run is incomplete, or None if the run is complete or reached a limit.
 
     Args:
         status: exit status of the command; None if it was stopped.
@@ -241,10 +241,10 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
 
 
 def check_writable(folder: Path) -> str | None:
-    """Create the folder if needed and test that it is writable.
+    """Create a folder if needed, and test whether it is writable.
 
     Returns:
-        The reason why it is not writable, or None if it is.
+        The reason why the folder is not writable, or None if it is.
     """
     probe = folder / f".write_test_{os.getpid()}.partial"
     try:

@@ -20,15 +20,15 @@ from megatron.bounded_files import printable
 
 EVERY = 5.0  #: time in seconds between two progress lines if there is no terminal
 QUIET = 30.0  #: time in seconds between two progress lines while no tensors are written
-TAIL = 1 << 16  #: size of the end of the log that is searched for errors, in bytes
-PIECE = 1 << 20  #: maximum size of a chunk of the log that is read at a time, in bytes
-WIDEST = 4096  #: maximum length of a line of the log that is shown, in characters
-REMOVED = " (it was removed during the run)"  #: suffix for the path of a log that was removed
+TAIL = 1 << 16  #: number of bytes at the end of the log that are searched for errors
+PIECE = 1 << 20  #: maximum number of bytes of the log that are read at a time
+WIDEST = 4096  #: maximum number of characters that are shown of a line of the log
+REMOVED = " (it was removed during the run)"  #: suffix for a removed log's path
 SHOWN = 15  #: maximum number of lines of the log that are shown after a failure
 
 
 class LogFile:
-    """Log file that the command appends to; it stays readable even after its removal."""
+    """Log file to which the command appends; it stays readable after it is removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -47,9 +47,9 @@ class LogFile:
             return False
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the complete lines that were appended since the last call."""
+        """Yield the complete lines that were appended to the log since the last call."""
         end = self.size()
-        if end < self._offset:  # the log was truncated, for instance by log rotation
+        if end < self._offset:  # The log was truncated, for instance by log rotation.
             self._offset = 0
         while self._offset < end:
             self._log.seek(self._offset)
@@ -57,7 +57,7 @@ class LogFile:
             complete = text[: text.rfind(b"\n") + 1]
             if not complete and len(text) < PIECE:
                 return
-            complete = complete or text  # part of a line longer than PIECE
+            complete = complete or text  # a part of a line that is longer than PIECE
             self._offset += len(complete)
             yield from _shown_lines(complete)
 
@@ -67,7 +67,7 @@ class LogFile:
         return [line.rstrip() for line in _shown_lines(self._log.read(TAIL)) if line.strip()]
 
     def show_end(self, out: TextIO) -> None:
-        """Print each distinct error at the end of the log, or the last lines if there are none."""
+        """Print each distinct error at the end of the log, or if there is none, the last lines."""
         lines = self.end()
         errors = [line[line.index("[ERROR]") :] for line in lines if "[ERROR]" in line]
         for line in dict.fromkeys(errors):
@@ -79,13 +79,13 @@ class LogFile:
 
 
 def _shown_lines(text: bytes) -> list[str]:
-    """Return the lines of a part of the log, with control characters escaped."""
+    """Return the lines in a part of the log, with control characters escaped."""
     lines = text.decode(errors="replace").expandtabs().splitlines()
     return [printable(line, limit=WIDEST) for line in lines]
 
 
 class ProgressLine:
-    """Progress display, used as a context manager so that the bar is always closed."""
+    """Display of a collection's progress; as a context manager, it always closes its bar."""
 
     def __init__(self, name: str, expected: int, log: LogFile, *, verbose: bool):
         self.name = name
@@ -147,7 +147,7 @@ class ProgressLine:
 def print_report(
     tally: Tally, args: argparse.Namespace, log: LogFile, seconds: float, out: TextIO | None = None
 ) -> None:
-    """Print the counts of the collection, and the paths of the tensors and the log.
+    """Print the counts of a finished collection and the paths of its tensors and its log.
 
     Args:
         seconds: duration of the run in seconds.
@@ -192,7 +192,7 @@ def layers(tally: Tally) -> str:
 
 
 def ranges(numbers: Any) -> str:
-    """Return the sorted numbers as text, with runs of consecutive numbers as `first-last`."""
+    """Return text that lists the sorted numbers, with consecutive numbers as `first-last`."""
     parts = []
     for _, group in groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
         members = [number for _, number in group]

@@ -1,4 +1,4 @@
-"""Print answers to queries of driver scripts such as run_tensor_collection.sh.
+"""Answer queries of driver scripts such as run_tensor_collection.sh on standard output.
 
     python script/configs preset
     python script/configs data --data dataset/wiki_text_document --tokenizer model/llama3.2-1b
@@ -64,7 +64,7 @@ def build_parser() -> ArgumentParser:
 
 
 def request_of(options: argparse.Namespace) -> DataRequest:
-    """Return the user's choice of tokenizer and data; the default is Wikipedia for Llama 3.2 1B."""
+    """Return the user's tokenizer and data, with defaults for Llama 3.2 1B and Wikipedia."""
     model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
     default = Files(
         tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))
@@ -88,7 +88,7 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def preset(options: argparse.Namespace) -> list[str]:
-    """Return "1b" (the published model) if a CUDA device and the data exist, otherwise "tiny"."""
+    """Return "1b" (the published model) if there are a GPU and the data, otherwise "tiny"."""
     if not cuda_devices(sys.executable, dry_run=options.dry_run):
         say("No CUDA device: the model is the tiny preset (--preset 1b for the real shape).")
         return ["tiny"]

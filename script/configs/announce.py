@@ -9,7 +9,7 @@ from configs.collection_size import Size, collection_size
 from configs.lookup import ConfigError
 from configs.resolve import say
 
-LARGE = 10_000_000_000  #: total size in bytes above which --yes or a limit is required
+LARGE = 10_000_000_000  #: size in bytes above which a collection requires --yes or a limit
 
 
 def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> None:

@@ -1,4 +1,4 @@
-"""Describe an architecture as data and translate it to the flags of `pretrain_gpt.py`.
+"""Describe a model's architecture as data, and translate it to flags of `pretrain_gpt.py`.
 
 A field has the same name and meaning as in the published `config.json`; `flags` translates the
 fields to Megatron-LM's flags. Parts that differ between model families (the scaling of rotary
@@ -80,7 +80,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts as in DeepSeek-V2: routed and shared experts, and dense first layers.
+    """Mixture of experts as in DeepSeek-V2: routed and shared experts; the first layers are dense.
 
     The router applies a softmax over all experts and selects the top k. Their scores are not
     normalized again (`scoring_func: softmax`, `norm_topk_prob: false`). The Lite model does not
@@ -108,7 +108,7 @@ class Experts:
             *("--moe-router-topk-scaling-factor", number(self.routed_scaling_factor)),
             *("--moe-router-load-balancing-type", "seq_aux_loss"),
             *("--moe-aux-loss-coeff", number(self.aux_loss_alpha)),
-            *("--moe-router-dtype", "fp32"),  # the published model also uses fp32
+            *("--moe-router-dtype", "fp32"),  # as in the published model
             *("--moe-token-dispatcher-type", "alltoall"),
         ]
 
@@ -120,14 +120,14 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder with RMSNorm, SwiGLU, rotary position embeddings and no biases."""
+    """Architecture of a decoder with RMSNorm, SwiGLU, rotary position embeddings and no biases."""
 
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int | None  #: None with latent attention, which has its own head sizes
+    head_dim: int | None  #: None with latent attention, which has separate head sizes
     vocab_size: int | None  #: published vocabulary size; None if it depends on the tokenizer
     max_position_embeddings: int
     rms_norm_eps: float
@@ -137,10 +137,10 @@ class Architecture:
     initializer_range: float = 0.02
     latent: LatentAttention | None = None
     experts: Experts | None = None
-    vocab_multiple: int = 128  #: divisor of the padded vocabulary size; see `flags`
+    vocab_multiple: int = 128  #: number that divides the padded vocabulary size; see `flags`
 
     def flags(self) -> list[str]:
-        """Return the flags of `pretrain_gpt.py`.
+        """Return the flags of `pretrain_gpt.py` that describe this architecture.
 
         The model's vocabulary size is the tokenizer's, rounded up to a multiple of `vocab_multiple`
         times the tensor-parallel size. `vocab_multiple` is chosen so that the published tokenizer
@@ -175,7 +175,7 @@ class Architecture:
         return words
 
     def parameters(self) -> int | None:
-        """Return the number of parameters, or None if `vocab_size` is None."""
+        """Return the number of parameters of the model, or None if `vocab_size` is None."""
         if self.vocab_size is None:
             return None
         hidden, layers = self.hidden_size, self.num_hidden_layers

@@ -30,12 +30,12 @@ _POLICY = (
 class ChosenType:
     """Quantization type of a tensor collection, and whether a flag sets it."""
 
-    name: str  #: canonical name, which folders and files use
-    by_flag: bool  #: whether `--custom-quant-type` passes the type; if not, training resolves it
+    name: str  #: canonical name of the type, which appears in the names of folders and files
+    by_flag: bool  #: True to pass the type as a flag; False if training resolves it itself
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
-    """Return a collection's quantization type: the user's choice, the configured one, or `DEFAULT`.
+    """Return the type for a collection: the user's choice, the configured type, or `DEFAULT`.
 
     Args:
         given: quantization type as the user wrote it, or None.
@@ -64,7 +64,7 @@ def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
 
 
 def canonical(name: str, python: str, *, dry_run: bool) -> str:
-    """Return the canonical name of a quantization type, which files and folders use.
+    """Return the canonical name of a quantization type; names of files and folders contain it.
 
     Raises:
         ConfigError: if the quantization type does not exist.
@@ -78,7 +78,7 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
 
 
 def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
-    """Query the training code; return its output lines, or None in a dry run without torch.
+    """Pass a query to the training code; return the output lines, or None if a dry run lacks torch.
 
     Raises:
         ConfigError: if the training code refuses the quantization type, or cannot be run.

@@ -20,9 +20,10 @@ from megatron.collection.flags import Reader, read_by
 from megatron.collection.limits import Limits
 from megatron.collection.selection import Selection, matches
 
-FILE_OVERHEAD = 2460  #: size of a file without its tensor values, in bytes
+FILE_OVERHEAD = 2460  #: number of bytes in a tensor file besides the values of the tensor
 UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not supported
-#: Value of --recompute-granularity that recomputes only core attention; `full` recomputes all.
+#: Value of --recompute-granularity with which only core attention is recomputed. With `full`,
+#: every module is recomputed.
 SELECTIVE = "selective"
 
 
@@ -32,15 +33,17 @@ class Size:
 
     files: int
     bytes: int
-    iterations: int | None  #: None if unlimited (`--control-iter 0` without `--train-iters`)
+    #: number of collected iterations; None for `--control-iter 0` without `--train-iters`
+    iterations: int | None
     limited: bool  #: whether the user has set a maximum number of files or bytes
-    optional: bool  #: whether an event (with a ring buffer) or a flag file must trigger it
-    codes: bool  #: whether quantized codes are collected too; `files` and `bytes` exclude them
+    #: whether tensors are written only after an event (with a ring buffer) or with a flag file
+    optional: bool
+    codes: bool  #: whether quantized codes are also collected; `files` and `bytes` exclude them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Collected tensor of a module: its name, and the letter and size of each dimension."""
+    """One collected tensor: its module, its name, and the letter and size of each dimension."""
 
     module: str
     name: str
@@ -48,7 +51,7 @@ class Saved:
 
 
 class Model:
-    """Shapes of the tensors in one layer, computed from the flags of a training command."""
+    """Model that a training command describes by its flags, with the tensor shapes of one layer."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
@@ -82,7 +85,7 @@ class Model:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches per iteration and data-parallel replica."""
+        """Number of micro-batches that each data-parallel replica processes per iteration."""
         copies = max(1, self.world // (self.tp * self.cp * self.pp))
         return max(1, self.number("--global-batch-size", self.batch) // (self.batch * copies))
 
@@ -112,7 +115,7 @@ class Model:
             yield self._saved("self_attention.core_attention", name, "bask", sizes)
 
     def _pairs(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
-        """Yield each tensor of a module, followed by its gradient, which has the same shape."""
+        """Yield each tensor of a module, followed by its gradient of the same shape."""
         for name, letters in shapes.items():
             yield self._saved(module, name, letters, sizes)
             yield self._saved(module, f"grad_{name}", letters, sizes)
@@ -123,7 +126,7 @@ class Model:
         return Saved(module=module, name=name, dims=dims)
 
     def runs(self, saved: Saved) -> int:
-        """Return the number of times a tensor is saved: 2 if its module is recomputed, else 1."""
+        """Return 2 if a tensor is saved twice because its module is recomputed, and otherwise 1."""
         if saved.name.startswith("grad_") or saved.name == "weight":
             return 1
         kind = last_value("--recompute-granularity", self.words)
@@ -173,7 +176,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
 
 
 def _iteration_size(model: Model, selection: Selection) -> tuple[float, float]:
-    """Return the number of files and bytes that all ranks write per iteration."""
+    """Return the number of files and the number of bytes that all ranks write per iteration."""
     files = size = 0
     micro_batches = min(selection.micro_batches or model.micro_batches, model.micro_batches)
     names = selection.names
@@ -199,7 +202,7 @@ def _included(module: str, globs: Sequence[str]) -> bool:
 
 
 def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[int]:
-    """Return the size of each dimension of a tensor after slicing."""
+    """Return the size of each dimension of the tensor `saved` after slicing."""
     sizes = []
     for letter, size in saved.dims:
         part = slices.get(letter)
@@ -208,7 +211,7 @@ def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[int]:
 
 
 def _iterations(words: Sequence[str], selection: Selection, ring: int | None) -> int | None:
-    """Return the maximum number of collected iterations, or None if it is unlimited."""
+    """Return how many iterations a command collects at most, or None if there is no maximum."""
     if ring is not None:
         return ring * (_whole("--collect-ring-events", words) or 3)
     train_iters = _whole("--train-iters", words)
@@ -223,7 +226,7 @@ def _iterations(words: Sequence[str], selection: Selection, ring: int | None) ->
 
 
 def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
-    """Return the values that a command sets for the flags that `reader` reads, by flag name."""
+    """Return the values in a command of all flags that `reader` reads, by flag name."""
     values: dict[str, Any] = {}
     for flag in read_by(reader):
         take = _list if flag.many else _TAKE[flag.type]
@@ -233,7 +236,7 @@ def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _list(flag: str, words: Sequence[str]) -> list[str] | None:
-    """Return the values that follow the last occurrence of a flag."""
+    """Return the values after the last occurrence of a flag, or None if the flag is absent."""
     values: list[str] | None = None
     taking = False
     for word in words:
@@ -266,4 +269,4 @@ def _real(flag: str, words: Sequence[str]) -> float | None:
         raise ConfigError(f"{flag} is {text!r}; give a number above 0") from None
 
 
-_TAKE = {int: _whole, float: _real, str: last_value}  #: function that reads a value, by flag type
+_TAKE = {int: _whole, float: _real, str: last_value}  #: functions that read a flag's value, by type

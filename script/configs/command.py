@@ -17,7 +17,7 @@ PRECISIONS = {"bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "6
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that the user sets; None keeps the value of the preset or training configuration."""
+    """Sizes that the user sets; None keeps the default of the preset or training configuration."""
 
     train_iters: int | None = None
     micro_batch_size: int | None = None
@@ -28,12 +28,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Choices that determine a training command, except the tokenizer and data files."""
+    """Everything that determines a training command, except the tokenizer and the data."""
 
     preset: Preset
     schedule: Schedule
     tensorboard: str
-    checkpoint: str | None  #: folder to save checkpoints to; None to save nothing
+    checkpoint: str | None  #: folder for checkpoints; None if none are saved
     resume: bool  #: whether that folder already holds a checkpoint
     formats: Sequence[str]  #: flags that set the number formats
     dtype: str = "bf16"
@@ -44,7 +44,7 @@ class Experiment:
     flags: Sequence[str] = ()  #: the user's flags for `pretrain_gpt.py`, which take precedence
 
     def settled(self) -> Experiment:
-        """Return a copy of the experiment in which every size is set.
+        """Return a copy of this experiment in which every size is set and all sizes fit together.
 
         A size that does not fit is reported here, before any file is searched for or made.
 
@@ -59,7 +59,7 @@ class Experiment:
         return dataclasses.replace(self, sizes=self._batch(sizes))
 
     def command(self, python: str, files: Files) -> list[str]:
-        """Return the training command as a list of arguments; every size must be set.
+        """Return the training command as a list of words. Every size of the experiment must be set.
 
         Raises:
             MissingFile: if the type of the tokenizer cannot be determined.
@@ -90,7 +90,7 @@ class Experiment:
         ]
 
     def _sizes(self) -> Sizes:
-        """Return the user's sizes, with missing sizes taken from the preset and the schedule.
+        """Return the sizes that the user sets, completed from the preset and the schedule.
 
         The global batch size may still be None.
         """
@@ -121,9 +121,9 @@ class Experiment:
         return int(text) if text.isdecimal() else 0
 
     def _batch(self, sizes: Sizes) -> Sizes:
-        """Return the sizes with a global batch size that fits the number of replicas.
+        """Return `sizes` with a global batch size that the replicas can share equally.
 
-        A size that the user gives must fit; a default is rounded up.
+        A global batch size that the user gives must fit; a default is rounded up.
         """
         step = sizes.micro_batch_size * self.parallelism.data
         batch = sizes.global_batch_size
@@ -144,7 +144,7 @@ class Experiment:
         return dataclasses.replace(sizes, global_batch_size=batch)
 
     def _sharing(self) -> list[str]:
-        """Return the flags that shard the optimizer state; none for a tiny model or one process."""
+        """Return flags that shard the optimizer state; none for a tiny model or one process."""
         if self.is_tiny or self.parallelism.world == 1:
             return []
         return ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]

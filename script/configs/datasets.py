@@ -1,4 +1,4 @@
-"""Define the datasets and the paths of their token ids, which depend on the tokenizer.
+"""Define the datasets and the paths of their token files, which depend on the tokenizer.
 
 Models with the same tokenizer share the files. The files for Llama 3 have the paths that users' own
 scripts expect; the paths for any other tokenizer family contain the name of the family.
@@ -24,7 +24,7 @@ class Dataset:
     prepare: str  #: script that makes the token files
 
     def prefix(self, tokenizer: Tokenizer) -> str:
-        """Return the path prefix of the `.bin` and `.idx` files, relative to the repository."""
+        """Return the common path of the `.bin` and `.idx` files, relative to the repository."""
         family = "" if tokenizer.family == PLAIN_FAMILY else f"_{tokenizer.family}"
         name = f"{self.name}{family}"
         return f"dataset/{name}/{name}_text_document"

@@ -32,7 +32,7 @@ from configs.resolve import (
 from configs.run_names import Formats
 from configs.trainings import TRAININGS
 
-NOTHING = "none"  #: value of --checkpoint-path with which nothing is saved
+NOTHING = "none"  #: value of --checkpoint-path that disables checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Selection:
 
 
 def run_name(selection: Selection, formats: Formats, flags: Sequence[str], python: str) -> str:
-    """Return the name of the run, which folders and messages use."""
+    """Return the name of a run, which appears in folder names and messages."""
     options = selection.options
     return run_names.join(
         options.model,
@@ -62,7 +62,7 @@ def run_name(selection: Selection, formats: Formats, flags: Sequence[str], pytho
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Check the names in the options before the Python environment is set up.
+    """Check the names that the options give, such as the model's, before setting up Python.
 
     Raises:
         ConfigError: if a name is unknown or missing.
@@ -78,7 +78,7 @@ def check_names(options: argparse.Namespace) -> None:
 
 
 def select(options: argparse.Namespace, python: str) -> Selection:
-    """Return the model, dataset and preset; choose the preset if the options give none.
+    """Return the selected model, dataset and preset; choose a preset if the user gives none.
 
     `check_names` must have accepted the options.
     """
@@ -95,7 +95,7 @@ def select(options: argparse.Namespace, python: str) -> Selection:
 
 
 def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
-    """Return the value of an option, otherwise of an environment variable, otherwise None."""
+    """Return the value of an option or else of an environment variable; None if neither is set."""
     text = os.environ.get(variable)
     if given is not None or not text:
         return given
@@ -106,12 +106,12 @@ def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> in
 
 
 def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) -> None:
-    """Raise ConfigError for options that only a run on several machines may have.
+    """Raise ConfigError for options that are valid only in a run on several machines.
 
     Otherwise, each machine would train independently, and all would write to the same folders.
     """
     if nnodes_given and not options.node_rank:
-        return  # job scripts pass these options even for a single machine
+        return  # A job script may pass these options even for a single machine.
     for name in ("node_rank", "master_addr"):
         if (value := getattr(options, name)) is not None:
             raise ConfigError(
@@ -122,7 +122,7 @@ def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) 
 
 
 def parallelism_of(selection: Selection, python: str) -> Parallelism:
-    """Return the model's default parallelism with the user's options applied.
+    """Return the parallelism of the run: the model's default, changed by the user's options.
 
     Raises:
         ConfigError: if this machine has fewer GPUs than processes, or if options for several
@@ -157,7 +157,7 @@ def launch_of(options: argparse.Namespace) -> Launch:
 
 
 def files_of(selection: Selection, python: str) -> Files:
-    """Return the paths of the tokenizer and the data; see `resolve_data`."""
+    """Return the paths of the tokenizer and the data of a run; see `resolve_data`."""
     options, tokenizer = selection.options, selection.model.tokenizer
     dataset = selection.dataset or next(iter(DATASETS.values()))
     default = Files(tokenizer=at_home(tokenizer.path), data=at_home(dataset.prefix(tokenizer)))
@@ -178,7 +178,7 @@ def files_of(selection: Selection, python: str) -> Files:
 def experiment(
     selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """Return everything that determines the training command of run `name`, except the files."""
+    """Return the experiment of run `name`: all that determines its command except the files."""
     options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:
@@ -204,7 +204,7 @@ def experiment(
 
 
 def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -> int:
-    """Print the command in a dry run; otherwise replace this process with the training run.
+    """Replace this process with the training run, or in a dry run, only print the command.
 
     Raises:
         ConfigError: if an option is refused.

@@ -10,19 +10,19 @@ Entry = TypeVar("Entry")
 
 
 class ConfigError(Exception):
-    """Error for a command line that cannot be run; the message reads `problem; what to do`."""
+    """Error in a command line; the message states the problem, then a semicolon and what to do."""
 
     status = 2  #: exit status, the same as argparse's
 
 
 class MissingFile(ConfigError):
-    """Error for a correct command line that needs a missing file."""
+    """Error for a correct command line that needs a file that does not exist."""
 
     status = 1
 
 
 def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> Entry:
-    """Return the entry of a table that has the given name.
+    """Return the entry with the name `name` from a table.
 
     Args:
         kind: kind of entry, for the error message.
@@ -42,7 +42,7 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
 
 
 def spelled(name: str, table: Iterable[str]) -> str:
-    """Return the entry that equals `name` except for case, or `name` if there is none."""
+    """Return `name` with upper and lower case as in `table`, or unchanged if it is not there."""
     return {entry.lower(): entry for entry in table}.get(name.lower(), name)
 
 
@@ -52,7 +52,7 @@ def number(value: float) -> str:
 
 
 def last_value(flag: str, words: Sequence[str]) -> str | None:
-    """Return the value of a flag's last occurrence, which takes effect, or None if it is absent."""
+    """Return the value of a flag's last occurrence, which takes effect, or None without a flag."""
     value = None
     for index, word in enumerate(words):
         name, equals, text = word.partition("=")

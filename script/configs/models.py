@@ -20,13 +20,13 @@ PRESETS = ("full", "tiny")
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Architecture with the batch sizes, the learning rate and the parallelism for training it."""
+    """Architecture, with the default sizes, learning rate and parallelism for training it."""
 
     architecture: Architecture
     seq_length: int
     micro_batch_size: int
     lr: float  #: maximum learning rate; the minimum is a tenth of it
-    #: defaults of the parallelism options
+    #: default number of processes and parallel sizes
     parallelism: Parallelism = field(default_factory=Parallelism)
     recompute: bool = False  #: whether attention scores are recomputed in the backward pass
 
@@ -35,7 +35,7 @@ class Preset:
 class Tokenizer:
     """Tokenizer with which a model was published."""
 
-    family: str  #: name of the family; all models of a family have the same token ids
+    family: str  #: name of the tokenizer's family; all its models use the same token ids
     path: str  #: path relative to the root of the repository
 
 
@@ -98,7 +98,7 @@ _DEEPSEEK2_LITE = Architecture(
     num_key_value_heads=16,
     head_dim=None,
     vocab_size=102400,
-    vocab_multiple=3200,  # pads the tokenizer's roughly 100,000 tokens to 102400
+    vocab_multiple=3200,  # The roughly 100,000 tokens are padded to 102400.
     max_position_embeddings=163840,
     rms_norm_eps=1e-6,
     rope_theta=10000,

@@ -129,7 +129,7 @@ def require(options: argparse.Namespace, *names: str) -> None:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line at `--` into options of this program and flags of `pretrain_gpt.py`."""
+    """Split a command line at `--` into this program's options and flags for `pretrain_gpt.py`."""
     words = list(argv)
     if "--" not in words:
         return words, []

@@ -56,14 +56,14 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Options of torchrun that connect the machines of a run."""
+    """Options with which torchrun connects the machines of a run."""
 
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 6000
 
     def check(self, parallelism: Parallelism) -> None:
-        """Check the first machine's address and the node rank of a run on several machines.
+        """Check the address of the first machine and the node rank in a run on several machines.
 
         Raises:
             ConfigError: if the address is missing, or the node rank is out of range.
@@ -136,7 +136,7 @@ UNEVEN_STAGES = (
 def check_model(
     parallelism: Parallelism, model: Architecture, *, uneven_stages: bool = False
 ) -> None:
-    """Check that the parallel sizes fit the model.
+    """Check that the parallel sizes fit the architecture of the model.
 
     Args:
         parallelism: parallel sizes.

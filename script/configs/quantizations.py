@@ -1,4 +1,4 @@
-"""Define the quantization types of the experiment matrix: which matmuls run in which format.
+"""Define the quantization types of the experiment matrix: the format, and where it applies.
 
 The names are quantization types of `megatron.fake_quant`, which training accepts. To add types, add
 a line to `QUANTIZATIONS`: a single type (`"FA_nvfp4"`), or a format with all three prefixes
@@ -19,7 +19,7 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """Return the three quantization types of a format, each a prefix and the format's name."""
+    """Return three quantization types of a format: its name after each of the prefixes."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 
@@ -33,12 +33,13 @@ QUANTIZATIONS: tuple[str, ...] = (
 
 UNQUANTIZED = ("bf16", "none")
 
-#: Accepted name that passes no format flag; the environment and the settings file then decide.
+#: Accepted name with which no format flag is passed to training. The environment and the settings
+#: file then decide.
 AS_SET = "settings"
 
 
 def split(quantization: str) -> tuple[str, str]:
-    """Return two strings: the matmuls that a quantization type quantizes, and their format."""
+    """Return two strings: which matmuls a quantization type quantizes, and to which format."""
     for prefix, where in PLACES.items():
         if quantization.startswith(prefix):
             return where, quantization.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Find the Python interpreter, the GPUs, the tokenizer and the data on this machine.
+"""Find the Python interpreter, the GPUs, the tokenizer and the data for a training run.
 
 A path that the user gives is relative to the current folder and must exist. A default path is
 relative to the repository's root, and is printed without the root if that is the current folder.
@@ -31,10 +31,10 @@ def say(message: str) -> None:
 
 
 def at_home(path: str) -> str:
-    """Return a path in the repository in a form that is valid in the current folder.
+    """Convert a path relative to the repository into one that is valid in the current folder.
 
-    `path` is relative to the root of the repository. The result is `path` if the current folder is
-    the root, and otherwise the absolute path.
+    The result is `path` itself if the current folder is the root of the repository, and otherwise
+    the absolute path.
     """
     return path if Path.cwd() == REPO else str(REPO / path)
 
@@ -54,13 +54,13 @@ class Files:
     """Paths of the files that a training run reads."""
 
     tokenizer: str  #: path of a SentencePiece .model file or of a tokenizer folder
-    data: str  #: path of the .bin and .idx files without suffix
+    data: str  #: path of the .bin and .idx files, without these suffixes
 
     def there(self) -> bool:
         return Path(self.tokenizer).exists() and has_data(self.data)
 
     def lacking(self) -> str:
-        """Return a phrase that says what is missing, for insertion into a message."""
+        """Return a phrase for a message: which of these files are missing."""
         if not has_data(self.data):
             return f"none in {self.data}"
         return (
@@ -83,7 +83,7 @@ def default_corpus() -> Files:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """Tokenizer and data that the user gives, and the default files."""
+    """Tokenizer and data that the user gives for a run, and the files to use by default."""
 
     tokenizer: str | None  #: tokenizer path given by the user, if any
     data: str | None  #: data prefix given by the user, if any
@@ -94,7 +94,7 @@ class DataRequest:
 
 
 def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
-    """Return the files to train on; make the default corpus if it is needed but missing.
+    """Return the files to train on. If the default corpus is needed but missing, make it.
 
     Raises:
         MissingFile: if a file is missing; the message gives the command that makes it.
@@ -120,7 +120,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
 
 
 def _missing(files: Files, request: DataRequest, python: str) -> str:
-    """Return a description of the missing files and how to get them."""
+    """Return text that states which of `files` are missing and how to get them."""
     parts = []
     if not Path(files.tokenizer).exists():
         parts.append(f"the tokenizer {files.tokenizer}, which is needed to make the data")
@@ -131,7 +131,7 @@ def _missing(files: Files, request: DataRequest, python: str) -> str:
 
 
 def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
-    """Return the command that makes the data."""
+    """Return the command that makes the missing data files."""
     if request.prepare and request.data is None:
         return [*request.prepare]
     return [
@@ -142,7 +142,7 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    """Check that the files exist; the error lists all missing files, the user's own first.
+    """Check that the files exist. The error lists all missing files, those of the user first.
 
     Raises:
         MissingFile: if files are missing; the message has a remedy for each file.
@@ -170,7 +170,7 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
 
 
 def make_corpus(python: str) -> Files:
-    """Make the default corpus if it does not exist, and return its paths.
+    """Make the default corpus if it does not exist, and return its files.
 
     Raises:
         MissingFile: if it cannot be made; the reason was printed.
@@ -198,7 +198,7 @@ def tokenizer_type(path: str) -> str:
         return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
     if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    return "HuggingFaceTokenizer"  # in a dry run: the type of the published tokenizers
+    return "HuggingFaceTokenizer"  # missing in a dry run; the published ones have this type
 
 
 def _tokenizer_in(folder: Path) -> Path:
@@ -222,16 +222,17 @@ def _tokenizer_in(folder: Path) -> Path:
 
 
 def _is_tiktoken(path: Path) -> bool:
-    """Return whether a file is in tiktoken's format, which is text with tokens and ranks.
+    """Return whether a file is in tiktoken's format: lines of text, each a token and its rank.
 
-    The name does not show it, because a SentencePiece model may also be called tokenizer.model.
+    The file's name does not show its format: a SentencePiece model may also be called
+    tokenizer.model.
     """
     with path.open("rb") as file:
         return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", file.readline(1000)) is not None
 
 
 def interpreter(*, dry_run: bool) -> str:
-    """Return the Python interpreter to train with; set up its environment if necessary.
+    """Return the path of the Python interpreter for training; set up .venv if necessary.
 
     LAB_PYTHON takes precedence. A dry run sets up nothing.
 
@@ -258,7 +259,7 @@ def interpreter(*, dry_run: bool) -> str:
 
 
 def enter_environment() -> None:
-    """Restart this program in the environment's Python, unless this Python has torch and yaml.
+    """Restart this program in the Python of `interpreter`, unless this one has torch and yaml.
 
     Raises:
         ConfigError: if the other Python lacks them too, or if `interpreter` raises it.

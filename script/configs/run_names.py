@@ -13,7 +13,8 @@ from configs.lookup import ConfigError, last_value
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
 
-#: Flags of `pretrain_gpt.py` that set formats, by their names in `megatron.fake_quant.policy`.
+#: Flags of `pretrain_gpt.py` that set formats. The keys are those of the argument `flags` of
+#: `megatron.fake_quant.policy.resolve`.
 FORMAT_FLAGS = {
     "custom_quant_type": "--custom-quant-type",
     "linear": "--linear-quant",
@@ -40,13 +41,13 @@ def settings_file() -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """The number formats of a run."""
+    """Number formats of a run: the flags that set them, and their part of the run's name."""
 
-    name: str  #: part of the run's name
+    name: str  #: part of the run's name that stands for the formats
     flags: Sequence[str]  #: flags of `pretrain_gpt.py` that set the formats
 
     def effective_name(self, flags: Sequence[str], python: str) -> str:
-        """Return the part of the run name for the formats that take effect.
+        """Return the part of the run's name that stands for the formats that really take effect.
 
         It is `name` unless the user's flags set formats, or `name` is `AS_SET` and the environment
         or the settings file sets them.
@@ -83,7 +84,7 @@ except ValueError as error:
 
 
 def _resolved(flags: Sequence[str], python: str) -> str | None:
-    """Return the quantization type that results from flags, environment and settings file.
+    """Return the quantization type to which flags, environment and settings file resolve.
 
     The type is resolved by the code that training uses. Return None if `python` cannot run this
     code, which happens only in a dry run.
@@ -105,7 +106,7 @@ def _resolved(flags: Sequence[str], python: str) -> str | None:
 
 
 def data_name(prefix: str) -> str:
-    """Return a name for data outside the experiment matrix, made from its path prefix."""
+    """Return a name for data outside the experiment matrix; `prefix` is the path of its files."""
     name = Path(prefix).name
     for suffix in (".bin", ".idx", "_text_document"):
         name = name.removesuffix(suffix)

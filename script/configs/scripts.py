@@ -33,7 +33,7 @@ train_config --model {model} --dataset {dataset} --quantization {quantization} "
 
 
 def scripts() -> dict[Path, str]:
-    """Return the text of each training script, by path."""
+    """Return the text of every training script, by the path of the script."""
     texts = {}
     for model, published in MODELS.items():
         for dataset, source in DATASETS.items():
@@ -62,7 +62,7 @@ def generated() -> list[Path]:
 
 
 def write_scripts() -> str:
-    """Write the scripts that have changed, and remove scripts that the tables no longer contain.
+    """Write new and changed training scripts, and remove those of no cell of the matrix.
 
     Returns:
         A line with the number of scripts in total, written and removed.

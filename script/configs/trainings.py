@@ -1,4 +1,4 @@
-"""Define the training configurations: number of iterations, batch sizes and schedules.
+"""Define the training configurations: numbers of iterations, batch sizes and schedules.
 
 A configuration is the same for every quantization type, so that two runs differ only in their
 formats.
@@ -17,7 +17,7 @@ class Schedule:
     """Number of iterations, batch size, and intervals of evaluation and checkpoints."""
 
     train_iters: int
-    #: fraction of the iterations with learning rate warmup; cosine decay follows
+    #: fraction of the iterations in which the learning rate warms up, before its cosine decay
     warmup_fraction: float
     #: number of sequences per iteration; if None, it depends on `micro_batches`
     global_batch_size: int | None
@@ -28,7 +28,7 @@ class Schedule:
     save_interval: int | None = None
 
     def flags(self) -> list[str]:
-        """Return those flags of the schedule that do not depend on the user's options."""
+        """Return those flags of `pretrain_gpt.py` that follow from the schedule alone."""
         words = [
             *("--lr-decay-style", "cosine", "--lr-warmup-fraction", number(self.warmup_fraction)),
             *("--eval-iters", str(self.eval_iters)),

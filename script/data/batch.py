@@ -1,4 +1,4 @@
-"""Define a batch of a file's documents and its position in the file."""
+"""Define batches of documents and their positions in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in a file: the number of lines (rows in Parquet) and bytes of text before it."""
+    """Position in a file: the numbers of lines (rows in Parquet) and bytes of text before it."""
 
     line: int = 0
     offset: int = 0
@@ -21,12 +21,12 @@ START = Position()
 
 @dataclass
 class Batch:
-    """Consecutive documents of a file, and the position after them.
+    """Consecutive documents of one input file, with the positions where they start and end.
 
-    For JSONL, `block` holds whole lines. The worker splits them, to save time in the reader, which
-    all workers wait for. For other formats, `documents` holds pairs: the number of the document's
-    first line (or row), counted from 1, and its content. For Parquet, the content is one cell per
-    key, or None for a cell without text.
+    For JSONL, `block` holds whole lines. The worker splits the block into lines, to save time in
+    the reader, for which all workers wait. For other formats, `documents` holds pairs: the number
+    of the document's first line (or row), counted from 1, and its content. For Parquet, the content
+    is one cell per key, or None for a cell without text.
     """
 
     file: int
@@ -36,7 +36,7 @@ class Batch:
     end: Position = Position()
     block: bytes = b""
     documents: list[tuple[int, Any]] = field(default_factory=list)
-    bytes_read: int = 0  #: number of bytes read from the stored file, before decompression
+    bytes_read: int = 0  #: number of bytes that were read from the (possibly compressed) file
     last: bool = False  #: whether this is the last batch of its file
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""Check that a `.bin/.idx` pair is complete, for `preprocess.py --check PREFIX`.
+"""Check the `.bin` and `.idx` files of a dataset, for `preprocess.py --check PREFIX`.
 
 The index is checked against the token file, both files against the manifest, and every token id
 against the size of the vocabulary. This size comes from --tokenizer-model if it is given, and
@@ -18,7 +18,7 @@ BLOCK = 1 << 22  #: number of token ids that are read at a time
 
 
 def check_and_report(options: argparse.Namespace) -> int:
-    """Print a summary of the dataset or its problems, and return the exit status."""
+    """Print a summary of a dataset or its problems, and return the exit status."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     prefix = options.check.removesuffix(".bin").removesuffix(".idx")
     try:
@@ -43,7 +43,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 
 def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
-    """Return a summary of the dataset, and a list of its problems.
+    """Return a summary of the dataset at `prefix`, and a list of its problems.
 
     Raises:
         ValueError: if the index cannot be read at all.

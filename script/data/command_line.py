@@ -16,7 +16,7 @@ from megatron.console import ArgumentParser
 
 
 def parse(argv: list[str] | None, description: str | None) -> Settings | argparse.Namespace:
-    """Return the settings of a run, or the parsed options if --check requests only a check."""
+    """Return the settings of a run, or the parsed options if only a check is requested."""
     parser = ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

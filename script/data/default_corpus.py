@@ -1,4 +1,4 @@
-"""Make a small corpus of real text and its tokenizer from documentation that ships with Python.
+"""Make a small corpus and a tokenizer from the documentation that ships with Python.
 
     python script/data/default_corpus.py
 
@@ -31,12 +31,12 @@ from megatron.console import ArgumentParser, run_main
 REPO = Path(__file__).resolve().parents[2]
 
 VOCABULARY = 2048
-# The first three ids are the same as in Llama's tokenizer; the padding id is separate.
+# The first three ids are the same as in Llama's tokenizer. Padding has its own id.
 SPECIAL_IDS = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}
 
 
 def topics() -> dict[str, str]:
-    """Return the documentation topics by name, sorted by name."""
+    """Return the text of Python's documentation topics by name, sorted by name."""
     try:
         from pydoc_data.topics import topics as pages
     except ImportError as error:
@@ -49,7 +49,7 @@ def topics() -> dict[str, str]:
 
 
 def train_tokenizer(documents: list[str]) -> bytes:
-    """Train a SentencePiece tokenizer that decodes every text exactly; return the model file.
+    """Train a SentencePiece tokenizer that restores every text exactly; return its model file.
 
     Every call returns the same model. Text outside the vocabulary, such as a line break, is encoded
     as bytes. Neither spaces nor Unicode forms are normalized: half of the corpus is code, in which
@@ -78,7 +78,7 @@ def train_tokenizer(documents: list[str]) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename it, so that no reader sees part of it."""
+    """Write a file under a temporary name, then rename it, so that no reader sees half a file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""Define the settings of a preprocessing run, and tokenize batches of documents in workers.
+"""Define the settings of a preprocessing run and the encoder that tokenizes its batches.
 
 Each document is identified by its file and its first line, so that messages can refer to it.
 """
@@ -20,19 +20,19 @@ from typing import Any
 from batch import Batch, Position
 from readers import guess_format
 
-KEYS_SHOWN = 10  #: maximum number of keys that an error lists if the requested key is missing
+KEYS_SHOWN = 10  #: maximum number of keys in the error message for a missing key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a preprocessing run; most fields have the name of their command-line option."""
+    """Settings of a preprocessing run; most fields are named after a command-line option."""
 
     input: tuple[Path, ...]  #: input files, in the order in which they are read
     output_prefix: Path
     json_keys: tuple[str, ...] = ("text",)
-    input_format: str | None = None  #: if None, the format is guessed from each file's name
+    input_format: str | None = None  #: format of all input files; if None, it is guessed for each
     document_separator: str = ""
-    wikipedia: bool = False  #: whether a text file that begins with a title is read as wikitext
+    wikipedia: bool = False  #: whether text that begins with a title is read as wikitext
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None
@@ -42,7 +42,7 @@ class Settings:
     overwrite: bool = False
 
     def prefix(self, key: str) -> str:
-        """Return the path prefix of the output files for `key`, as --data-path expects it."""
+        """Return the path, without a suffix, of the output files for `key`, as for --data-path."""
         return f"{self.output_prefix}_{key}_document"
 
     def format_of(self, path: Path) -> str:
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass
 class Tokens:
-    """A tokenized batch: the concatenated ids and the length of each document, by key."""
+    """Tokenized batch: for each key, the concatenated token ids and the documents' lengths."""
 
     file: int
     end: Position
@@ -82,7 +82,7 @@ class Tokens:
 
 
 class Encoder:
-    """Tokenizer for batches; a worker inherits it from the parent process or creates its own."""
+    """Encoder of batches. A worker process inherits it from its parent or creates its own."""
 
     shared: Encoder | None = None
 
@@ -107,7 +107,7 @@ class Encoder:
 
     @classmethod
     def start_worker(cls, settings: Settings) -> None:
-        """Initialize a worker; a forked worker already has the parent's encoder."""
+        """Initialize a worker process, and create its encoder unless a fork copied the parent's."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its workers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -155,14 +155,15 @@ class Encoder:
     def _encode(self, texts: list[str], faulty: dict[int, str]) -> list[list[int]]:
         """Return the token ids of each text.
 
-        If a text cannot be tokenized, its ids are empty and `faulty` gets the reason by its index.
+        If a text cannot be tokenized, its ids must not be used, and `faulty` gets the reason, with
+        the index of the text as the key.
         """
         try:
             encoded = self.encode_texts(texts)
         except BaseException as error:
             _reason(error)
             encoded = []
-            for i, text in enumerate(texts):  # find the texts that fail
+            for i, text in enumerate(texts):  # one text at a time, to find those that fail
                 try:
                     encoded += self.encode_texts([text]) if text else [[]]
                 except BaseException as error:
@@ -224,13 +225,13 @@ class Encoder:
 
 
 def _some(keys: Iterable[str]) -> str:
-    """Return the first keys of a JSON document, shortened for an error message."""
+    """Return text for an error message that lists the first keys of a JSON document."""
     shown = [repr(key[:40]) for key in itertools.islice(keys, KEYS_SHOWN + 1)]
     return ", ".join(shown[:KEYS_SHOWN]) + ", ..." * (len(shown) > KEYS_SHOWN)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason why a tokenizer rejected a text; raise any other error again.
+    """Return why a tokenizer rejected a text; raise `error` again if it has another cause.
 
     The NullTokenizer raises ValueError. The tokenizer libraries may raise any exception. Libraries
     in Rust raise a PanicException, which is not a subclass of `Exception`.

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-#: Name of the dataset on the hub and its default part, by corpus.
+#: By corpus: the name of the dataset on the hub, and the part that is used by default.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
     "dolma": ("allenai/dolma", "v1_6-sample"),
@@ -45,7 +45,7 @@ def download(
 
 
 def _wikipedia_urls(name: str, part: str) -> list[str]:
-    """Return the URLs of the Parquet files that the dataset's description lists."""
+    """Return the URLs of the Parquet files in the part `part` of the dataset `name`."""
     import datasets
 
     builder = datasets.load_dataset_builder(name, part)
@@ -53,7 +53,7 @@ def _wikipedia_urls(name: str, part: str) -> list[str]:
 
 
 def _dolma_urls(name: str, part: str) -> list[str]:
-    """Return the URLs of the compressed JSONL files, which are on another server.
+    """Return the URLs of Dolma's compressed JSONL files, which are not on the hub.
 
     A text file in the dataset lists the URLs. Current releases of the library cannot read any other
     description of this dataset.
@@ -66,7 +66,8 @@ def _dolma_urls(name: str, part: str) -> list[str]:
 def _fetch(url: str, folder: Path) -> Path:
     """Download the file at `url` and return its path.
 
-    The library would store a file under a different name; in `folder`, it gets the path of its URL.
+    The library would store a file under a different name. In `folder`, the file gets the path that
+    it has in its URL.
     """
     target = folder / urlparse(url).path.lstrip("/")
     if target.is_file():

@@ -1,4 +1,4 @@
-"""Write the `.idx` file of megatron-core's indexed datasets with little memory."""
+"""Write the `.idx` file of an indexed dataset of megatron-core, using little memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 LENGTH_BYTES = 4
-INDEX_BLOCK = 1 << 20  #: number of documents that are processed at a time
+INDEX_BLOCK = 1 << 20  #: number of documents that are indexed at a time
 
 
 def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> None:
-    """Write the index of a dataset whose documents consist of one sequence each."""
+    """Write the index of a dataset in which every document is one sequence."""
     import numpy as np
 
     from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType

@@ -1,4 +1,4 @@
-"""Find the input files: the named files, and the data files in the named folders."""
+"""Find the input files: the files that the user names, and the data files in named folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES_SHOWN = 5
 
 
 def expand(settings: Settings) -> tuple[Path, ...]:
-    """Return the named files, and the data files of each named folder, sorted by path.
+    """Return all input files: the named files, and the sorted data files of each named folder.
 
     Output of preprocessing runs is left out. The names of other skipped files are printed.
 
@@ -58,7 +58,7 @@ def _data_in(folder: Path, settings: Settings) -> list[Path]:
 
 
 def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
-    """Return whether a file is neither hidden nor metadata nor output of a preprocessing run."""
+    """Return whether a file is none of these: hidden, metadata, output of a preprocessing run."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     if hidden or file.name in NOT_DATA or not file.is_file():
         return False
@@ -66,7 +66,7 @@ def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
 
 
 def _is_unfinished(file: Path) -> bool:
-    """Return whether a file is in the partial output folder of any run."""
+    """Return whether a file is in the folder of any run's unfinished output."""
     return any(path.suffix == ".partial" and (path / "lock").is_file() for path in file.parents)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from batch import Batch, Position
 
 ROWS = 32  #: number of rows that are decoded at a time
-LARGEST_CELL = 256 << 20  #: maximum size of a cell, in bytes; text documents have the same limit
+LARGEST_CELL = 256 << 20  #: maximum number of bytes in a cell, the same as in a document of text
 
 
 def read_parquet(
     path: Path, settings: Any, *, number: int, start: Position, batch_bytes: int
 ) -> Iterator[Batch]:
-    """Yield the batches of a Parquet file from `start` on.
+    """Yield the documents of a Parquet file from the position `start` on, in batches.
 
     Raises:
         ValueError: if the file is damaged, or has no text in the requested columns.
@@ -24,8 +24,8 @@ def read_parquet(
     import pyarrow.parquet as pq
 
     try:
-        # A Parquet page is usually 1 MB and is read when it is needed, so even a large row group
-        # takes little memory.
+        # Each Parquet page, usually 1 MB, is read when it is needed. Therefore, even a large row
+        # group takes little memory.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check_columns(path, file.schema_arrow, settings.json_keys)
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)

@@ -35,8 +35,8 @@ from index_file import LENGTH_BYTES, write_index
 from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
-STATE_LIMIT = 256 << 20  #: maximum size of progress.json, in bytes; it lists every input file
-HOPELESS = 1000  #: number of bad documents, without a valid one, after which a file is refused
+STATE_LIMIT = 256 << 20  #: maximum size in bytes of progress.json, which lists all input files
+HOPELESS = 1000  #: number of bad documents after which a file without a valid one is refused
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
@@ -44,11 +44,11 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 class DamagedStateError(ValueError):
-    """Error raised for a saved state from which no run can resume."""
+    """Error for a saved state of an interrupted run from which no run can resume."""
 
 
 class PartialOutput:
-    """Context manager that writes the unfinished output of a run, in the order of the input."""
+    """Context manager for a run's unfinished output, which is written in the order of the input."""
 
     def __init__(self, settings: Settings, tokenizer: dict[str, Any], dtype: type) -> None:
         import numpy as np
@@ -66,16 +66,16 @@ class PartialOutput:
             "strict": settings.strict,
         }
         # The current resume point, and the one at the start of the current input file. A single
-        # assignment replaces both, so that an interrupt in `add` never replaces only one of them.
+        # assignment replaces both, so that an interrupt during `add` cannot leave only one updated.
         self.points = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
-        self.inputs: list[list[Any]] = []  # identities of the files read so far
+        self.inputs: list[list[Any]] = []  # see `identity`; one entry per input file so far
         self.resumed = False
-        self.complete = False  # True once all input is read and the output can be published
+        self.complete = False  # whether the output is ready to be published
         self.files: dict[str, BinaryIO] = {}
 
     @property
     def point(self) -> ResumePoint:
-        """Current resume point; it is replaced by a new object and never modified."""
+        """Current resume point, an object that is replaced but never modified."""
         return self.points[0]
 
     def __enter__(self) -> PartialOutput:
@@ -95,7 +95,7 @@ class PartialOutput:
         try:
             self._resume()
             if not self.complete:
-                self.settings.check_free()  # another run may have published its output
+                self.settings.check_free()  # Another run may have published its output.
                 self._open()
         except BaseException:
             if not (self.folder / "progress.json").exists():
@@ -106,7 +106,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Commit the output for a later run, or remove the folder if no document was written."""
+        """Commit unfinished output for a later run, or remove its folder if it has no document."""
         try:
             if self.complete:
                 return
@@ -116,7 +116,7 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                raise  # otherwise, keep the original error, which probably has the same cause
+                raise  # Otherwise, raise the original error, which probably has the same cause.
         finally:
             self._close()
 
@@ -130,7 +130,7 @@ class PartialOutput:
                     f"{self.folder} to start over"
                 )
         if self.resumed:
-            self.commit()  # before truncating, which may go back to the start of an input file
+            self.commit()  # The truncation below may go back to the start of an input file.
         for name, size in sizes.items():
             self.files[name].truncate(size)
 
@@ -138,7 +138,7 @@ class PartialOutput:
         for file in (*self.files.values(), self.lock):
             try:
                 file.close()
-            except OSError:  # the disk is full; a resumed run writes uncommitted data again
+            except OSError:  # full disk; a resumed run writes the lost data again
                 continue
         self.files = {}
 
@@ -168,7 +168,7 @@ class PartialOutput:
                 ResumePoint.from_json(state["file_start"]),
             )
             inputs, files = state["inputs"], self.settings.input
-            # A partly read input file may have been repaired; it is then read again from its start.
+            # If a partly read input file has changed, perhaps by a repair, read it from its start.
             same = now.file >= len(inputs) or (
                 now.file < len(files) and identity(files[now.file]) == inputs[now.file]
             )
@@ -177,7 +177,7 @@ class PartialOutput:
             self.resumed, self.complete = True, state["complete"]
 
     def _read_state(self, path: Path) -> dict[str, Any]:
-        """Return the content of progress.json.
+        """Return the content of `path`, the file progress.json.
 
         Raises:
             DamagedStateError: if the file is damaged, or was not written by this program.
@@ -214,12 +214,12 @@ class PartialOutput:
         return ""
 
     def begin_file(self, number: int) -> None:
-        """Record the identity of an input file at the time it is opened."""
+        """Record the name, size and modification time of an input file when it is opened."""
         if len(self.inputs) <= number:
             self.inputs.append(identity(self.settings.input[number]))
 
     def add(self, tokens: Tokens) -> None:
-        """Append a batch to the output, and commit if the last commit is `COMMIT_SECONDS` old.
+        """Append a batch's tokens to the output; commit if the last commit is `COMMIT_SECONDS` old.
 
         Raises:
             ValueError: if the input file has no valid document; see `_check_use`.
@@ -230,7 +230,7 @@ class PartialOutput:
             self.files[f"{key}.bin"].write(tokens.ids[key].data)
             self.files[f"{key}.lengths"].write(tokens.lengths[key].data)
         lines = "".join(f"{path}:{line}: {why}\n" for line, why in tokens.bad)
-        report = lines.encode(errors="backslashreplace")  # a file's name may be invalid UTF-8
+        report = lines.encode(errors="backslashreplace")  # A path may be invalid UTF-8.
         self.files["bad_lines.txt"].write(report)
         for key, count in point.counts.items():
             count.documents += len(tokens.lengths[key])
@@ -251,15 +251,15 @@ class PartialOutput:
             self.commit()
 
     def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
-        """Check that the first `HOPELESS` documents of an input file include a valid one.
+        """Raise ValueError if the first `HOPELESS` documents of an input file include no valid one.
 
         Raises:
-            ValueError: if they do not, or if a file with fewer documents has no valid one.
+            ValueError: also if a file with fewer documents has no valid one.
         """
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]
-        self.points = start, start  # so that the file is read from its start once it is repaired
+        self.points = start, start  # After a repair, the file is read from its start.
         if not point.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:
@@ -271,7 +271,7 @@ class PartialOutput:
         )
 
     def commit(self) -> None:
-        """Flush the files and the resume point to disk, so that they survive a crash."""
+        """Flush the output files and the resume point to disk, so that they survive a crash."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -292,9 +292,9 @@ class PartialOutput:
         self.committed = time.monotonic()
 
     def publish(self, manifests: dict[str, str]) -> None:
-        """Move the files to their final names, the index last, and remove the folder.
+        """Move the output files to their final names, the index last, and remove their folder.
 
-        If this is interrupted at any point, running the same command again completes it.
+        If this is interrupted at any point, running the same command again completes the move.
         """
         if not self.complete:
             self.settings.check_free()

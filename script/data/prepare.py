@@ -1,4 +1,4 @@
-"""Tokenize Wikipedia or Dolma, from the hub or a folder, into the files that training reads.
+"""Download and tokenize Wikipedia or Dolma, and write the token files that training reads.
 
     python script/data/prepare.py wikipedia --input dumps/ --tokenizer-model model/llama3.2-1b
     python script/data/prepare.py dolma --limit-files 4
@@ -40,7 +40,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace, home: Path) -> Settings:
-    """Download the input unless --input names it, and return the settings of the run.
+    """Return the settings of a preprocessing run; download its input unless --input names files.
 
     Raises:
         ValueError: if the download fails, or there is no tokenizer.

@@ -1,4 +1,4 @@
-"""Tokenize text into the `.bin`/`.idx` pair that training reads with --data-path.
+"""Tokenize text, and write the `.bin` and `.idx` files that training reads with --data-path.
 
     python script/data/preprocess.py --input wiki.txt --output-prefix dataset/wiki \\
         --tokenizer-model model/llama3.2-1b --append-eod
@@ -54,7 +54,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
-    """Yield the tokens of `batches` in order, with at most two batches per worker in memory."""
+    """Tokenize `batches` and yield the results in order; hold at most two batches per worker."""
     if settings.workers == 1:
         yield from map(Encoder.run, batches)
         return
@@ -77,7 +77,7 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
 
 
 def read_batches(settings: Settings, output: PartialOutput) -> Iterator[Batch]:
-    """Yield the batches of the input that `output` does not contain yet."""
+    """Yield those batches of the input that are not yet in `output`."""
     first, start = output.point.file, output.point.position
     for number in range(first, len(settings.input)):
         path = settings.input[number]
@@ -103,7 +103,7 @@ def check(settings: Settings) -> None:
 
 
 def preprocess(settings: Settings) -> dict[str, Manifest]:
-    """Start or resume a run; return the manifest of each `.bin/.idx` pair, by path prefix."""
+    """Start or resume a run; return the manifest of each pair of output files, by path prefix."""
     from tqdm import tqdm
 
     settings = dataclasses.replace(settings, input=expand(settings))
@@ -113,7 +113,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
 
     record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.monitor_interval = 0  # no monitor thread may run while workers are forked
+    tqdm.monitor_interval = 0  # no monitor thread, which would make forking unsafe
     with PartialOutput(settings, dataclasses.asdict(record), encoder.dtype) as output:
         if not output.complete:
             _write(settings, output)
@@ -164,7 +164,7 @@ def _manifest(settings: Settings, output: PartialOutput, key: str, record: objec
 
 
 def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -> None:
-    """Print a summary of the output and the command that trains on it."""
+    """Print a summary of the output, and a command that trains on the output."""
     for prefix, manifest in manifests.items():
         print(
             f"{prefix}.bin, .idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
@@ -183,7 +183,7 @@ def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -
 
 
 def attempt(settings: Settings) -> int:
-    """Run the preprocessing, report the result, and return the exit status."""
+    """Run the preprocessing, print its result or its error, and return the exit status."""
     # Each process uses one thread; numpy and the tokenizers read these variables when they start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -195,7 +195,7 @@ def attempt(settings: Settings) -> int:
         manifests = preprocess(settings)
     except DamagedStateError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
-        return status  # skip the advice below to resume, because this run cannot be resumed
+        return status  # without the advice below to resume, which is impossible here
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:

@@ -19,7 +19,8 @@ from batch import START, Batch, Position
 from compressed import decompressed
 from parquet import read_parquet
 
-BATCH_BYTES = 1 << 18  #: batch size in bytes; small, so that all workers end at about the same time
+#: Size of a batch in bytes. It is small, so that all workers end at about the same time.
+BATCH_BYTES = 1 << 18
 #: Maximum size of a document, in bytes; a larger document probably means that the format is wrong.
 LARGEST_DOCUMENT = 256 << 20
 FORMATS = ("text", "wikitext", "jsonl", "parquet")
@@ -29,7 +30,7 @@ HEADING = re.compile(rb" ?= (?!=)[^\r\n]*(?<!=) = ?\r?\n?")
 
 
 def guess_format(path: Path, *, wikipedia: bool = False) -> str:
-    """Guess the format of a file from its name, or from its start if the name is not conclusive.
+    """Guess the format of a file from its name and, if the name is not enough, from its start.
 
     If `wikipedia` is true, text that begins with a title is treated as wikitext.
 
@@ -59,7 +60,7 @@ def guess_format(path: Path, *, wikipedia: bool = False) -> str:
 def read_file(
     path: Path, settings: Any, *, number: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """Yield the batches of one file from `start` on; the last one has `last` set and may be empty.
+    """Yield the batches of one file from `start` on. The last has `last` set and may be empty.
 
     Raises:
         ValueError: if the file is damaged, has disappeared, or has another format.
@@ -139,7 +140,7 @@ def _text(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a stream; a line that exceeds the maximum document size is cut."""
+    """Yield the lines of a stream; split lines that exceed the maximum size of a document."""
     while line := stream.readline(LARGEST_DOCUMENT + 1):
         yield line
 

@@ -11,7 +11,7 @@ from batch import Position
 
 @dataclass
 class Count:
-    """Numbers of documents, tokens and text bytes in one pair of output files so far."""
+    """Numbers of documents, tokens and bytes of text that one pair of output files holds."""
 
     documents: int = 0
     tokens: int = 0
@@ -20,7 +20,7 @@ class Count:
 
 @dataclass
 class ResumePoint:
-    """The position in the input up to which a run has written its output."""
+    """Position in the input up to which a run has written its output, with counts so far."""
 
     file: int = 0  #: index of the input file that is read next
     position: Position = field(default_factory=Position)
@@ -31,17 +31,17 @@ class ResumePoint:
     file_bad: int = 0  #: number of documents of the current file that were skipped
 
     def copy(self) -> ResumePoint:
-        """Return an independent copy."""
+        """Return a copy of this resume point that can be modified independently."""
         return replace(self, counts={key: replace(count) for key, count in self.counts.items()})
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ResumePoint:
-        """Return the resume point that a parsed JSON object describes; `fields` is modified."""
+        """Return the resume point that `fields`, parsed JSON, describes; `fields` is modified."""
         counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
         return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
 
 
 def identity(path: Path) -> list[Any]:
-    """Return a file's name, size and modification time, which show whether it has changed."""
+    """Return a file's name, size and modification time, to detect later changes of the file."""
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns]

@@ -28,7 +28,7 @@ if str(ROOT) not in sys.path:
 
 
 def default_folder(name: str) -> str:
-    """Return the path of a folder in the repository root.
+    """Return the path of the folder `name` in the root of the repository.
 
     The path is relative if the root is the current folder, and absolute otherwise.
     """
@@ -36,7 +36,7 @@ def default_folder(name: str) -> str:
 
 
 def run(command: str, description: str | None, arguments: list[str] | None) -> int:
-    """Run a command of `python -m megatron.analysis`, and return the exit status.
+    """Run a command of `python -m megatron.analysis`, and return its exit status.
 
     This program takes both folders as options, while the command takes the folder of tensors as a
     positional argument.
@@ -70,7 +70,7 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
     )
     known, others = parser.parse_known_args(arguments)
     if wrong := [word for word in others if word.startswith(("--tensor", "--output"))]:
-        # The analysis command has no other options with these prefixes, so these are mistakes.
+        # The analysis command has no options with these prefixes, so such words are mistakes.
         parser.error(about_unknown(wrong, parser.all_options()))
     from megatron.analysis.__main__ import main as analysis
 

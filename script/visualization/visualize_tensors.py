@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run tensor_visualizer.py under its former name, which older documents use."""
+"""Run tensor_visualizer.py, under a former name of that script in older documents."""
 
 import sys
 from pathlib import Path
