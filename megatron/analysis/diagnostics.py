@@ -183,7 +183,7 @@ def _rule(
     number: Callable[[float], str],
     fmt: str = "",
 ) -> list[Diagnostic]:
-    """Return a warning about the rows of `table` whose `column` exceeds `limit`.
+    """Return a warning about the rows of `table` whose value in `column` exceeds `limit`.
 
     The result is a list with this warning, or an empty list if there are no such rows.
     """

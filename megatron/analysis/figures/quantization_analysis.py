@@ -108,7 +108,7 @@ def by_tensor(
 
 
 def gain(figure_data: FigureData) -> Figure:
-    """Draw the gain of each format, which states by how much it shrinks or enlarges the tensors."""
+    """Draw the gain of each format: by how much the format shrinks or enlarges the tensors."""
     title = "Gain: by how much rounding shrinks (below 0) or enlarges a tensor"
     xlabel = "Σxy / Σx² - 1 (y: the quantized x)"
     figure = by_tensor(figure_data, "gain", xlabel=xlabel, title=title)

@@ -116,7 +116,7 @@ def _begin(order: Order) -> None:
 
 
 def _stop(*_: object) -> None:
-    """Stop drawing the current output after a signal, and do not start another one.
+    """Stop drawing the current output after a signal, and do not start another output.
 
     A process that is waiting for work must not raise an exception. It might have read only part of
     a message from the queue, and the next process would then read the rest.

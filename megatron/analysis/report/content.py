@@ -94,7 +94,7 @@ def run(figure_data: FigureData, run_id: str) -> dict[str, Any]:
 
 
 def cells(figure_data: FigureData) -> list[list[Any]]:
-    """Return one row per cell of the heatmap.
+    """Return one row per cell of the heatmap in the report.
 
     A row contains the run, iteration, layer, place (module and tensor name) and number of tensors
     of the cell. Two entries per format follow: the median SQNR in dB, and the tensor with the

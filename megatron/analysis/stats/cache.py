@@ -54,7 +54,7 @@ _JOURNAL_PATIENCE = 2.0  #: maximum time to wait until a SQLite journal is delet
 
 @functools.cache
 def code_version() -> str:
-    """Return a hash of the source code that the results depend on."""
+    """Return a hash of the source code that computes the statistics."""
     folders = (Path(__file__).parent, Path(str(fake_quant.__file__)).parent)
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -121,7 +121,8 @@ class Cache:
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
         if not _tables(base):
             self._refuse_foreign(base, created=False)
-            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect only in a new file
+            # the setting `auto_vacuum` takes effect only in a new file
+            base.execute("PRAGMA auto_vacuum=INCREMENTAL")
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
             if not _tables(base):  # another process may have just created the tables

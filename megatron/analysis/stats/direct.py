@@ -63,7 +63,7 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield chunks of a tensor that divide no block and no group of values under an outer scale.
+    """Yield chunks of a tensor; no block and no group under an outer scale lies in two chunks.
 
     Each chunk has the shape [outer, rows, columns]. If a scale applies to the tensor or to a whole
     axis, the only chunk is the tensor.

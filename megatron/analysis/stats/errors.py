@@ -36,7 +36,7 @@ from megatron.analysis.stats.kernels.error_sums import (
 
 #: Number of bins for the difference between two float32 exponents, which range from -149 to 127.
 RANGES = 278
-#: Bins of the headroom histogram: bins per binade, and lower edge of the first bin in binades.
+#: Bins of the headroom histogram: number per binade, and lower edge of the first bin in binades.
 HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0
 HEADROOM_BINS = 25
 
@@ -57,7 +57,7 @@ class Errors:
     ):
         sizes = (error_sums.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
         self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
-        rows = CAUSES + 2  # rows of `binade_sums`
+        rows = CAUSES + 2  # number of rows of `binade_sums`
         self.floats = np.zeros(error_sums.SUMS + rows * BINADES + 2) if floats is None else floats
         ends = list(itertools.accumulate(sizes))
         parts = [self.ints[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -28,12 +28,12 @@ class Group:
 
     @property
     def first(self) -> Format:
-        """First format of the group, which represents the others when block scales are computed."""
+        """First format of the group. It represents the others when block scales are computed."""
         return self.formats[0]
 
     @property
     def emax(self) -> int:
-        """Exponent that every element type in the group is assumed to have for its largest value.
+        """Exponent that the largest value of every element type in the group is assumed to have.
 
         The scale class of a block with an E8M0 scale is the byte of the scale for an element type
         with this exponent. A format whose element type reaches n binades higher stores a byte that

@@ -151,7 +151,7 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
 
 
 def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
-    """Combine records with equal KEYS into one logical tensor."""
+    """Combine records with the same values in the columns KEYS into one logical tensor."""
     first, notes = rows[0], []
     cuts = _cuts(first.dims) or []
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):

@@ -56,7 +56,7 @@ STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan
 
 @dataclass
 class Measurements:
-    """Measured moments and histograms of a dump."""
+    """Measured moments and histograms of a dump's tensors."""
 
     #: one row per tensor; columns: RECORD_COLUMNS, STATISTICS, summary (`Moments`), path and note
     table: pd.DataFrame

@@ -124,7 +124,8 @@ def _operands(
         if name == "grad_input"
         else of("wgrad_c", first, -2, fill=True).t()
     )
-    # the forward pass saves each operand for the backward pass as one matrix
+    # a straight-through backward pass uses the operands that the forward pass saved, each as one
+    # matrix
     if straight:
         slot = "fprop_b" if name == "grad_input" else "fprop_a"
         return gradient, SplitMatrix(of(slot, second, -1).dense())

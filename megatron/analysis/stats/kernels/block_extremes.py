@@ -40,7 +40,7 @@ class Extremes:
     half: torch.dtype | None  #: dtype of the values if it has 16 bits; None for float32
 
     def bits(self) -> Bits:
-        """Return the largest magnitudes as float32 bits."""
+        """Return the largest magnitude of each block as float32 bits."""
         if self.half == torch.bfloat16:
             return self.largest.astype(np.int32) << 16
         return self.largest if self.half is None else widened(self.half)[self.largest]
