@@ -76,7 +76,7 @@ def _check(name: str, values: list[Any]) -> None:
 
 
 def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
-    """Return a mask of the rows whose value is in `values`; None there selects unknown values."""
+    """Return a mask of the rows whose value is one of `values`, where None stands for unknown."""
     if name == "module":
         modules = {module for module in column.unique() if isinstance(module, str)}
         matches = [

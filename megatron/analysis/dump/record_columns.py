@@ -49,7 +49,8 @@ def _types() -> dict[str, tuple[type, ...]]:
 _TYPES = _types()
 #: Columns of the table of records that contain integers.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
-#: Keys, in a record, of the coordinates of its rank: rank and size in the world and in each group.
+#: Keys under which a record stores the coordinates of its rank: the rank and the size of the world
+#: and of each parallel group.
 _IN_RECORD = ("world", *RANK_COLUMNS[1:])
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
@@ -107,7 +108,7 @@ class Columns:
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._coordinates: dict[_Coordinates, int] = {}  #: coordinates of each rank and their index
+        self._coordinates: dict[_Coordinates, int] = {}  #: index of each rank's coordinates
         self._rank_of_row: list[int] = []  #: index in `_coordinates` of each row's rank
 
     def __len__(self) -> int:

@@ -93,7 +93,7 @@ def scan(folder: Path) -> ScanResult:
         detail = f" ({len(indexed)} are in its index)" if indexed else ""
         if files.cards and not indexed:
             detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
-        if problems:  # for example, a subfolder that cannot be listed
+        if problems:  # there may be, for example, a subfolder that cannot be listed
             raise ValueError(f"no .pt file can be read in {folder} or below{detail}; {problems[0]}")
         raise ValueError(
             f"no .pt file in {folder} or below{detail}; collect tensors first, or name "

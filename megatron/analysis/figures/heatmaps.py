@@ -77,7 +77,7 @@ def sqnr_norm(figure_data: FigureData) -> Normalize:
 def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
     """Draw the SQNR of one format by layer and place (module and tensor name)."""
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    figure_data.kinds(uses)  # raises NothingToDrawError if there are no rows
+    figure_data.kinds(uses)  # this call raises NothingToDrawError if there are no rows
     data = cells(uses, "sqnr_db", "place", list(figure_data.judged_places()))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])

@@ -155,7 +155,7 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
 
 
 def by_type(figure_data: FigureData) -> list[list[Any]]:
-    """Return the median deviation of tensors from the unquantized run.
+    """Return the median deviation of tensors from the unquantized run, by quantization type.
 
     There is one row per quantization type, kind of tensor and layer. A row lists these three and
     then the median.

@@ -248,7 +248,7 @@ class Cache:
         assert self._base is not None
         self._base.close()
         self._base = None
-        if isinstance(error, sqlite3.OperationalError):  # for example, a full disk
+        if isinstance(error, sqlite3.OperationalError):  # the cause is, for example, a full disk
             self.remark = f"{self.path} cannot be used ({error}): no more results are stored"
             return
         self.remark = f"{self.path} was damaged ({error}): its results are computed again"

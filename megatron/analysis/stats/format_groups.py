@@ -56,7 +56,7 @@ class Group:
 class FormatGroups:
     """Formats, grouped by the method with which their errors are computed."""
 
-    plain: tuple[Format, ...]  #: formats without blocks
+    plain: tuple[Format, ...]  #: formats without block scales
     groups: tuple[Group, ...]  #: groups of formats with block scales
     #: formats that are measured value by value; see `direct.py`
     sampled: tuple[Format, ...]

@@ -41,7 +41,7 @@ class Histogram:
         return int(self.counts.sum())
 
     def magnitudes(self) -> NDArray[np.int64]:
-        """Return the counts by magnitude, with shape [32640].
+        """Return the number of values with each magnitude, with shape [32640].
 
         Element p counts the pattern p with either sign.
         """
@@ -78,7 +78,7 @@ class Histogram:
         return _quantiles(self.counts[present[order]], edges, shares)
 
     def octaves(self) -> NDArray[np.int64]:
-        """Return the counts by binade, with shape [255].
+        """Return the number of values in each binade, with shape [255].
 
         Element e + 127 counts the magnitudes in [2**e, 2**(e+1)). Element 0 counts all smaller
         magnitudes except zero, which are the subnormal float32 numbers.
@@ -89,7 +89,7 @@ class Histogram:
         return summed
 
     def rebin(self, grid: Grid) -> NDArray[np.int64]:
-        """Return the counts in the evenly spaced bins of `grid`, with shape [2 * bins_per_side].
+        """Return the number of values in each bin of `grid`, with shape [2 * bins_per_side].
 
         The counts are exact for dtypes up to float32. A positive value x is counted in the bin with
         a <= x < b, and a negative value in the mirrored bin. Zeros of either sign are counted in

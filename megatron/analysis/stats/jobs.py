@@ -57,7 +57,7 @@ class Failure:
 class JobResult:
     """Serialized result of a job, and the files that could not be measured."""
 
-    contents: dict[str, bytes]  #: results by `VALUES` or format name; empty on failure
+    contents: dict[str, bytes]  #: results, keyed by `VALUES` or format name; empty on failure
     failures: tuple[Failure, ...]  #: unusable files, including replicas that were not needed
 
 
@@ -89,7 +89,7 @@ def unpack_result(
     """Deserialize the statistics of a tensor part from the contents of a `JobResult`."""
     errors_of_formats: FormatErrors = {}
     for name in formats:
-        # there are no errors for an unsupported dtype, and for a block-scaled format on a slice
+        # `measure` returns no errors for unsupported dtypes, and for block scales on a slice
         if not contents[name]:
             continue
         fmt = get_format(name)

@@ -26,7 +26,7 @@ TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
 class ResultMerger:
-    """Helper that merges the statistics of tensor parts. They come from the cache or from jobs.
+    """Helper that merges the statistics of tensor parts, which jobs compute or the cache supplies.
 
     The results of a tensor are merged as soon as the results of all its parts are available.
     """
@@ -63,7 +63,7 @@ class ResultMerger:
         try:
             return unpack_result(contents, self.formats)
         except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
-            if not from_cache:  # not from the cache, so the error is a bug
+            if not from_cache:  # the contents come from a job, so the error is a bug
                 raise
             return None
 

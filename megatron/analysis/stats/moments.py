@@ -123,7 +123,7 @@ class Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """Return the joint moments of all parts."""
+    """Return the joint moments of all sets of values in `parts`."""
     return sum(parts, start=Moments())
 
 

@@ -277,15 +277,15 @@ class TensorArrays:
     patterns: Counts  #: [65536] counts by bfloat16 bit pattern; see `histogram.Histogram`
     channel_amax: Numbers  #: [channels] largest finite magnitude of each channel
     token_amax: Numbers  #: [tokens] largest finite magnitude of each token
-    formats: dict[tuple[str, str], FormatArrays]  #: keyed by format name and axis
+    formats: dict[tuple[str, str], FormatArrays]  #: histograms by format name and axis
 
 
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of a dump; the docstring of this module describes the attributes."""
 
-    tensors: pd.DataFrame  #: IDENTITY_COLUMNS and VALUE_COLUMNS, one row per logical tensor
-    formats: pd.DataFrame  #: FORMAT_COLUMNS, one row per tensor, format and axis
+    tensors: pd.DataFrame  #: columns IDENTITY_COLUMNS and VALUE_COLUMNS, one row per logical tensor
+    formats: pd.DataFrame  #: columns FORMAT_COLUMNS, one row per tensor, format and axis
     #: files that could not be read or measured
     problems: list[Problem] = field(default_factory=list)
     load_arrays: Callable[[int], TensorArrays] | None = None  #: function that loads the histograms

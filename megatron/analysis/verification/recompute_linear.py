@@ -210,7 +210,7 @@ def _compare(
     wide_b, size_b = _wide(b, slice(None))
     length = a.values.shape[1]
     gamma = length * _FLOAT32 / (1 - length * _FLOAT32)
-    # the product of the parts without the mean is rounded before the other terms are added
+    # if a mean was split off, the product of the rest is rounded before the other terms are added
     if a.row is not None or b.row is not None:
         gamma += torch.finfo(saved.dtype).eps / 2
     for start in range(0, len(saved), _ROWS):
@@ -231,7 +231,7 @@ def _compare(
 
 
 def _wide(matrix: SplitMatrix, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return rows of an operand in float64, and the sum of the magnitudes of its parts."""
+    """Return rows of an operand in float64, and elementwise sums of its terms' magnitudes."""
     values = matrix.values[rows].double()
     if matrix.column is None or matrix.row is None:
         return values, values.abs()

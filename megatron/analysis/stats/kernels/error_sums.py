@@ -155,7 +155,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value along its row and its column, and add the difference of results to sums."""
+    """Quantize a value along its row and column; add the difference of the results to the sums."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]

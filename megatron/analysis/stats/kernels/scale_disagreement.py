@@ -32,7 +32,7 @@ def compare_two_level(
     quantizer: ScalarQuantizer,
     errors: Errors,
 ) -> None:
-    """Quantize a chunk of a 16-bit tensor along both axes, and add the differences to `errors`.
+    """Quantize 16-bit values along both axes, and add the differences of the results to `errors`.
 
     Args:
         classes: scale classes of the blocks, keyed by axis ("row" and "column").
