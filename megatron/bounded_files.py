@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MEBIBYTE = 1 << 20
-#: Default maximum size of a file, in bytes. Parsing a file of this size takes up to 400 MB.
+#: Default maximum size of a file, in bytes. Parsing such a file takes up to 400 MB of memory.
 TEXT_LIMIT = 16 * MEBIBYTE
 DEPTH_LIMIT = 64  #: maximum nesting depth of JSON lists and objects
 
@@ -42,7 +42,7 @@ class NeverWaiting(io.BufferedReader):
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return up to `size` bytes.
+        """Read and return up to `size` bytes of the file.
 
         Raises:
             BlockingIOError: if the read would have to wait for another process.
@@ -92,7 +92,7 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
         status = Path(path).stat()
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: null byte in the path
+    except (OSError, ValueError) as error:  # a null byte in the path causes a ValueError
         raise UnusableFileError(path, _reason(error)) from None
     _refuse_special(path, status)
     return status
@@ -240,6 +240,7 @@ def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
     """Return the value that JSON text represents; the text may nest at most `depth` levels.
 
     Duplicate keys and lone surrogates are refused.
+
     Raises:
         ValueError: if the text is not JSON or is refused; the message gives the reason and, if
             known, the position.

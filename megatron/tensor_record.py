@@ -252,7 +252,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
     """Yield the parsed lines of one index file, both records and events, in batches.
 
-    Calling the JSON decoder once for many lines takes two thirds of the time of a call per line.
+    Calling the JSON decoder once for many lines takes two thirds of the time of one call per line.
 
     Raises:
         ValueError: as in `read_index`.

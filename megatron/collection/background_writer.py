@@ -37,7 +37,7 @@ class Writer:
     slow: str | None = None  #: reason why training no longer waits for the disk in this iteration
     disk: Disk | None = None  #: disk usage after the last write; None before the first write
     records: int = 0  #: number of records that are written or pending
-    bytes: int = 0  #: size of the written files plus an upper bound on that of pending ones
+    bytes: int = 0  #: size of the written files plus an upper bound for pending ones, in bytes
     pending: int = 0  #: number of records that are queued or being written
     pending_bytes: int = 0  #: upper bound on the size of the pending files, in bytes
 
@@ -60,7 +60,7 @@ class Writer:
         raise NotImplementedError
 
     def fail(self, why: str) -> None:
-        """Stop writing; the message `why` says what happened and what to do."""
+        """Stop writing records; the message `why` says what happened and what to do."""
 
     def append(self, line: dict[str, Any]) -> None:
         """Append an event, such as a reached limit, to the index file."""
@@ -228,7 +228,7 @@ class BackgroundWriter(Writer):
             self._writer.close()
 
     def _let_training_wait(self) -> bool:
-        """Wait for a write; return False if writing stops or training may not wait any longer."""
+        """Wait for a write to finish; return False if writing stops or the allowed wait ends."""
         began = time.monotonic()
         finished = self._wait_for_one(began + self._longest - self._waited)
         self._waited += time.monotonic() - began
@@ -263,7 +263,7 @@ class BackgroundWriter(Writer):
         return False
 
     def _start(self) -> None:
-        """Start another writer thread if one is needed.
+        """Start a writer thread, unless there are already `THREADS` or one per pending record.
 
         No thread exists before the first write, so a process may fork until then.
         """

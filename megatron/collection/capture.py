@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class Capture:
-    """Recorder of one layer's tensors in the forward pass and, by hooks, in the backward pass."""
+    """Recorder of one layer's tensors in the forward pass and, through hooks, the backward pass."""
 
     def __init__(self, sink: Sink, identity: ModuleIdentity, layer_type: str):
         assert clock.micro_batch is not None, "a capture exists only within a training step"

@@ -132,6 +132,7 @@ class Collector:
     @property
     def has_ring(self) -> bool:
         """True if tensors are kept in a ring buffer until an event such as a loss spike.
+
         The trainer must then call `observe` after each iteration.
         """
         return self._ring is not None
@@ -224,7 +225,8 @@ class Collector:
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Save the part of a tensor that `--collect-slice` selects; save the scales of codes too.
+        """Save the part of a tensor that `--collect-slice` selects, with the scales of codes.
+
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """
         if self.error is not None or not self._weights.is_new(fields):

@@ -3,8 +3,7 @@
 A tensor is copied before training changes it, and the copy exists until a writer thread has written
 it to disk. The total size of the copies is limited. Released buffers are kept for later tensors of
 the same size, because a training run has only a few different sizes. Using new memory causes page
-faults, which take a CPU longer than the copy itself, and new pinned memory takes milliseconds per
-buffer.
+faults, which take longer than the copy itself. Pinning new memory takes milliseconds per buffer.
 
 A buffer is exactly as large as its tensor, because `torch.save` writes the whole storage.
 """

@@ -16,7 +16,7 @@ ENDLESS = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Set of iterations, as non-overlapping windows in ascending order."""
+    """Set of iterations, stored as non-overlapping windows in ascending order."""
 
     windows: tuple[range, ...] = (range(1, ENDLESS),)
     source: str = ""  #: flags that define the windows, for messages; empty by default
@@ -86,7 +86,7 @@ class Iterations:
 
 
 def _window(part: str, spec: str) -> range:
-    """Parse one window: `7`, `1-3`, `100-` or `100-200:10`."""
+    """Parse one window of iterations: `7`, `1-3`, `100-` or `100-200:10`."""
     match = re.fullmatch(r"(\d+)(-(\d+)?)?(?::(\d+))?", part)
     if match is None or (match[4] and not match[2]):
         raise ValueError(

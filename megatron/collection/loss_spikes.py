@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: values in the long median; as many unusual values in a row become the normal ones
+WINDOW = 32  #: number of values in the long median; this many unusual values in a row become normal
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values; with fewer, a jump must exceed their level by more
-NOISE = 12  #: factor; a jump must exceed the level of the normal values by this times the noise
+ENOUGH = 8  #: number of normal values; with fewer, a jump must exceed their median by more
+NOISE = 12  #: multiple of the noise by which a jump must exceed the median of normal values
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
@@ -44,7 +44,7 @@ Levels = dict[
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Ratios to the recent level above which a value counts as a jump; 0 disables a check."""
+    """Ratios to the recent median above which a loss or gradient norm jumps; 0 disables a check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -133,7 +133,7 @@ class _Watched:
         return min(statistics.median_low(window) for window in self._windows())
 
     def _bound(self) -> float:
-        """Return the largest value that counts as normal."""
+        """Return the largest loss or gradient norm that counts as normal."""
         values = list(self.usual)
         excess = (self._factor - 1) * max(ENOUGH / len(values), 1)
         by_factor = min(
@@ -148,7 +148,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the mean rise or mean fall, whichever is less, so that a trend adds little to it."""
+    """Return the mean rise or mean fall of `steps`, whichever is smaller (0 for a steady trend)."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))
@@ -173,7 +173,7 @@ class LossSpikeDetector:
         return {watched.name: list(watched.usual) for watched in self._watched}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check one iteration; return a message if it is unusual and the previous one was not.
+        """Check an iteration; return a message if it is unusual and the previous one was normal.
 
         Args:
             iteration: number of the iteration, for the message.

@@ -2,8 +2,8 @@
 
 The name of a module is local to its pipeline stage (`decoder.layers.0` exists on every stage), and
 a linear layer does not know the number of the transformer layer that contains it. Only `GPTModel`
-sees all modules with their names, so it assigns both once. Experts are renumbered too, because each
-rank of an expert-parallel group counts its own experts from 0.
+sees all modules with their names, so it assigns the names and numbers once. Experts are renumbered
+too, because each rank of an expert-parallel group counts its own experts from 0.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class ModuleIdentity:
 
     @property
     def is_lm_head(self) -> bool:
-        """True for the projection onto the vocabulary, which is not quantized."""
+        """True for the LM head (the projection onto the vocabulary), which is not quantized."""
         return self.name.rpartition(".")[2] == LM_HEAD
 
 
 class Identified:
     """Base class of the modules to which `assign_identities` assigns an identity."""
 
-    identity: ModuleIdentity | None = None  #: None if the module is not part of a model
+    identity: ModuleIdentity | None = None  #: name and layer number; None outside a model
     group_copies: int  #: number of ranks that hold each query group; attention only
 
 

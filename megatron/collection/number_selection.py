@@ -53,7 +53,7 @@ class NumberSelection:
 
 
 def _range(part: str, total: int | None) -> tuple[int, int] | None:
-    """Return the first and last number of one range; None if `part` cannot be parsed."""
+    """Return the first and last number of the range `part`; None if `part` cannot be parsed."""
     if part == "first":
         return 0, 0
     if part == "last" and total is not None:

@@ -132,6 +132,7 @@ def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
     """Extrapolate the tensor sizes of one iteration to all planned ones; gather all ranks' plans.
+
     Must be called on all ranks, after `planner` has counted one iteration.
 
     Args:

@@ -84,7 +84,7 @@ class CardFile:
                 self._partial.unlink(missing_ok=True)
             raise
         if not last:
-            with contextlib.suppress(OSError):  # the first tensor fails if the disk is full
+            with contextlib.suppress(OSError):  # on a full disk, writing the first tensor fails
                 self._partial.write_bytes(bytes(self.ROOM))
 
 
@@ -101,7 +101,7 @@ class _Counted:
         self._file = file
 
     def write(self, data: bytes) -> int:
-        """Write all of `data`."""
+        """Count the bytes of `data`, and write them to the file if there is one."""
         try:
             if self._file is not None:
                 self._file.write(data)

@@ -42,7 +42,7 @@ class RingSettings:
         collect_ring_events: int | None = None,
         **jumps: float | None,
     ) -> "RingSettings | None":
-        """Create the settings from command-line flags; each parameter is named after its flag.
+        """Create the ring buffer's settings from flags; each parameter is named after its flag.
 
         Return None without `--collect-ring`.
 
@@ -69,7 +69,7 @@ class RingSettings:
         return cls(collect_ring, events, Jumps.parse(**jumps))
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings as plain values, for the run card."""
+        """Return the ring buffer's settings as plain values, for the run card."""
         return {
             "iterations": self.iterations,
             "events": self.events,
@@ -148,7 +148,7 @@ class RingBuffer:
         return True
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check an iteration; return the reason to save the ring buffer, or None if there is none.
+        """Check an iteration's loss and gradient norm; return why to save the ring buffer, or None.
 
         The result is the same on every rank.
         """

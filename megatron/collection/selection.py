@@ -33,7 +33,7 @@ class Selection:
     """Selection of the tensors to collect, parsed from the command-line flags."""
 
     iterations: Iterations = field(default_factory=Iterations)
-    micro_batches: int = 1  #: collected micro-batches: the first ones of each iteration; 0 for all
+    micro_batches: int = 1  #: number of an iteration's first micro-batches to collect; 0 for all
     layers: NumberSelection = field(default_factory=NumberSelection)
     ranks: NumberSelection = field(default_factory=NumberSelection)
     modules: tuple[str, ...] = ()  #: globs for module names; empty for all modules

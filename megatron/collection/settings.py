@@ -20,7 +20,7 @@ from megatron.tensor_record import safe_name
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 TIMEOUT = 10  #: default timeout of a collective operation, in minutes
-TURN = 30.0  #: maximum time between synchronizations while a rank waits for its disk, in seconds
+TURN = 30.0  #: maximum time between synchronizations of the ranks during a wait, in seconds
 #: Environment variables in which a launcher sets the number of ranks per machine.
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
@@ -50,11 +50,11 @@ class Settings:
 
     @property
     def turn(self) -> float:
-        """Maximum time between synchronizations while a rank waits for its disk, in seconds."""
+        """Maximum seconds between synchronizations of the ranks while one waits for its disk."""
         return min(self.timeout / 4, TURN)
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings as plain values, for the run card."""
+        """Return the collection's settings as plain values, for the run card."""
         return {
             "selection": describe(self.selection),
             "limits_of_each_rank": self.limits.describe(),

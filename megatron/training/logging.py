@@ -43,7 +43,7 @@ class TrainingProgress:
 
 @dataclass
 class LogInterval:
-    """Sums over the iterations since the last log line."""
+    """Sums of losses, and counts of iterations, since the last log line."""
 
     #: time at which the interval started, from `time.perf_counter`, in seconds
     started: float = field(default_factory=time.perf_counter)
@@ -53,7 +53,7 @@ class LogInterval:
     losses: dict[str, float] = field(default_factory=dict)  #: sum of each loss over the iterations
 
     def add(self, step: StepResult) -> None:
-        """Add the result of one iteration.
+        """Add the losses of one iteration to the sums, and count the iteration.
 
         If a loss is not finite, the mean of this loss is not finite either.
         """

@@ -35,7 +35,7 @@ class Log:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the stream. An error is recorded instead of raised."""
+        """Flush stdout. An error is recorded instead of raised."""
         try:
             self._stream.flush()
         except OSError as error:

@@ -89,7 +89,7 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 def _is_matmul(name: str, module: torch.nn.Module) -> bool:
     """Return whether a module multiplies matrices itself.
 
-    Core attention does, and so does every module that owns a matrix, except the modules named in
+    Core attention does so. Every module that owns a matrix does so too, except the modules named in
     `HIGH_PRECISION`.
     """
     leaf = name.rpartition(".")[2]

@@ -187,7 +187,7 @@ def table(results: Sequence[Matmul]) -> list[str]:
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """Return the audit as plain values for the run card, with all that recomputing a matmul needs.
+    """Return the audit as plain values for the run card, detailed enough to recompute the matmuls.
 
     `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
     format of each operand, also for a straight-through backward pass. A reader that does not know
@@ -212,9 +212,10 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
 def _equal_layers(
     results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """Group the layers that differ only in their number; return each group's name and one matmul.
+    """Group the matmuls that are equal except for the layer number; return (name, matmul) pairs.
 
-    The results of `key` must be equal within a group. A name is such as `layers.0-2,5`.
+    Matmuls are equal if `key` returns the same value for them. A name contains all layer numbers of
+    its group, as in `layers.0-2,5`.
     """
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
     for matmul in results:

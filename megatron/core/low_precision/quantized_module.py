@@ -41,7 +41,7 @@ class Quantized(Identified):
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """Return the names of the module's tensors, without codes of operands never quantized."""
+        """Return this module's tensor names, without codes of operands that are never quantized."""
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]

@@ -1,9 +1,9 @@
 """Update the training clock of the tensor collector: iteration, micro-batch and recomputation.
 
-Overlaid because only the schedule knows which micro-batch runs. Seams: each of the three pipeline
-schedules is called once per training iteration, and `forward_step` and `backward_step` once per
-micro-batch. The schedules find these two functions, and `get_forward_backward_func` finds the
-schedules, in the globals of their module.
+The file is overlaid because only the schedule knows which micro-batch runs. The seams are the three
+pipeline schedules, called once per training iteration, and `forward_step` and `backward_step`,
+called once per micro-batch. The schedules find these two functions, and `get_forward_backward_func`
+finds the schedules, in the globals of their module.
 
 Under 1F1B a backward step belongs to an earlier micro-batch than the last forward step. The
 micro-batch is therefore an attribute of the output tensor, which the schedule passes to

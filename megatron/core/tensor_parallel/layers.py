@@ -1,8 +1,8 @@
 """Fake-quantize and collect the GEMM operands of parallel linear layers.
 
-Overlaid because the local layer specification, MLA, MoE and the output layer name these classes
-directly. Seam: `_forward_impl`, which the wheel calls with the operands and the communication flags
-of one matmul.
+The file is overlaid because the local layer specification, MLA, MoE and the output layer name these
+classes directly. The seam is `_forward_impl`, which the wheel calls with the operands and the
+communication flags of one matmul.
 
 With no format and nothing to collect, that call goes to the wheel unchanged. Otherwise the
 communication, a gather (sequence parallel) or a copy (tensor parallel), runs before the matmul.

@@ -1,9 +1,9 @@
 """Fake-quantize and collect the two matmuls of attention, QK^T and PV, forward and backward.
 
-Overlaid because `DotProductAttention.forward` has no seam between its matmuls. Seam: `forward`.
-Without a format, the wheel's own `forward` runs, also when tensors are collected. With a format,
-our code runs, and a test checks that without formats it gives the same bits as the wheel's. Our
-code also runs under context parallelism, which the wheel's attention refuses; see
+The file is overlaid because `DotProductAttention.forward` has no seam between its matmuls. The seam
+is `forward`. Without a format, the wheel's own `forward` runs, also when tensors are collected.
+With a format, our code runs, and a test checks that without formats it gives the same bits as the
+wheel's. Our code also runs under context parallelism, which the wheel's attention refuses; see
 `context_parallel`.
 
 The collected tensors are the inputs and the output of the whole operation. Keys and values are

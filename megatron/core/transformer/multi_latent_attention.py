@@ -1,16 +1,17 @@
 """Make multi-latent attention work with the local layers, without Transformer Engine.
 
-Overlaid for two reasons. First, the wheel assumes that Transformer Engine is installed if its
-wrapper can be imported, which is always the case, and then checks whether a layer is a `TELinear`,
-which is a mock. Seam: the name `HAVE_TE`.
+The file is overlaid for two reasons. First, the wheel assumes that Transformer Engine is installed
+if megatron-core's wrapper for it can be imported, which is always the case. The wheel then checks
+whether a layer is a `TELinear`, but without Transformer Engine that name is a mock. The seam is the
+name `HAVE_TE`.
 
 Second, under tensor parallelism the wheel's local layers silently compute a wrong gradient. The
 positional part of the key has one head, which every rank repeats for its own heads, so its gradient
 is a sum over the heads of all ranks. In its backward pass, the wheel's gather only cuts the
 gradient, so each rank's columns learn from the rank's own heads alone. (Transformer Engine's layer
-is not sharded, and for it the wheel computes the sum.) Seam: the output of `linear_kv_down_proj`.
-We gather it before the wheel would, with the sum in the backward pass. Without tensor parallelism
-nothing changes.
+is not sharded, and for it the wheel computes the sum.) The seam is the output of
+`linear_kv_down_proj`. We gather it before the wheel would, with the sum in the backward pass.
+Without tensor parallelism nothing changes.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Make the norms of the local implementation work under sequence parallelism.
 
-Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. Seam: `__new__`. The
-refusal is about gradients, not about the norm: each rank sees its own slice of the sequence, so the
-gradient of the norm's weight is a partial sum. `finalize_model_grads` all-reduces it over the
-tensor-parallel group for every parameter with `sequence_parallel = True`, so it is enough to set
-this attribute.
+The file is overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. The seam
+is `__new__`. The refusal is about gradients, not about the norm: each rank sees its own slice of
+the sequence, so the gradient of the norm's weight is a partial sum. `finalize_model_grads`
+all-reduces it over the tensor-parallel group for every parameter with `sequence_parallel = True`,
+so it is enough to set this attribute.
 """
 
 from megatron.core._overlay import shadowed

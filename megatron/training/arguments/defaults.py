@@ -85,7 +85,7 @@ def _derive_p2p(args: argparse.Namespace) -> None:
 
     As in Megatron-LM, the interleaved schedule overlaps messages with computation by default. With
     two pipeline ranks, this is the only correct choice: the previous rank is also the next one, and
-    batched messages to it are matched by their order. Activations would be received as gradients.
+    batched messages to it are matched by their order, so it would receive activations as gradients.
     """
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     _default(args, "overlap_p2p_comm", interleaved)
@@ -162,6 +162,7 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 def _derive_fusions(args: argparse.Namespace) -> None:
     """Set the defaults of the bias fusions, and check the packages that other fusions need.
+
     The bias fusions are enabled on CUDA devices. On the CPU, fused functions bring no speedup and
     take time to compile.
 

@@ -54,7 +54,7 @@ class DamagedError(ValueError):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of a checkpoint after checking it against the files.
+    """Return the index of a checkpoint after comparing it with the checkpoint's files.
 
     All files must exist and be at least as long as the index states.
 
@@ -192,7 +192,7 @@ def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
-    """Check that all files exist, are regular, and are at least as long as the index states.
+    """Check that a checkpoint's files exist, are regular, and have the length that the index needs.
 
     Raises:
         DamagedError: if a file fails the check; the message names the file and the reason.

@@ -145,6 +145,7 @@ def describe(args: argparse.Namespace) -> Model:
     """Return the description of the model that `--save-hf` would write.
 
     All flags in `args` must be filled in.
+
     Raises:
         UserError: if transformers cannot express the model; the message names each wrong flag.
     """

@@ -112,7 +112,7 @@ def put_in_place(partial: Path, folder: str) -> None:
 
 
 def write_index(folder: Path, file_of: dict[str, str], total: int) -> None:
-    """Write the index, which maps each tensor to its file."""
+    """Write the checkpoint's index, which maps each tensor to its file."""
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

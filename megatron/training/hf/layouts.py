@@ -30,10 +30,10 @@ class Strip:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a `Strip` that one rank holds."""
+    """The part of a `Strip` (a range of rows or columns) that one rank holds."""
 
     source: Source
-    dim: int  #: dimension along which the piece is cut: 0 for rows, 1 for columns
+    dim: int  #: dimension along which the tensor is divided: 0 for rows, 1 for columns
     start: int  #: index in the source tensor at which the piece starts
     stop: int  #: index in the source tensor at which the piece ends, exclusive
     offset: int  #: index in the rank's shard at which the piece starts
@@ -44,13 +44,13 @@ class Layout:
     """The rule by which a model tensor is built from checkpoint tensors and divided among ranks."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: function that returns the strips for a given rank count
+    strips: Callable[[int], list[Strip]]  #: returns the strips for a given number of ranks
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
     padded: bool = False  #: whether the shards of the last ranks may end with padding
 
     def pieces(self, *, rank: int, ranks: int, length: int) -> list[Piece]:
-        """Return the pieces of checkpoint tensors that one rank holds.
+        """Return the parts of checkpoint tensors that form one rank's shard of the model tensor.
 
         Args:
             rank: index of the rank in the group of ranks that share the tensor.

@@ -116,7 +116,7 @@ class _LocalParts:
 
 
 class _Export:
-    """The state of an export, which gathers checkpoint tensors from all ranks one by one."""
+    """The export of a model, for which the first rank gathers one checkpoint tensor at a time."""
 
     def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
         self.dtype = dtype
@@ -145,7 +145,7 @@ class _Export:
         return whole
 
     def _collect(self, source: Source, rank: int, whole: torch.Tensor | None) -> None:
-        """Copy one rank's parts of a tensor into the whole tensor on the first rank."""
+        """Copy one rank's parts of a checkpoint tensor into the whole tensor on the first rank."""
         ranges = self._ranges_of_ranks[rank][source.name]
         here, message = dist.get_rank(), None
         if here == rank:
@@ -161,13 +161,13 @@ class _Export:
             _put(message.cpu(), whole, [(span, _shape(source, span)) for span in ranges])
 
     def file_name(self, number: int) -> str:
-        """Return the name of the file with index `number`, counted from 0."""
+        """Return the name of the safetensors file with index `number`, counted from 0."""
         if len(self.files) == 1:
             return SINGLE
         return f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
 
     def write_index(self, partial: Path, folder: str) -> None:
-        """Write the index, which maps each tensor to its file."""
+        """Write the checkpoint's index, which maps each tensor to its file."""
         names = {s.name: self.file_name(n) for n, file in enumerate(self.files) for s in file}
         total = sum(prod(s.shape) * self.dtype.itemsize for file in self.files for s in file)
         with _write_errors(folder):
