@@ -138,7 +138,7 @@ class Collector:
         return self._ring is not None
 
     def begin_iteration(self) -> None:
-        """Prepare for a new iteration. All ranks must call it if `--collect-flag-file` is given."""
+        """Prepare for a new iteration. With `--collect-flag-file`, all ranks must call this."""
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
@@ -225,7 +225,7 @@ class Collector:
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Save the part of a tensor that `--collect-slice` selects, with the scales of codes.
+        """Save the part of a tensor that `--collect-slice` selects, and the scales of codes.
 
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """

@@ -36,7 +36,7 @@ class _Uncopied:
 
     @property
     def held(self) -> int:
-        """Host memory that a real copy would take, in bytes."""
+        """Host memory that a real copy of the tensors would take, in bytes."""
         parts = (self.tensor, *self.scales.values())
         return sum(taken_by(part.nbytes, self.pinned) for part in parts)
 
@@ -44,7 +44,7 @@ class _Uncopied:
         """Do nothing, because no memory is held."""
 
 
-#: A tensor's record, the tensor and its scales on the meta device, and the file size in bytes.
+#: A tensor's record, the tensor and its scales as meta tensors, and the file size in bytes.
 Counted = tuple[TensorRecord, _Uncopied, int]
 
 
@@ -62,7 +62,7 @@ class CountingWriter(Writer):
         return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
-        """Append a tuple to `counted`: the record, the tensors as meta tensors, the file size."""
+        """Append the tuple (record, tensors on the meta device, file size) to `counted`."""
         size = serialize(copy.tensor, record, copy.scales)
         scales = {name: x.to("meta") for name, x in copy.scales.items()}
         on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)

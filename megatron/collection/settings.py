@@ -71,7 +71,7 @@ def read_settings(
     flags: dict[str, Any],
     iteration: int = 0,
 ) -> Settings:
-    """Return this rank's settings from the arguments of `session.configure`.
+    """Create this rank's collection settings from the arguments of `session.configure`.
 
     Args:
         args: arguments of the run.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MicroBatch:
-    """Micro-batch that the model is processing, forward or backward."""
+    """Micro-batch that the model is processing, in the forward or backward pass."""
 
     iteration: int  #: number of the iteration, as in the log
     index: int  #: index of the micro-batch in the iteration, from 0

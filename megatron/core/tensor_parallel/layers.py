@@ -57,7 +57,7 @@ class _QuantizedLinear(Quantized):
         wgrad_deferral_limit=None,
         tp_group=None,
     ):
-        """Communicate the input, multiply the local shards, and pass all tensors to `capture`."""
+        """Exchange the input between ranks, multiply shards, and pass all tensors to `capture`."""
         if gradient_accumulation_fusion or grad_output_buffer is not None:
             raise ValueError(
                 "gradient-accumulation fusion and deferred embedding weight gradients compute the "
@@ -88,7 +88,7 @@ class _QuantizedLinear(Quantized):
 
     @staticmethod
     def _add_bias(output_sbo, bias_O):
-        """Add the bias to the output.
+        """Add the bias of the linear layer to its output.
 
         This happens after the output was collected, so the collected tensor does not contain the
         bias. The tokens are one axis, so that the gradient is summed over it in the wheel's order.

@@ -109,7 +109,7 @@ _MINIMUMS = {
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raise `UserError` if a number is below its minimum or not finite."""
+    """Raise `UserError` if the value of a numeric flag is below its minimum or not finite."""
     for name, minimum in (_MINIMUMS | minimums(GROUPS)).items():
         value = getattr(args, name)
         if value is not None and not (value >= minimum and math.isfinite(value)):

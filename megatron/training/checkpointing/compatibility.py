@@ -88,8 +88,8 @@ COMPUTATION = (
     "moe_router_group_topk",
     "moe_expert_capacity_factor",
 )
-#: flag for the longest sequence that the model accepts, which `--save-hf` writes to config.json;
-#: its default is the current `--seq-length`, even in a run that resumes
+#: flag for the longest sequence that the model accepts. `--save-hf` writes the flag's value to
+#: config.json. The default is the current `--seq-length`, even in a run that resumes.
 LONGEST = "max_position_embeddings"
 #: flags that must be the same as in the checkpoint if the optimizer's state is loaded
 OPTIMIZER = ("use_distributed_optimizer", "optimizer")
@@ -302,7 +302,7 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that hyperparameters equal the checkpoint's, unless a flag states which values apply.
+    """Check that this run's hyperparameters equal the checkpoint's, unless a flag picks either.
 
     Raises:
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor

@@ -192,7 +192,7 @@ def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
-    """Check that a checkpoint's files exist, are regular, and have the length that the index needs.
+    """Check that a checkpoint's files exist, are regular, and are long enough for its index.
 
     Raises:
         DamagedError: if a file fails the check; the message names the file and the reason.

@@ -202,7 +202,7 @@ def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
 
 
 def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
-    """Return the cache folder for the sample indices of these blends. Must be called on all ranks.
+    """Return the cache folder for sample indices of data blends. Must be called on all ranks.
 
     The first rank chooses the folder and writes the indices; the other ranks read them there.
     """

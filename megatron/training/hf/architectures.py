@@ -56,7 +56,7 @@ class Model:
 
 
 def read_model(folder: str) -> Model:
-    """Return the model that the config.json of a checkpoint describes.
+    """Return the architecture and config.json of the model in a checkpoint folder.
 
     Raises:
         UserError: if there is no config.json, or it describes a model that cannot be built here.

@@ -22,7 +22,7 @@ _COUNTS = {
     "num_hidden_layers": _MOST_LAYERS,
     "num_attention_heads": _MOST_PARTS,
     "num_key_value_heads": _MOST_PARTS,
-}  #: upper bound of each value that must be at least 1
+}  #: upper bound of each value in a config.json that must be at least 1
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -36,7 +36,7 @@ _SIZES = {
     "n_routed_experts": _MOST_PARTS,
     "n_shared_experts": _MOST_PARTS,
     "num_experts_per_tok": _MOST_PARTS,
-}  #: upper bound of each value that must be at least 0
+}  #: upper bound of each value in a config.json that must be at least 0
 _NUMBERS = ("rms_norm_eps", "rope_theta", "attention_dropout", "routed_scaling_factor")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob")
 _TEXTS = ("hidden_act", "topk_method", "scoring_func")

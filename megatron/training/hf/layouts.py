@@ -44,7 +44,7 @@ class Layout:
     """The rule by which a model tensor is built from checkpoint tensors and divided among ranks."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: returns the strips for a given number of ranks
+    strips: Callable[[int], list[Strip]]  #: strips, as a function of the number of ranks
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
     padded: bool = False  #: whether the shards of the last ranks may end with padding

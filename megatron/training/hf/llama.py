@@ -92,7 +92,7 @@ def check_blocks(config: dict[str, Any]) -> None:
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config.json of a model trained with these flags; the caller adds `vocab_size`."""
+    """Return the config.json of a model trained with `args`; the caller adds `vocab_size`."""
     settings: dict[str, Any] = {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,

@@ -179,7 +179,7 @@ def _is_first() -> bool:
 
 
 def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
-    """Distribute the tensors over files of at most `FILE_BYTES` bytes each.
+    """Distribute checkpoint tensors over files of at most `FILE_BYTES` bytes each.
 
     A tensor that is larger than `FILE_BYTES` gets a file of its own.
     """
