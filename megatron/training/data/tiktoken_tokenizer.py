@@ -27,7 +27,7 @@ from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronT
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 FILE_LIMIT = 256 * MEBIBYTE  #: maximum file size, in bytes; the largest vocabularies take 4 MB
-LARGEST_RANK = 1 << 24  #: exclusive upper bound of a token's rank, 20 times the largest vocabulary
+LARGEST_RANK = 1 << 24  #: exclusive limit of a token's rank; about 20 times the largest vocabulary
 LONGEST_PIECE = 400_000  #: maximum length of the text in one call of tiktoken, in characters
 #: Maximum length of a run in a piece of text: consecutive spaces, or consecutive other characters.
 LONGEST_RUN = 25_000
