@@ -12,6 +12,7 @@ directory, `argv` and `__main__`, and exits as the interpreter does. It differs 
 in one respect: the imports ran before, without the environment of the program.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -22,6 +23,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 import warnings
@@ -203,8 +205,29 @@ def leave() -> NoReturn:
     sys.exit(0)
 
 
+def exit_quickly(status: int) -> NoReturn:
+    """Exit as the interpreter does, but without freeing a million objects in a copy of their pages.
+
+    That would take 0.3 s. Other exceptions than SystemExit take the interpreter's usual way.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (OSError, ValueError, AttributeError):
+        sys.exit(status)  # The interpreter reports what cannot be written.
+    os._exit(status & 0xFF)
+
+
 if __name__ == "__main__":
     BORN_WITH = set(os.environ)
     prepare(sys.argv[2])
     run = serve(socket.socket(fileno=int(sys.argv[1])))
-    run()
+    try:
+        run()
+    except SystemExit as stop:
+        if not (stop.code is None or isinstance(stop.code, int)):
+            raise
+        exit_quickly(stop.code or 0)
+    exit_quickly(0)
