@@ -1,6 +1,6 @@
 """Start Python programs in forks of one process that has already imported torch and megatron-core.
 
-    python tests/fork_server.py SOCKET IMPORTS      a file descriptor; wheel, overlay or training
+    python tests/fork_server.py SOCKET IMPORTS   a file descriptor; a key of IMPORTS below
 
 A program starts at once instead of after eight seconds of imports. `tests/forks.py` is the client.
 A request on the socket is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
@@ -40,20 +40,27 @@ IMPORTS = {
         *("megatron.training.checkpointing.save_load", "megatron.training.training"),
         "megatron.core.tokenizers.text.libraries",  # transformers
     ),
+    "analysis": (
+        *("megatron.analysis.__main__", "megatron.analysis.drawing", "megatron.analysis.report"),
+        *("megatron.analysis.quick", "megatron.analysis.verification", "matplotlib.pyplot"),
+    ),
 }
 AFTER_A_FAILURE = 0.1  #: seconds that the other ranks have to report their own failure
 GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; torchrun uses the same two values
 
 
 def prepare(imports: str) -> None:
-    """Import everything; no import may start a thread, because a fork has only one thread."""
+    """Import everything; no import may start a thread, because a fork has only one thread.
+
+    The exception is the thread in which jemalloc, a part of pyarrow, returns memory to the system.
+    """
     gc.disable()  # imports leave little garbage, and looking for it takes a second
     if imports == "wheel":  # the wheel has no such module: load the file
         spec = importlib.util.spec_from_file_location("cpu_backend_of_the_tests", BACKEND)
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
         sys.modules[spec.name].activate()
-    elif imports == "overlay":
+    elif imports in ("overlay", "analysis"):
         importlib.import_module("megatron.cpu_backend").activate()
     else:
         importlib.import_module("megatron.training.device").prepare()

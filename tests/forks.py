@@ -22,6 +22,7 @@ from tests.subprocesses import REPO, TIMEOUT, environment
 
 SERVER = Path(__file__).with_name("fork_server.py")
 TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training")
+VISUALIZATION = REPO / "script" / "visualization"
 #: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
 AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
@@ -34,6 +35,8 @@ def _server(imports: str) -> socket.socket:
     """Return the socket of a server, which is started at the first request."""
     ours, its = socket.socketpair()
     env = environment() if imports == "wheel" else environment(PYTHONPATH=REPO)
+    if imports == "analysis":
+        env["MPLBACKEND"] = "agg"
     process = subprocess.Popen(
         [sys.executable, str(SERVER), str(its.fileno()), imports],
         cwd="/",
@@ -133,7 +136,7 @@ def start(
     request |= {"ranks": ranks, "file_bytes": file_bytes}
     message = json.dumps(request).encode()
     reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
-    server = _server(_imports(Path(words[0]), env))
+    server = _server(_imports(command, env))
     socket.send_fds(server, [len(message).to_bytes(8, "big")], writes)
     server.sendall(message)
     for file in writes:
@@ -141,9 +144,12 @@ def start(
     return Program(command, reads)
 
 
-def _imports(script: Path, env: dict[str, str]) -> str:
+def _imports(words: Sequence[str], env: dict[str, str]) -> str:
+    script = Path(words[0])
     if any(script.is_relative_to(place) for place in TRAINING):
         return "training"
+    if script.is_relative_to(VISUALIZATION) or any("megatron.analysis" in w for w in words[:2]):
+        return "analysis"
     return "overlay" if "PYTHONPATH" in env else "wheel"
 
 

@@ -1,7 +1,6 @@
 """The pages: their flags, links, examples and numbers are right."""
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -11,8 +10,9 @@ from megatron.collection.flags import FLAGS
 from megatron.fake_quant import recipe
 from megatron.fake_quant.recipe import load_recipe
 from megatron.fake_quant.recipe_operands import GEMMS
+from tests import forks
 from tests.links import broken_links
-from tests.subprocesses import REPO, environment, run
+from tests.subprocesses import REPO, environment
 from tests.training.runs import succeeded, train
 
 PAGE = (REPO / "docs" / "collection.md").read_text()
@@ -71,7 +71,7 @@ def test_every_page_with_python_is_found():
 @pytest.mark.parametrize(("place", "code"), python_blocks(), ids=lambda text: text.split("\n")[0])
 def test_the_python_of_a_page_runs_on_any_dump(dumps, place, code):
     settings = environment() | {"PYTHONPATH": str(REPO), "MPLBACKEND": "agg"}
-    done = run([sys.executable, "-c", code + SHOWN], cwd=dumps, env=settings)
+    done = forks.run("-c", code + SHOWN, cwd=dumps, env=settings)
     assert done.returncode == 0, done.stderr
     for name, width, needed in re.findall(r"^(\S+) (\S+) needs (\S+)$", done.stdout, re.M):
         assert float(width) >= float(needed), f"{name}: labels are cut off"

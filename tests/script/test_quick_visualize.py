@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from script.visualization import quick_visualize
+from tests import forks
 from tests.analysis.fake_dump import LAYER, write_dump
-from tests.subprocesses import REPO, run
+from tests.subprocesses import REPO
 
 SCRIPT = REPO / "script" / "visualization" / "quick_visualize.py"
 CANNOT_WRITE = "[ERROR] cannot write to the output folder"
@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def visualize(*arguments, cwd=REPO):
-    done = run([sys.executable, SCRIPT, *arguments], cwd=cwd)
+    done = forks.run(SCRIPT, *arguments, cwd=cwd)
     assert "Traceback" not in done.stderr
     return done
 
