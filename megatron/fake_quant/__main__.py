@@ -1,4 +1,4 @@
-"""Show the number formats as tables, descriptions or pictures.
+"""Show number formats as tables, descriptions or pictures, on the command line.
 
 python -m megatron.fake_quant list                            every named format, a Markdown table
 python -m megatron.fake_quant list mxfp8:2d mx:e3m4:b16:rceil
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _draw(chosen: list[str], output: Path) -> str:
-    """Draw the chosen formats in the image file `output`, and return a message that names it."""
+    """Draw the chosen formats in the image file `output`, and return a message with its name."""
     try:
         from megatron.fake_quant.inspect.value_grids import COLORS, picture
     except ModuleNotFoundError as error:
@@ -83,7 +83,7 @@ def _draw(chosen: list[str], output: Path) -> str:
 
 
 def _answer(arguments: argparse.Namespace) -> str:
-    """Run the chosen command and return the text to print."""
+    """Run the command that the user chose, and return the text to print."""
     if arguments.command == "list":
         return format_table.markdown(map(get_format, arguments.format or FORMATS))
     if arguments.command == "picture":

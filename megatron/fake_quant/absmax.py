@@ -46,12 +46,12 @@ def scale_up(elements: Tensor, scales: Scales, scaling: AbsmaxScaling) -> Tensor
 
 
 def stored_scales(scaling: AbsmaxScaling) -> Tensor:
-    """Return the power of two at or below the scales that `histogram_bytes` counts together."""
+    """Return, by the byte from `histogram_bytes`, the power of two at or below the scales."""
     return scale_values(torch.arange(256, dtype=torch.int32))
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: its exponent field."""
+    """Return the byte by which statistics count each scale: its exponent field."""
     return (stored.view(torch.int32) >> MANTISSA_BITS).to(torch.uint8)
 
 

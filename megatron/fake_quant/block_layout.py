@@ -22,17 +22,17 @@ from megatron.fake_quant.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Positions of a format's blocks in a tensor of a given shape."""
+    """Positions of the quantization blocks of a format in a tensor of a given shape."""
 
     shape: tuple[int, ...]  #: shape of the tensor
     axis: int  #: axis along which blocks run, counted from the front
     #: number of values per block, or `WHOLE_AXIS`; None if the whole tensor is one block
     size: int | None
-    height: int = 1  #: number of rows per block; above 1, blocks extend over the last two axes
+    height: int = 1  #: number of rows per block; if above 1, blocks extend over the last two axes
 
     @classmethod
     def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "BlockLayout":
-        """Return the layout of a format's blocks in a tensor of this shape; `axis` may be negative.
+        """Return the positions of a format's blocks along an axis, which may be negative.
 
         Raises:
             ValueError: if the axis is out of range, or if the tensor lacks the dimensions that the
@@ -67,7 +67,7 @@ class BlockLayout:
         return rows.movedim(-1, self.axis) if self.shape else rows
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """Return `x` as blocks, `[..., blocks, values]`; blocks of several rows are flattened.
+        """Split `x` into blocks, `[..., blocks, values]`; flatten blocks of several rows.
 
         The last block along an axis is padded with zeros.
         """
@@ -96,11 +96,11 @@ class BlockLayout:
 
     @property
     def from_end(self) -> int:
-        """Axis along which blocks run, as a negative index; 0 for a tensor without dimensions."""
+        """Negative index of the axis along which blocks run; 0 for a tensor without dimensions."""
         return self.axis - len(self.shape)
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """Shape of the result of `to_rows`."""
+        """Shape of a tensor in the order of `to_rows`, with the axis of the blocks last."""
         front, back = self.shape[: self.axis], self.shape[self.axis + 1 :]
         return (*front, *back, *self.shape[self.axis : self.axis + 1])

@@ -1,4 +1,4 @@
-"""Define the scaling of blocks as data: the values that share a scale, and how it is found.
+"""Describe the scaling of blocks as data: which values share a scale, and how it is computed.
 
 Each field of `BlockScaling` describes one independent part. `names.py` spells the parts in a
 format's name, and the modules in `scalings.py` compute them.
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 ScaleRule = Literal["floor", "rceil", "ceil", "even"]
-#: number types of block scales: a power of two, 8-bit floating-point numbers, and float32
+#: number type of block scales: powers of two, three 8-bit floating-point types, or float32
 ScaleType = Literal["e8m0", "e4m3", "ue5m3", "e6m2", "fp32"]
-#: group of values that share a float32 scale on top of the block scales
+#: group of values that share a second, float32 scale besides their block scales
 Outer = Literal["none", "tensor", "row", "1x64", "1x128"]
-#: choice between two scales of an E2M1 block, which map its maximum to 6 or to 4 ("4/6"), by the
-#: mean absolute or the mean squared error
+#: error measure, mean absolute or mean squared, that chooses between two scales of an E2M1 block,
+#: which map its maximum to 6 or to 4 ("4/6")
 Search = Literal["none", "mae", "mse"]
 
 #: Block size that stands for the whole axis along which blocks run: one block per row.
 WHOLE_AXIS = 1 << 40
 E2M1_MAX = 6.0
-#: Variants of a format's name that contain a number, as help and error messages show them.
+#: Placeholders with which help and error messages show variants that contain a number.
 TOP, BOUND, HEADROOM = "top<number> (as in top7.25)", "bound<number>", "head<fraction>"
 
 
 def check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
-    """Refuse a value that is not among the choices.
+    """Raise ValueError if `value` is not among `choices`.
 
     Raises:
         ValueError: if the value is refused; the message lists the choices.
@@ -37,32 +37,32 @@ def check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockScaling:
-    """A scaling with one scale per block, described by five parts.
+    """Scaling with one scale per block; independent fields describe its parts.
 
-    The block's shape is `height` and `size`; its scale's number type is `scale`. The scale follows
-    from the block's maximum by `rule` for powers of two, and by division by `top` times `headroom`
-    for other types. An `outer` scale may apply on top of the block scales. `search` chooses between
-    two candidates for each scale.
+    `height` and `size` are the shape of a block, and `scale` is the number type of its scale. A
+    scale follows from the block's maximum by `rule` if it is a power of two, and otherwise by
+    division by `top` times `headroom`. An `outer` scale may apply on top of the block scales.
+    `search` chooses between two candidates for each scale.
     """
 
-    size: int  #: values per block along the axis of the blocks, or `WHOLE_AXIS`
+    size: int  #: values per block along one axis, or `WHOLE_AXIS`
     rule: ScaleRule | None = None  #: rule that computes an E8M0 scale; None for other types
-    height: int = 1  #: rows per block; above 1, blocks extend over the last two axes
+    height: int = 1  #: rows per block; if above 1, blocks extend over the last two axes
     scale: ScaleType = "e8m0"
-    #: number to which a block's maximum is mapped, or for E8M0, number that it must not exceed;
-    #: None for the largest number of the element type
+    #: number to which a block's maximum is mapped, or with E8M0 scales, the largest number to which
+    #: it may be mapped; None for the largest number of the element type
     top: float | None = None
-    #: fraction of `top` to which the block's maximum is mapped, such as 16/17; for E8M0, factor by
-    #: which values are multiplied before they are rounded
+    #: fraction of `top` to which a block's maximum is mapped, such as 16/17; with E8M0 scales,
+    #: factor by which values are multiplied before they are rounded
     headroom: str = "1"
     outer: Outer = "none"
-    #: block scale to which the outer scale maps the largest block maximum; None for the largest
-    #: scale, or 256 if there is a search
+    #: scale of the block with the largest maximum under an outer scale; None for the largest number
+    #: of the scale's type, or for 256 if there is a search
     bound: float | None = None
     search: Search = "none"
 
     per_tensor: ClassVar[bool] = False
-    finer_exponents: ClassVar[int] = 0  #: largest exponent added by scales within a block
+    finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales within a block add
 
     def __post_init__(self) -> None:
         for size in (self.size, self.height):
@@ -77,28 +77,28 @@ class BlockScaling:
 
     @property
     def method(self) -> str:
-        """Name of the computation in `scalings.py` that implements the scaling."""
+        """Key, in the table of `scalings.py`, of the module that implements the scaling."""
         return {"e8m0": "mx", "fp32": "float32"}.get(self.scale, "float8")
 
     @property
     def block_scale(self) -> str:
-        """Number type of block scales, in upper case."""
+        """Name, in upper case, of the number type of the block scales."""
         return self.scale.upper()
 
     @property
     def scale_bytes(self) -> int:
-        """Number of bytes stored per block."""
+        """Number of bytes that the scale of a block takes."""
         return 4 if self.scale == "fp32" else 1
 
     @property
     def share(self) -> float:
-        """Value of `headroom`."""
+        """Field `headroom` as a number."""
         whole, _, part = self.headroom.partition("/")
         return int(whole) / int(part or 1)
 
     @property
     def square(self) -> bool:
-        """True for blocks of size x size over the last two axes."""
+        """True if blocks have `size` rows and `size` columns, over the last two axes."""
         return 1 < self.height == self.size
 
     @property
@@ -110,14 +110,14 @@ class BlockScaling:
 
     @property
     def by_class(self) -> bool:
-        """True if value and scale byte determine the quantized value."""
+        """True if a value and the scale byte of its block determine the quantized value."""
         one_scale = self.size < WHOLE_AXIS and self.outer_size is None and self.search == "none"
         powers = self.scale == "e8m0" and self.headroom == "1"
         return one_scale and self.height in (1, self.size) and (powers or self.scale == "e4m3")
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Variants that a format's name accepts, each after a colon."""
+        """Variants that the name of a format with this scaling accepts, each after a colon."""
         shape = () if self.size == WHOLE_AXIS or 1 < self.height < self.size else ("2d",)
         if self.scale == "e8m0":
             return (*get_args(ScaleRule), TOP, *shape, HEADROOM)
@@ -129,7 +129,7 @@ class BlockScaling:
 
 
 def _check_parts(scaling: BlockScaling) -> None:
-    """Refuse parts of a block scale that do not go together.
+    """Raise ValueError for parts of a block scaling that exclude each other.
 
     Raises:
         ValueError: if one part excludes another; the message says what to change.
@@ -171,7 +171,7 @@ def _check_parts(scaling: BlockScaling) -> None:
 
 
 def check_element(scaling: BlockScaling, largest: float) -> None:
-    """Refuse a block scale that does not fit an element type with the given largest number.
+    """Raise ValueError if a scaling does not fit an element type whose largest number is `largest`.
 
     Raises:
         ValueError: if the scaling does not fit; the message says what does.

@@ -1,4 +1,4 @@
-"""Convert between the codes (bit patterns) of an element type and the values they stand for."""
+"""Convert between the codes (bit patterns) of an element type and their values."""
 
 import functools
 import math
@@ -18,15 +18,15 @@ from megatron.fake_quant.formats import (
 )
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
-#: One entry per HiFloat8 dot field that is followed by exponent bits: first code, number of
-#: exponent bits, and number of mantissa bits. See `hifloat8.py`.
+#: First code, number of exponent bits and number of mantissa bits for each HiFloat8 dot field that
+#: is followed by exponent bits. See `hifloat8.py`.
 HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
-_DENORMAL_DOT = 4  #: length in bits of HiFloat8's longest dot fields, which no exponent follows
+_DENORMAL_DOT = 4  #: number of bits of HiFloat8's longest dot fields, which no exponent follows
 
 
 @functools.cache
 def code_values(element: Element) -> Tensor:
-    """Return the number that each code stands for, as a float32 CPU tensor `[2^bits]`.
+    """Return the values of all codes of an element type, as a float32 CPU tensor `[2^bits]`.
 
     Raises:
         ValueError: if the element type is a cast, which has no table of codes.
@@ -92,10 +92,10 @@ def _hifloat8_widths(code: int, element: HiFloat8) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Functions that describe the codes of one class of element types."""
+    """Functions that decode the codes of one class of element types."""
 
-    values: Callable[..., list[float]]  #: function that returns the value of each code
-    widths: Callable[..., tuple[int, ...]]  #: function that returns the widths of a code's fields
+    values: Callable[..., list[float]]  #: function that returns the values of all codes
+    widths: Callable[..., tuple[int, ...]]  #: function that returns a code's field widths
 
 
 _CODES: Mapping[type, _Codes] = MappingProxyType(
@@ -112,7 +112,7 @@ _CODES: Mapping[type, _Codes] = MappingProxyType(
 
 
 def field_widths(code: int, element: CodedElement) -> tuple[int, ...]:
-    """Return the number of bits of each field of a code.
+    """Return the number of bits in each bit field of a code.
 
     The fields are sign, dot (in HiFloat8 only), exponent and mantissa; or the position in a table.
     """
@@ -121,7 +121,7 @@ def field_widths(code: int, element: CodedElement) -> tuple[int, ...]:
 
 @functools.cache
 def _positive(element: CodedElement) -> tuple[Tensor, Tensor]:
-    """Return all values of an element type from 0 to Inf, in ascending order, and their codes."""
+    """Return the sorted values of an element type from 0 to Inf, and their codes."""
     values = code_values(element)
     codes = torch.arange(len(values))
     chosen = (values >= 0) & ~torch.signbit(values)
@@ -135,12 +135,12 @@ def nan_code(element: CodedElement) -> int | None:
     codes = code_values(element).isnan().nonzero().flatten().tolist()
     if not codes:
         return None
-    # E5M2 has three NaN codes per sign; torch and ml_dtypes write the last positive one.
+    # Of E5M2's three positive NaN codes, torch and ml_dtypes write the last one.
     return int(codes[len(codes) // 2 - 1]) if len(codes) > 1 else int(codes[0])
 
 
 def encode(values: Tensor, element: CodedElement) -> Tensor:
-    """Return the uint8 codes of float32 `values`, all of which the element type must represent.
+    """Return the uint8 codes of float32 `values`, which must all be values of the element type.
 
     NaN becomes the code for NaN. If the element type has no NaN, it becomes the code for zero; the
     scale of its block is NaN in this case.

@@ -23,7 +23,7 @@ from megatron.fake_quant.mx import scale_values
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
 from megatron.fake_quant.tensor_scale import divide_by
 
-_EXPONENT = 255  #: mask of the exponent field of float32, after a shift
+_EXPONENT = 255  #: mask of float32's exponent field, after a shift to bit 0
 
 
 def scale_down(
@@ -42,12 +42,12 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
 
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
-    """Return the power of two at or below the scales that `histogram_bytes` counts together."""
+    """Return, by the byte from `histogram_bytes`, the power of two at or below the scales."""
     return scale_values(torch.arange(256, dtype=torch.int32))
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: its exponent field."""
+    """Return the byte by which statistics count each scale: its exponent field."""
     return (stored.view(torch.int32) >> MANTISSA_BITS & _EXPONENT).to(torch.uint8)
 
 
@@ -57,7 +57,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
 
 
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
-    """Return a description of the float32 scales."""
+    """Return a description of the float32 scale of each block."""
     reached = f"{scaling.top or element.max:g}"
     reached += "" if scaling.headroom == "1" else f" x {scaling.headroom}"
     source = "FP8 with float32 scales per row, as torchao computes it"

@@ -1,4 +1,4 @@
-"""Compute block scales of 8-bit floating-point types, as in NVFP4, and the outer scales above them.
+"""Compute block scales of 8-bit floating-point types, as in NVFP4, and their outer scales.
 
 Let a be the largest magnitude of the values that share an outer scale (in NVFP4, the tensor), b the
 largest magnitude of a block, top the largest number of the element type times the headroom, and
@@ -61,18 +61,18 @@ from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by
 
 SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32)
 E4M3_NAN = 0x7F
-NAN_BYTE = 0xFF  #: byte for NaN in the unsigned types
-SEARCH_BOUND = 256.0  #: bound if there is a search; 1.5 times as much is still a scale
+NAN_BYTE = 0xFF  #: byte for NaN in the unsigned scale types
+SEARCH_BOUND = 256.0  #: bound if there is a search; E4M3 also has 1.5 times this
 WIDER = 1.5  #: ratio of a search's two candidates: 6 / 4
 SMALLEST_OUTER = 1e-30  #: smallest outer scale in ALTO's order
 
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """A type of scales: which numbers exist, and which byte stands for each."""
+    """Number type of block scales: the numbers, and the byte that stands for each."""
 
     element: ElementFormat
-    lowest: float = 0.0  #: number to which smaller scales are raised; 0 if they may underflow
+    lowest: float = 0.0  #: minimum of a scale; 0 if scales may underflow
     first: int = 0  #: code of the element that is stored as byte 0
 
 
@@ -83,8 +83,8 @@ FLOAT8: Mapping[str, Float8] = MappingProxyType(
             ElementFormat("ue5m3", 5, 3, bias=15, max=114688.0, signed=False),
             lowest=math.ldexp(1, -17),
         ),
-        # E6M2 has neither zero nor subnormal numbers. It is described as part of a wider type, in
-        # which byte 0 is the first normal number.
+        # E6M2 has neither zero nor subnormal numbers. It is described as part of a wider type.
+        # The first normal number of that type is stored as byte 0.
         "e6m2": Float8(
             ElementFormat("e6m2", 7, 2, bias=49, max=1.5 * (1 << 15), signed=False),
             lowest=math.ldexp(1, -48),
@@ -100,7 +100,7 @@ def top(scaling: BlockScaling, element: ElementFormat) -> float:
 
 
 def bound(scaling: BlockScaling) -> float:
-    """Return the block scale to which an outer scale maps the largest block maximum."""
+    """Return the scale of the block with the largest maximum under an outer scale."""
     if scaling.bound is not None:
         return scaling.bound
     return FLOAT8[scaling.scale].element.max if scaling.search == "none" else SEARCH_BOUND
@@ -118,7 +118,7 @@ def folds(scaling: BlockScaling, element: ElementFormat) -> bool:
 
 
 def _outer_amax(blocks: Tensor, scaling: BlockScaling) -> Tensor:
-    """Return the largest finite magnitude under each outer scale: of the tensor, or by group."""
+    """Return the largest finite magnitude of the values that share each outer scale."""
     magnitude = blocks.view(torch.int32) & MAGNITUDE
     magnitude.masked_fill_(magnitude >= INFINITY, 0)
     if scaling.outer == "tensor":
@@ -137,7 +137,7 @@ def _blocks_per_group(scaling: BlockScaling) -> int:
 
 
 def _per_block(outer: Tensor, scaling: BlockScaling, like: Tensor) -> Tensor:
-    """Return outer scales in a form that broadcasts to one number per block, as in `like`."""
+    """Return `outer` in a shape that broadcasts to `like`, which has one number per block."""
     if scaling.outer in ("tensor", "row"):
         return outer
     return outer.repeat_interleave(_blocks_per_group(scaling), -1)[..., : like.shape[-1]]
@@ -154,7 +154,7 @@ def scale_down(
 def _multiplied(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
-    """Compute E4M3 scales in NVIDIA's order, which multiplies by reciprocals."""
+    """Scale blocks with E4M3 scales, in NVIDIA's order, which multiplies by reciprocals."""
     amax = blocks.abs().amax(-1)
     encoding, decoding, stored = _encoding(blocks, amax, element, scaling)
     if folds(scaling, element):
@@ -185,7 +185,7 @@ def _error(
     element: ElementFormat,
     scaling: BlockScaling,
 ) -> Tensor:
-    """Return the error of each block under one candidate for its scale.
+    """Return the quantization error of each block with the candidate scales `block_scales`.
 
     Each product and sum is rounded to float32, in Transformer Engine's order: the values of a row
     are added one by one, and the rows of a block are added in halves.
@@ -211,7 +211,7 @@ def _error(
 def _encoding(
     blocks: Tensor, amax: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `encode` and `decode` for each block, and `decode` as it is stored."""
+    """Return the factors `encode` and `decode` per block, and `decode` once per outer scale."""
     if scaling.outer == "none":
         one = torch.ones((), device=amax.device)
         return one, one, None
@@ -223,7 +223,7 @@ def _encoding(
 def _divided(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
-    """Compute UE5M3 or E6M2 scales in ALTO's order, which divides."""
+    """Scale blocks with UE5M3 or E6M2 scales, in the order of AMD's ALTO, which divides."""
     kind = FLOAT8[scaling.scale]
     amax = blocks.abs().amax(-1)
     wanted, stored, outer = amax, None, torch.ones((), device=amax.device)
@@ -261,7 +261,7 @@ def _values(codes: Tensor, scaling: BlockScaling) -> Tensor:
 
 @functools.cache
 def _numbers(scale: str) -> Tensor:
-    """Return the numbers that the 256 bytes of an unsigned type stand for; the last one is NaN."""
+    """Return the numbers for the 256 bytes of an unsigned scale type; the last one is NaN."""
     kind = FLOAT8[scale]
     numbers = code_values(kind.element)[kind.first : kind.first + NAN_BYTE]
     return torch.cat([numbers, torch.tensor([torch.nan])])
@@ -273,7 +273,7 @@ def stored_scales(scaling: BlockScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: the stored one."""
+    """Return the byte by which statistics count each scale: the stored byte itself."""
     return stored
 
 
@@ -288,7 +288,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
 
 
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
-    """Return a description of the two levels of scales."""
+    """Return a description of the block scales and the outer scales."""
     brief = f"{scaling.block_scale} per {brief_shape(fmt)} values"
     shared = f"{block_shape(fmt)}, {scaling.block_scale}"
     if scaling.outer != "none":

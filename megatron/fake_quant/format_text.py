@@ -1,4 +1,4 @@
-"""Convert a format to a string and back, so that a traced graph can pass a `Format` to operators.
+"""Convert a `Format` to a string and back, so that a traced graph can pass it to operators.
 
 Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` knows is
 written as its name. Any other one, built from `Format` itself, is written as JSON with all of its
@@ -16,7 +16,7 @@ import torch
 from megatron.fake_quant.formats import Cast, Element, Format, Scaling
 from megatron.fake_quant.names import get_format
 
-#: Names of the fields that define an element type or a scaling, by class.
+#: Names of the fields that define an element type or a scaling, by its class.
 _FIELDS: dict[type, tuple[str, ...]] = {
     part: tuple(field.name for field in dataclasses.fields(part) if field.init)
     for part in (*get_args(Element), *get_args(Scaling))
@@ -33,14 +33,14 @@ def to_text(fmt: Format) -> str:
         if get_format(fmt.name) == fmt:
             return fmt.name
     except ValueError:
-        pass  # The user chose a name that `get_format` does not know.
+        pass  # `get_format` does not know the name that the user chose.
     parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
     return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {parts}}}'
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def from_text(text: str) -> Format:
-    """Return the format that a string written by `to_text` describes.
+    """Return the format for a string that `to_text` has returned.
 
     Raises:
         ValueError: if the text is neither a format's name nor a description in JSON.

@@ -36,7 +36,7 @@ Rounding = Literal["nearest", "stochastic", "hybrid"]
 
 @dataclass(frozen=True, slots=True)
 class RoundingMode:
-    """Description of one rounding mode; `rounding.py` implements it."""
+    """Description of a rounding mode, which `rounding.py` implements."""
 
     suffix: str  #: suffix of a format's name that selects the mode; empty for the default mode
     description: str  #: text that `python -m megatron.fake_quant describe` prints
@@ -60,7 +60,7 @@ ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ElementFormat:
-    """A saturating element type with a sign, an exponent and a mantissa of fixed widths.
+    """Element type that saturates and has a sign, an exponent and a mantissa of fixed widths.
 
     Values beyond `max` saturate, and so does Inf. Codes above the code of `max` (one in E4M3, four
     in E5M2) stand for Inf if their mantissa is zero and for NaN otherwise; no number rounds to
@@ -72,7 +72,7 @@ class ElementFormat:
     mantissa_bits: int  #: number of stored mantissa bits, without the implicit leading one
     bias: int
     max: float  #: largest finite magnitude
-    ties: Ties = "even"  #: direction in which "nearest" rounds a value halfway between neighbors
+    ties: Ties = "even"  #: how "nearest" rounds a value halfway between neighbors
     #: True if codes are in two's complement, with a single zero; False for sign and magnitude
     twos_complement: bool = False
     signed: bool = True  #: False for a type of scales, which has no sign bit
@@ -88,7 +88,7 @@ class ElementFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal number; below that number the spacing is constant."""
+        """Exponent of the smallest normal number, below which the spacing is constant."""
         return 1 - self.bias
 
     @property
@@ -119,10 +119,9 @@ class ElementFormat:
 
 @dataclass(frozen=True, slots=True)
 class HiFloat8:
-    """The HiFloat8 element type, which has tapered precision; see `hifloat8.py`."""
+    """Element type HiFloat8, which has tapered precision; see `hifloat8.py`."""
 
-    #: result of an overflow: +-32768 for "saturate", or +-Inf for "inf", which is the paper's other
-    #: option
+    #: result of an overflow: +-32768 for "saturate" or +-Inf for "inf"; the paper allows both
     overflow: Overflow = "saturate"
     name: str = field(default="hif8", init=False)
     bits: int = field(default=8, init=False)
@@ -145,7 +144,7 @@ class HiFloat8:
 
     @property
     def saturates(self) -> bool:
-        """True if values beyond the largest number are rounded to it."""
+        """True if values beyond the largest number are rounded to that number."""
         return self.overflow == "saturate"
 
     @property
@@ -156,7 +155,7 @@ class HiFloat8:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A torch dtype used as an element type; it rounds to nearest even and overflows to Inf."""
+    """Torch dtype as an element type; it rounds to nearest even and overflows to Inf."""
 
     dtype: torch.dtype
 
@@ -195,8 +194,9 @@ class Cast:
         return f"torch.{self.name}, by torch's own cast"
 
 
-#: Values of the element types that are defined by a table, in the order of their codes and of the
-#: numbers. NF4 (arXiv 2305.14314, appendix E): quantiles of a normal distribution, in float32.
+#: Values of the element types that are defined by a table, in ascending order, which is also the
+#: order of their codes. NF4 (arXiv 2305.14314, appendix E) has quantiles of a normal distribution,
+#: in float32.
 TABLES: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
         "nf4": (
@@ -223,7 +223,7 @@ TABLES: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TableElement:
-    """An element type whose values are listed in `TABLES`; the code of a value is its position."""
+    """Element type whose values a table lists; the code of a value is its position in the table."""
 
     name: str
 
@@ -264,7 +264,7 @@ class TableElement:
 
     @property
     def wider(self) -> "TableElement":
-        """This type: its scale maps a block's maximum to the largest number, so nothing is clipped.
+        """This type itself: a block's maximum is mapped to the largest number, so no value clips.
 
         Other element types return a variant that is used to find the values that are clipped.
         """
@@ -273,7 +273,7 @@ class TableElement:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling:
-    """The scaling of HiFloat4: an E6M2 scale per 64 values and exponent bits per 8 and 4 values."""
+    """Scaling of HiFloat4: an E6M2 scale per 64 values, one bit per 8 and one bit per 4 values."""
 
     size: int = field(default=64, init=False)
 
@@ -292,9 +292,9 @@ class GroupScaling:
 
 @dataclass(frozen=True, slots=True)
 class PairScaling:
-    """The scaling of MX9 and MX6: an E8M0 scale per 16 values and an exponent bit per 2 values."""
+    """Scaling of MX9 and MX6: an E8M0 scale per 16 values and an exponent bit per 2 values."""
 
-    lowest: int  #: exponent below which no scale falls
+    lowest: int  #: smallest exponent of a scale
 
     method: ClassVar[str] = "pair_exponents"
     size: ClassVar[int] = 16
@@ -312,7 +312,7 @@ class PairScaling:
 
 @dataclass(frozen=True, slots=True)
 class AbsmaxScaling:
-    """The scaling of NF4: the largest magnitude of 64 values, stored in float32."""
+    """Scaling of NF4: the scale is the largest magnitude of 64 values, in float32."""
 
     size: int = 64
 
@@ -331,7 +331,7 @@ class AbsmaxScaling:
 
 @dataclass(frozen=True, slots=True)
 class TensorScaling:
-    """A scaling whose single float32 scale maps a tensor's largest magnitude to `target`."""
+    """Scaling with one float32 scale, which maps the tensor's largest magnitude to `target`."""
 
     target: float
     power_of_two: bool = False  #: True if the scale is rounded down to a power of two
@@ -361,7 +361,7 @@ Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling | PairScaling |
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A named number format, which consists of an element type, a scaling and a rounding mode."""
+    """Named number format, which consists of an element type, a scaling and a rounding mode."""
 
     name: str
     element: Element
@@ -402,7 +402,7 @@ class Format:
 
     @property
     def height(self) -> int:
-        """Number of rows in a block; above 1, blocks span the last two axes."""
+        """Number of rows in a block; if above 1, blocks span the last two axes."""
         return 1 if self.scaling is None else self.scaling.height
 
     @property
@@ -442,7 +442,7 @@ class Format:
 
     @property
     def by_class(self) -> bool:
-        """True if the quantized value follows from the value and the scale of its block."""
+        """True if a value and the scale of its block determine the quantized value."""
         return self.scaling is None or self.scaling.by_class
 
     @property
@@ -456,13 +456,14 @@ E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=5734
 E3M2 = ElementFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
 E2M3 = ElementFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-#: Multiples of 1/64 in two's complement. They are described as E1M6 with a bias of 1: numbers below
-#: 1 are subnormal, and the spacing is the same below and above 1. OCP leaves the code for -2
-#: unused.
+#: Element type of MXINT8: multiples of 1/64 in two's complement. They are described as E1M6 with a
+#: bias of 1: numbers below 1 are subnormal, and the spacing is the same below and above 1. OCP
+#: leaves the code for -2 unused.
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
-#: Shorter integers in the same form: multiples of 1/16, 1/4 and 1/2, without the lowest code.
+#: Shorter integer types in the form of INT8: multiples of 1/16, 1/4 and 1/2, without the lowest
+#: code.
 INT6 = ElementFormat(
     "int6", exponent_bits=1, mantissa_bits=4, bias=1, max=31 / 16, twos_complement=True
 )
@@ -475,7 +476,7 @@ INT3 = ElementFormat(
 #: Element type of HiFloat4: a sign and a multiple of 1/4 up to 1.75.
 S1P2 = ElementFormat("s1p2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75, ties="away")
 
-#: Element type of MX6, in the same form as INT8: multiples of 1/8 without the lowest code.
+#: Element type of MX6, in the form of INT8: multiples of 1/8, without the lowest code.
 INT5 = ElementFormat(
     "int5", exponent_bits=1, mantissa_bits=3, bias=1, max=15 / 8, twos_complement=True
 )
@@ -486,8 +487,8 @@ ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
     {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8, INT6, INT4, INT3)}
 )
 
-#: Scaling of the OCP specification: the scale is the largest power of two at or below the block's
-#: maximum, divided by the element type's largest power of two.
+#: Scaling of the OCP specification: a scale is the largest power of two at or below the maximum of
+#: the block, divided by the largest power of two of the element type.
 OCP = BlockScaling(32, "floor")
 
 FORMATS: Mapping[str, Format] = MappingProxyType(

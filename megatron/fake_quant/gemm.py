@@ -40,20 +40,20 @@ from megatron.fake_quant.random_bits import derive_seed, draw_seed
 #: forward pass multiplied (its quantized copy, dequantized).
 Source = Literal["original", "dequantized"]
 SOURCES: tuple[Source, ...] = get_args(Source)
-#: Parts of an operand that are multiplied separately: none, or the mean over its rows.
+#: Part of an operand that is split off and multiplied separately: none, or the mean of its rows.
 Split = Literal["none", "mean"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Hadamard transform and format of one GEMM operand, which stays unchanged by default."""
+    """Hadamard transform and format of one GEMM operand, which by default stays unchanged."""
 
     format: Format | None = None  #: None if the operand is not quantized
     hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization
-    #: tensor that is transformed and quantized; see `GemmFormats` for "dequantized"
+    #: tensor to transform and quantize; see `GemmFormats` for "dequantized"
     source: Source = "original"
-    #: "mean" if the mean over the rows is multiplied separately; see `mean_split.py`
+    #: "mean" if the mean of the rows is multiplied separately; see `mean_split.py`
     split: Split = "none"
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Operand:
     def quantized(
         self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
     ) -> SplitMatrix:
-        """Return `x` as the GEMM receives it: split, transformed, then quantized.
+        """Split `x`, transform it and quantize it, and return it as the GEMM receives it.
 
         Args:
             x: the operand.
@@ -90,7 +90,7 @@ class Operand:
     def prepared(
         self, x: Tensor, *, axis: int, fill: bool = False, signs: int | Tensor | None = None
     ) -> SplitMatrix:
-        """Return `x`, split and transformed, but not yet quantized; see `quantized`.
+        """Split `x` and transform it, but do not quantize it; see `quantized`.
 
         `signs` is the seed of the transform's random signs.
         """
@@ -110,11 +110,11 @@ class Operand:
         return SplitMatrix(values, column, row)
 
     def rotated_back(self, x: Tensor, *, signs: int | Tensor | None = None) -> Tensor:
-        """Undo the transform along the last axis of `x`, up to rounding to its dtype."""
+        """Undo this operand's transform along the last axis of `x`, up to rounding to the dtype."""
         return x if self.hadamard is None else self.hadamard.invert(x, -1, seed=signs)
 
     def drawn(self, signs: int | Tensor | None) -> "Operand":
-        """Return the operand of one call, whose random signs are drawn from the seed `signs`."""
+        """Return this operand with random signs of its transform drawn from the seed `signs`."""
         if self.hadamard is None or signs is None:
             return self
         return replace(self, hadamard=self.hadamard.drawn(int(signs)))
@@ -137,13 +137,13 @@ AS_IT_IS = Operand()
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
-#: Operands of the backward pass that the forward pass multiplies, too, and their slots there.
+#: Slots of the backward pass whose tensor the forward pass also multiplies, and its slots there.
 OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
 
 
 @dataclass(frozen=True, slots=True)
 class GemmFormats:
-    """Formats of the six operands of three GEMMs, which compute a matmul and its two gradients.
+    """Formats of the six operands of the three GEMMs for a matmul and its two gradients.
 
     An operand of the backward pass with the source "dequantized" is quantized from the values that
     the forward pass multiplied. If the forward pass transforms the operand, the transform is undone
@@ -162,8 +162,8 @@ class GemmFormats:
     dgrad_b: Operand = AS_IT_IS  #: B in dA = dC B, quantized along N
     wgrad_c: Operand = AS_IT_IS  #: dC in dB = dC^T A, quantized along M
     wgrad_a: Operand = AS_IT_IS  #: A in dB = dC^T A, quantized along M
-    #: True if the backward pass uses the operands as the forward pass quantized them, as with a
-    #: straight-through estimator; the backward operands must then not be set
+    #: True if the backward pass multiplies the quantized operands of the forward pass, as with a
+    #: straight-through estimator; the operands of the backward pass must then not be set
     straight_through: bool = False
     #: True if A (the attention probabilities P) is quantized before its rows are divided by their
     #: sums; see `quantized_matmul`
@@ -204,7 +204,7 @@ class GemmFormats:
             )
 
     def effective(self, slot: str) -> Operand:
-        """Return the transform and the format in use for the operand `slot`, such as dgrad_b.
+        """Return the operand, with transform and format, that the slot `slot` really uses.
 
         In a straight-through backward pass, the gradient is not quantized. The other operand is the
         one that the forward pass quantized, along the forward pass's axis.
@@ -222,13 +222,13 @@ class GemmFormats:
 
     @property
     def random_signs(self) -> bool:
-        """True if any operand is transformed with signs that are drawn for each call."""
+        """True if any operand has a Hadamard transform whose signs are drawn for each call."""
         transforms = (getattr(self, slot).hadamard for slot in SLOTS)
         return any(transform is not None and transform.random for transform in transforms)
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
-        """Return formats in which all six operands have the format `fmt`."""
+        """Return an object in which all six operands have the format `fmt`."""
         return cls(**dict.fromkeys(SLOTS, Operand(fmt)))  # type: ignore[arg-type]
 
 
@@ -276,7 +276,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.autocast = _autocast_of(ctx.device)
         kept = list(output[1:])
         ctx.mark_non_differentiable(*kept)
-        ctx.set_materialize_grads(False)  # allocate no zero gradients for the saved operands
+        ctx.set_materialize_grads(False)  # no zero gradients for the saved operands
         keep_a, keep_b = call.keeps(whole_MK)
         a_MK = kept.pop(0) if keep_a else a_MK
         ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK, seed)
@@ -304,7 +304,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is enabled, and its dtype; None if the device has no autocast."""
+    """Return autocast's state and dtype on a device type, or None if it has no autocast."""
     if not torch.amp.is_autocast_available(device):
         return None
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -312,7 +312,7 @@ def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments that the forward and the backward pass of one matmul share."""
+    """Arguments that the forward pass and the backward pass of one quantized matmul share."""
 
     formats: GemmFormats
     alpha: float
@@ -320,7 +320,7 @@ class _Call:
     observe: "Observer | None" = None
 
     def seeded(self, seed: Tensor | None) -> "_Call":
-        """Return the call with a seed that is a tensor.
+        """Return these arguments with the tensor `seed` as their seed, unless `seed` is None.
 
         Such a seed is an input of the autograd function, so that `vmap` can make it differ between
         samples.
@@ -345,7 +345,7 @@ class _Call:
         return parts._replace(values=values)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
+        """Return two flags: the backward pass needs quantized A, and it needs quantized B."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         changed_b = formats.fprop_b != AS_IT_IS
@@ -356,9 +356,9 @@ class _Call:
         )
 
     def _signs(self, slot: str, x: Tensor) -> int | Tensor | None:
-        """Return the seed of random signs, which the two operands of a GEMM share.
+        """Return the seed of the random signs that `slot` shares with the GEMM's other operand.
 
-        The result is None if the operand has no transform with random signs.
+        The result is None if the operand `slot` has no transform with random signs.
         """
         hadamard: Hadamard | None = getattr(self.formats, slot).hadamard
         if hadamard is None or not hadamard.random:
@@ -366,7 +366,7 @@ class _Call:
         return self._derived(slot.partition("_")[0], x)
 
     def _derived(self, name: str, x: Tensor) -> int | Tensor:
-        """Return a seed for the slot or the GEMM `name`, in the form in which `x` is computed."""
+        """Return a seed for the slot or GEMM `name`, as an int if `x` is a plain tensor."""
         if self.seed is None:
             return draw_seed(None) if operators.is_direct(x) else operators.drawn(None)
         if operators.is_direct(x):
@@ -375,7 +375,7 @@ class _Call:
         return derived
 
     def gradient(self, left: SplitMatrix, right: SplitMatrix) -> Tensor:
-        """Return a gradient, the product of two operands.
+        """Return the gradient of A or B, which is `alpha` times the product of two operands.
 
         A straight-through backward pass multiplies the forward pass's operands, whose transform
         along K is undone in the product.
@@ -412,7 +412,7 @@ def quantized_matmul(
     unnormalized: tuple[Tensor, Tensor] | None = None,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Return `alpha * A @ B^T`, fake-quantizing the operands of the forward and backward GEMMs.
+    """Return `alpha * A @ B^T`; fake-quantize the operands of this GEMM and of those for gradients.
 
     Args:
         a_MK: A, with the shape `[..., M, K]`. All tokens form one axis, so blocks along M run over
@@ -444,7 +444,7 @@ def quantized_matmul(
             "expand the smaller one first, so that autograd sums its gradient there"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
-    if seed is None and formats.random_signs:  # the operands and the passes share the signs
+    if seed is None and formats.random_signs:  # Operands and passes share the signs.
         seed = draw_seed(None) if operators.is_direct(a_MK) else operators.drawn(None)
     tensor_seed, int_seed = (seed, None) if isinstance(seed, Tensor) else (None, seed)
     call = _Call(formats, alpha, int_seed, observe)

@@ -28,14 +28,14 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.reference import store
 from megatron.fake_quant.rounding import check_tensor
 
-#: Signs that Transformer Engine's NVFP4 recipe uses.
+#: Signs of the Hadamard transform in Transformer Engine's NVFP4 recipe.
 NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _NAMED_SIGNS = ("none", "nvfp4", "random")
 
 
 @dataclass(frozen=True, slots=True)
 class Hadamard:
-    """A block-diagonal Hadamard transform.
+    """Hadamard transform of blocks of `size` neighbors along an axis.
 
     size: d, a power of two from 2 to 256, which must divide the axis.
     signs: "none", "nvfp4" (size 16 only), a seed from which the signs are drawn, or "random" for
@@ -66,7 +66,7 @@ class Hadamard:
         return self.signs == "random"
 
     def drawn(self, seed: int) -> "Hadamard":
-        """Return the transform of one call, whose random signs are drawn from `seed`."""
+        """Return this transform with its random signs drawn from `seed`."""
         return replace(self, signs=seed) if self.random else self
 
     def matrix(self) -> Tensor:
@@ -98,7 +98,7 @@ class Hadamard:
         return (1 - 2 * torch.randint(0, 2, (self.size,), generator=generator)).float()
 
     def apply(self, x: Tensor, axis: int = -1, *, seed: int | Tensor | None = None) -> Tensor:
-        """Return a new tensor with `x` (float32, bfloat16 or float16) transformed along `axis`.
+        """Return a new tensor: `x` (float32, bfloat16 or float16) transformed along `axis`.
 
         The gradient is zero, as in `fake_quantize`. `seed` is the seed of random signs, from 0 to
         2^62 - 1, and may be an int64 tensor without dimensions. Other signs ignore it.
@@ -118,7 +118,7 @@ class Hadamard:
         return torch.cat([x, zeros], dim=axis)
 
     def invert(self, x: Tensor, axis: int = -1, *, seed: int | Tensor | None = None) -> Tensor:
-        """Undo `apply`, up to rounding."""
+        """Undo `apply` along `axis`, up to rounding."""
         return self._times(x, axis, seed, inverse=True)
 
     def _times(self, x: Tensor, axis: int, seed: int | Tensor | None, *, inverse: bool) -> Tensor:
@@ -152,7 +152,7 @@ class Hadamard:
 
 
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
-    """Transform `x` along `axis`, whose length must be a multiple of the transform's size."""
+    """Return `x` transformed along `axis`, whose length must be a multiple of the size."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:
@@ -170,7 +170,7 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
 def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
-    """Apply a Hadamard transform as a `torch.library` operator; see `operators.py`.
+    """Apply a Hadamard transform with fixed signs, as an operator of `torch.library`.
 
     `axis` is counted from the end.
     """
@@ -195,7 +195,7 @@ _rotate.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate_at_random", mutates_args=())
 def _rotate_at_random(x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool) -> Tensor:
-    """Apply a Hadamard transform with random signs; see `_rotate`.
+    """Apply a Hadamard transform with random signs, as an operator of `torch.library`.
 
     `seeds` has one seed per sample, in the shape of the leading dimensions that `vmap` has added.
     """

@@ -37,14 +37,14 @@ NAN_BYTE = 255
 _BIAS = 48
 _LARGEST_BYTE = 254
 _SEVENTH = float(torch.tensor(1 / 7).bfloat16())
-#: bf16(1 / (1 + m / 4)) for m = 0, 1, 2 and 3. Multiplying them by a power of two is exact.
+#: bf16(1 / (1 + m / 4)) for m = 0, 1, 2 and 3. Their products with powers of two are exact.
 _RECIPROCALS = (1 / (1 + torch.arange(4) / 4)).bfloat16().double()
 _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 
 def _e6m2_bytes(amax: Tensor) -> Tensor:
-    """Return each group's E6M2 scale byte (int32) for its largest magnitude `amax` (float32)."""
-    # The product is exact in float64. It is rounded to the 8 significand bits of bf16, then to 3.
+    """Return the E6M2 scale bytes (int32) of groups, given their maxima `amax` (float32)."""
+    # This product is exact in float64. It is rounded to 8 significant bits (bf16), then to 3.
     significand, exponent = torch.frexp(amax.double() * _SEVENTH)
     eight_bits = (significand * 256).round_()
     quarters = (eight_bits / 32).round_().int()  # 4 .. 8
@@ -60,9 +60,9 @@ def _e6m2_values(byte: Tensor) -> Tensor:
 
 
 def _e6m2_reciprocals(byte: Tensor) -> Tensor:
-    """Return R, the rounded reciprocals of the scales in E6M2 bytes (int32), as float64.
+    """Return R, the rounded reciprocals (float64) of the scales that E6M2 bytes (int32) encode.
 
-    R is finite even for the NaN byte; `scale_up` makes that group NaN.
+    R is finite even for the NaN byte. `scale_up` makes the values of that group NaN.
     """
     mantissa = _RECIPROCALS.to(byte.device)[(byte & 3).long()]
     power = ((_BIAS - (byte >> 2) + BIAS) << MANTISSA_BITS).view(torch.float32)
@@ -70,7 +70,7 @@ def _e6m2_reciprocals(byte: Tensor) -> Tensor:
 
 
 def _group_scales(blocks: Tensor) -> Tensor:
-    """Return the four scale bytes of each group."""
+    """Return the four scale bytes of each group: one E6M2 byte and three of exponent bits."""
     amax = blocks.abs().amax(-1)
     e6m2 = _e6m2_bytes(amax)
     finite = blocks.abs().masked_fill(~amax.isfinite().unsqueeze(-1), 0).double()
@@ -108,7 +108,7 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales, scaling: GroupScaling) -> Tensor:
-    """Multiply the elements by their scales, which is exact in float32."""
+    """Multiply the elements by their scales; the products are exact in float32."""
     stored = scales.block()
     e6m2 = _e6m2_values(stored[..., 0].int()).unsqueeze(-1)
     powers = (1 << _exponents(stored)).float()
@@ -116,7 +116,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: GroupScaling) -> Tensor:
 
 
 def stored_scales(scaling: GroupScaling) -> Tensor:
-    """Return the factor of each E6M2 byte, first with all exponent bits clear, then with all set.
+    """Return the factor for each E6M2 byte with all exponent bits clear, then with all set.
 
     The result has 512 entries.
     """
@@ -127,7 +127,7 @@ def stored_scales(scaling: GroupScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: the first of four, E6M2."""
+    """Return the byte by which statistics count each scale: E6M2, the first of four."""
     return stored[..., 0]
 
 

@@ -75,11 +75,11 @@ from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
-#: Magnitude of the exponent from which on hybrid rounding uses a value's low bits (SR). Below it,
-#: values are rounded to nearest, with ties away from zero (TA).
+#: Smallest |E|, with E the exponent of a value, for which hybrid rounding uses the value's low bits
+#: (SR). For a smaller |E|, it rounds to nearest, with ties away from zero (TA).
 HYBRID_FROM = 4
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
-_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: bits of 1.25 * 2^15, from which on TA overflows
+_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: bits of 1.25 * 2^15, where TA's overflow starts
 _BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: bits of 2^16, which always overflows
 _SMALLEST = power_of_two_bits(SMALLEST_EXPONENT)
 _UNITS = 1 << RANDOM_BITS
@@ -136,14 +136,14 @@ def round_between_neighbors(
 
 
 def nearest_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return a mask of the values that TA (ties away) rounds up: all at or above the midpoint."""
+    """Return a mask of the values at or above the midpoint, which TA (ties away) rounds up."""
     return position.way >= _UNITS // 2
 
 
 def stochastic_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return a random mask of the values to round up.
+    """Return a random mask of the values that stochastic rounding rounds up.
 
-    The probability is the distance from the neighbor below, relative to the spacing.
+    The probability of a value is its distance from the neighbor below, relative to the spacing.
     """
     assert random is not None
     return position.way > random
@@ -152,7 +152,7 @@ def stochastic_up(position: Position, random: Tensor | None, source: torch.dtype
 def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
     """Return a mask of the values that hybrid rounding (HR) rounds up.
 
-    TA decides for |E| < 4, and SR for |E| >= 4.
+    TA decides for values with |E| < 4, and SR for values with |E| >= 4.
     """
     magnitude, _, small = position
     up = nearest_up(position, random, source)

@@ -23,21 +23,21 @@ from torch import Tensor
 
 
 class SplitMatrix(NamedTuple):
-    """The sum of a matrix and an outer product, `values + column @ row`."""
+    """Matrix in two parts, which is the sum `values + column @ row`."""
 
     values: Tensor
     column: Tensor | None = None  #: `[..., rows, 1]` in float32; None if there is no outer product
     row: Tensor | None = None  #: `[..., 1, columns]` in float32; None if there is no outer product
 
     def t(self) -> "SplitMatrix":
-        """Return the transpose."""
+        """Return the transposed matrix, also in two parts."""
         values = self.values.transpose(-2, -1)
         if self.column is None or self.row is None:
             return SplitMatrix(values)
         return SplitMatrix(values, self.row.transpose(-2, -1), self.column.transpose(-2, -1))
 
     def dense(self) -> Tensor:
-        """Return the sum as one matrix, rounded to the dtype of `values`."""
+        """Return the matrix as one tensor, rounded to the dtype of `values`."""
         if self.column is None or self.row is None:
             return self.values
         return (self.values.float() + self.column * self.row).to(self.values.dtype)
@@ -52,7 +52,7 @@ def split_mean(x: Tensor) -> SplitMatrix:
 
 
 def with_means(product: Tensor, a: SplitMatrix, b: SplitMatrix, alpha: float) -> Tensor:
-    """Return `alpha * a @ b`, given the same product of the `values` alone."""
+    """Return `alpha * a @ b`; `product` is `alpha` times the product of the two `values`."""
     terms = []
     if a.column is not None and a.row is not None:
         terms.append(a.column * torch.matmul(a.row, b.values.float()))

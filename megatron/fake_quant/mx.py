@@ -26,10 +26,10 @@ NAN_BYTE = 255
 _MAX_BYTE = 254
 _HALF_POWER_BITS = 1 << (MANTISSA_BITS - 1)  #: bits of 2^-127, half the smallest normal float32
 _QUIET_NAN_BITS = 0x7FC00000
-_ULP = math.ldexp(1, -24)  #: spacing of float32 in [0.5, 1), where frexp puts significands
+_ULP = math.ldexp(1, -24)  #: spacing of float32 in [0.5, 1), the range of significands from frexp
 
-#: Threshold of each scale rule. A rule's scale is twice the scale of the floor rule (OCP v1.0,
-#: section 6.3) if the significand of the block's maximum, in [0.5, 1), reaches the threshold.
+#: Threshold of each scale rule. The rule doubles the scale of the floor rule (OCP v1.0, section
+#: 6.3) if the significand of the block's maximum, in [0.5, 1), is at least the threshold.
 CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     # The scale is never doubled: the power of two at or below amax maps to the element type's
     # largest power of two. Values above the element type's maximum saturate.
@@ -40,8 +40,8 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     # The scale is doubled if amax would exceed the element type's maximum. The result is the
     # smallest scale at which nothing saturates (arXiv 2506.08027).
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
-    # The scale is doubled if amax reaches the next power of two when it is rounded half up to the
-    # element type's number of significand bits.
+    # The scale is doubled if amax, rounded half up to the element type's number of significand
+    # bits, is the next power of two.
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),
 }
 _RULES_IN_WORDS: dict[ScaleRule, str] = {
@@ -53,7 +53,7 @@ _RULES_IN_WORDS: dict[ScaleRule, str] = {
 
 
 def carry_from(fmt: Format) -> float:
-    """Return the significand of amax at or above which the format's rule doubles the scale.
+    """Return the smallest significand of amax for which the format's rule doubles the scale.
 
     The format must have E8M0 scales. See `CARRY_FROM`.
     """
@@ -64,18 +64,18 @@ def carry_from(fmt: Format) -> float:
 
 def _threshold(element: ElementFormat, scaling: BlockScaling) -> float:
     assert scaling.rule is not None
-    if scaling.top is not None:  # a number in the binade of the largest one
+    if scaling.top is not None:  # `top` is in the binade of the largest number.
         element = replace(element, max=scaling.top)
     return CARRY_FROM[scaling.rule](element)
 
 
 def carry_bits(fmt: Format) -> int:
-    """Return the smallest float32 mantissa of a block's maximum that doubles the block's scale."""
+    """Return the smallest float32 mantissa of amax for which the rule doubles the scale."""
     return int(math.ldexp(carry_from(fmt), 24)) - (1 << 23)
 
 
 def scale_bytes(amax: Tensor, element: ElementFormat, scaling: BlockScaling) -> Tensor:
-    """Return each block's E8M0 scale byte (int32) for its largest magnitude `amax` (float32).
+    """Return the E8M0 scale bytes (int32) of blocks, given their maxima `amax` (float32).
 
     `amax` may contain NaN and Inf. Scales out of range are clamped to 2^-127 and 2^127.
     """
@@ -114,13 +114,13 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
 
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
-    """Return the factor that each of the 256 scale bytes stands for."""
+    """Return the factor for each of the 256 scale bytes."""
     byte = torch.arange(256, dtype=torch.uint8)
     return scale_up(torch.ones(256, 1), Scales(byte), scaling)[:, 0]
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: the stored one."""
+    """Return the byte by which statistics count each scale: the stored byte itself."""
     return stored
 
 
@@ -138,7 +138,7 @@ def source(fmt: Format) -> str:
 
 
 def _headroom(scaling: BlockScaling) -> list[tuple[str, str]]:
-    """Return a line on a factor that applies before rounding, as in arXiv 2502.20586."""
+    """Return the line on a headroom (arXiv 2502.20586), or no line if the scaling has none."""
     if scaling.headroom == "1":
         return []
     words = f"values times {scaling.headroom} before rounding, and its inverse after it"
@@ -146,7 +146,7 @@ def _headroom(scaling: BlockScaling) -> list[tuple[str, str]]:
 
 
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
-    """Return a description of the scales and of every rule that can compute them."""
+    """Return a description of E8M0 scales and of every rule that can compute them."""
     rules = []
     for rule, words in _RULES_IN_WORDS.items():
         words = words.format(

@@ -77,7 +77,7 @@ _ELEMENT_BITS = 8
 _ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {mode.suffix: rounding for rounding, mode in ROUNDINGS.items() if mode.suffix}
 )
-#: Outer scales and searches by the variants that select them.
+#: Outer scales, by the variants that select them.
 _OUTER: Mapping[str, Outer] = MappingProxyType({f"outer-{name}": name for name in get_args(Outer)})
 _SEARCHES = ("4over6-mae", "4over6-mse")
 #: All variants of format names, in the order in which help and error messages list them.
@@ -95,7 +95,7 @@ _VARIANTS = (
     _TARGET_HELP,
     "pow2",
 )
-#: Variants with a number: the pattern and the text that stands for them in help.
+#: Placeholders that help shows for variants with a number, by the pattern of the variant.
 _WITH_NUMBER: Mapping[str, str] = MappingProxyType(
     {
         f"t{_NUMBER}": _TARGET_HELP,
@@ -104,7 +104,7 @@ _WITH_NUMBER: Mapping[str, str] = MappingProxyType(
         rf"head([0-9]+/[0-9]+|{_NUMBER})": HEADROOM,
     }
 )
-#: Property that each variant changes; a name may change each property only once.
+#: Property of a format that each variant changes. A name may change each property only once.
 _KINDS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(RULES, "rule")
     | dict.fromkeys(_ROUNDINGS, "rounding")
@@ -150,7 +150,7 @@ def get_format(name: str) -> Format:
 
 
 def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
-    """Return the variants of a name, with the scale rule first, which a top implies."""
+    """Return the variants in a name, the scale rule first; a top without a rule implies rceil."""
     names = variants.split(":")
     rules = [name for name in names if name in RULES]
     given = bool(rules) or "rule" in changed or base.scale_rule is None
@@ -162,7 +162,7 @@ def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
 def _unknown(name: str) -> ValueError:
     known = sorted({*FORMATS, *ALIASES})
     first = name.lower().partition(":")[0]
-    # "mx" begins a spelled-out name, so that no named format can be meant.
+    # A name that begins with "mx:" is spelled out, so the user did not mean a named format.
     near = [] if first == "mx" else difflib.get_close_matches(first, known, n=3)
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
     return ValueError(
@@ -196,7 +196,7 @@ def _spelled_out(match: re.Match[str]) -> Format:
 
 
 def _block(text: str) -> tuple[int, int, str]:
-    """Return size and height of a block, and its canonical name."""
+    """Return the size, the height and the canonical name of the block that `text` spells."""
     if text == "row":
         return WHOLE_AXIS, 1, text
     height, _, size = text[1:].rpartition("x")
@@ -205,7 +205,7 @@ def _block(text: str) -> tuple[int, int, str]:
 
 
 def _help(variant: str) -> str:
-    """Return a variant as help shows it, which for one with a number is a placeholder."""
+    """Return a variant as help shows it: unchanged, or its placeholder if it has a number."""
     for pattern, text in _WITH_NUMBER.items():
         if re.fullmatch(pattern, variant):
             return text
@@ -213,7 +213,7 @@ def _help(variant: str) -> str:
 
 
 def _kind(variant: str) -> str:
-    """Return the property that a variant such as `sr` changes.
+    """Return the property of a format that a variant such as `sr` changes.
 
     A name may change each property once.
     """
@@ -265,7 +265,7 @@ _CHANGES: Mapping[str, Callable[[BlockScaling, str], BlockScaling]] = MappingPro
 
 
 def _fraction(text: str) -> str:
-    """Return a fraction in lowest terms: 0.75 and 6/8 become 3/4."""
+    """Return the number in `text` as a fraction in lowest terms: 0.75 and 6/8 become 3/4."""
     whole, _, part = text.partition("/")
     if not part:
         digits, _, decimals = whole.partition(".")
@@ -278,7 +278,7 @@ def _fraction(text: str) -> str:
 
 
 def _without_defaults(fmt: Format) -> Format:
-    """Return `fmt` without numbers that equal what would apply without them."""
+    """Return `fmt` without a top or bound that equals its default."""
     scaling = fmt.scaling
     if not isinstance(scaling, BlockScaling):
         return fmt
@@ -291,7 +291,7 @@ def _without_defaults(fmt: Format) -> Format:
 
 
 def variants_of(fmt: Format) -> list[str]:
-    """Return the variants that a format's name accepts, for help and error messages."""
+    """Return the variants that the name of `fmt` accepts, for help and error messages."""
     return [variant for variant in _VARIANTS if _accepts(fmt, variant)]
 
 
@@ -305,7 +305,7 @@ def _accepts(fmt: Format, variant: str) -> bool:
 
 
 def _canonical(base: Format, fmt: Format) -> str:
-    """Return the canonical name of `fmt`: the name of `base`, and the changes in a fixed order."""
+    """Return the canonical name of `fmt`: that of `base`, and its variants in a fixed order."""
     changes = _changes(base.scaling, fmt.scaling)
     if fmt.rounding != base.rounding:
         changes.append(ROUNDINGS[fmt.rounding].suffix)
@@ -345,7 +345,7 @@ def _changes(old: object, new: object) -> list[str]:
 
 
 def _plain(x: float) -> str:
-    """Return a number as text with all of its digits and no exponent, such as 15 or 0.0625."""
+    """Return a number as text with all its digits and without an exponent: 15, 0.0625."""
     # Only strings are used, because torch.compile cannot trace the decimal module.
     digits, _, exponent = repr(x).partition("e")
     whole, _, fraction = digits.partition(".")
@@ -376,7 +376,7 @@ def get_element(name: str) -> ElementFormat:
             f"more exponent bits and at most {_ELEMENT_BITS} bits with the sign, as in 'e3m4'"
         )
     bias = (1 << (exponent_bits - 1)) - 1
-    # In the largest code, all bits of the exponent and of the mantissa are ones.
+    # All exponent bits and mantissa bits of the largest code are ones.
     emax = (1 << exponent_bits) - 1 - bias
     largest = math.ldexp((2 << mantissa_bits) - 1, emax - mantissa_bits)
     return ElementFormat(name, exponent_bits, mantissa_bits, bias, largest)

@@ -39,7 +39,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_direct(x: Tensor) -> bool:
-    """Return whether `x` is a plain tensor and no tracer or transform is active.
+    """Return whether `x` is a plain tensor and neither a tracer nor a transform is active.
 
     The call takes less than a microsecond. It checks, in this order: whether Dynamo traces; whether
     the tensor has a class of its own (FakeTensor, DTensor); whether a transform of `torch.func` or
@@ -51,7 +51,7 @@ def is_direct(x: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return False  # make_fx and export keep their pre-dispatch tracing modes on another stack
+        return False  # pre-dispatch tracing modes of make_fx and export have another stack
     return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 
@@ -64,7 +64,7 @@ def compute(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Te
 
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
-    """Return a seed in the form that operators accept: an int64 tensor without dimensions."""
+    """Convert a seed to the form that operators take: an int64 tensor without dimensions."""
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), seed, dtype=torch.int64, device="cpu")
@@ -100,12 +100,12 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
-    """Return whether each sample of a batch needs its own call, due to its seed or tensor scale."""
+    """Return whether samples need separate calls, because of their seeds or their tensor scales."""
     return seeds is not None or fmt.has_tensor_scale
 
 
 def _samples(x: Tensor, seeds: Tensor | None, batch: int) -> list[tuple[Tensor, int | None]]:
-    """Return the samples of a batch, each with its seed."""
+    """Return each sample of a batch with its seed, or with None if there are no seeds."""
     samples = x.flatten(0, batch - 1).unbind(0) if batch else (x,)
     if seeds is None:
         return [(sample, None) for sample in samples]
@@ -118,12 +118,12 @@ def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
 
 
 def with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return `x` with its `vmap` dimension first; if `dim` is None, expand `x` to `size`."""
+    """Return `x` with its `vmap` dimension first; if `dim` is None, add one of size `size`."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
-    """Return the format and the block layout of one sample; errors are as in `fake_quantize`."""
+    """Return the format and the block layout of a sample; errors are those of `fake_quantize`."""
     check_tensor(x, "quantize")
     known = from_text(fmt)
     return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)
@@ -180,7 +180,7 @@ fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=con
 def quantize(
     x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, block scales and tensor scales; see `packing.quantize`."""
+    """Return the codes, the block scales and the tensor scales of `x`; see `packing.quantize`."""
     known, layout = _checked(x, fmt, axis, batch)
     check_values(layout.shape, known)
     if x.numel() == 0:
@@ -236,7 +236,7 @@ def dequantize(
     dtype: torch.dtype,
     batch: int,
 ) -> Tensor:
-    """Return the tensor that codes and scales stand for; see `packing.dequantize`.
+    """Return the tensor that the codes and scales stand for; see `packing.dequantize`.
 
     `shape` is the shape of one sample.
     """

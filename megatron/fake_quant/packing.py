@@ -31,12 +31,13 @@ from megatron.fake_quant.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A tensor in a low-precision format.
+    """Tensor that is stored as the codes and scales of a low-precision format.
 
     codes: uint8 `[..., K]`, or `[..., ceil(K / 2)]` for 4-bit elements, where K is the axis along
         which blocks run, moved to the end.
-    scales: `scales.blocks` is uint8 `[..., ceil(K / block)]` (for square blocks, both last axes are
-        divided), with a further axis if a block has several bytes; `scales.tensor` is one float32.
+    scales: `scales.blocks` is `[..., ceil(K / block)]` (for square blocks, both last axes are
+        divided), in uint8 with a further axis if a block has several bytes, or in float32;
+        `scales.tensor` is one float32, or one per group of blocks that share an outer scale.
     """
 
     codes: Tensor
@@ -61,7 +62,7 @@ def quantize(
     generator: torch.Generator | None = None,
     seed: int | Tensor | None = None,
 ) -> QuantizedTensor:
-    """Return the codes and scales of `x`.
+    """Quantize `x` and return its codes and scales.
 
     `fake_quantize` has the same arguments and raises the same errors. In addition, an empty
     tensor raises ValueError unless the format is a cast. `dequantize` converts the result to
@@ -81,7 +82,7 @@ def quantize(
 
 
 def dequantize(quantized: QuantizedTensor) -> Tensor:
-    """Return the tensor that codes and scales stand for, in its original shape and dtype."""
+    """Return the tensor that codes and scales stand for, in the original shape and dtype."""
     fmt, codes, scales = quantized.format, quantized.codes, quantized.scales
     layout = BlockLayout.of(quantized.shape, fmt, quantized.axis)
     codes = codes.detach()

@@ -1,4 +1,4 @@
-"""Split a tensor into codes and scales, and join them again, for `packing.py`.
+"""Convert a tensor to codes and scales, and convert these back, for `packing.py`.
 
 A part that a format does not have is an empty tensor here, because an operator can return only
 tensors.
@@ -22,7 +22,7 @@ Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales and ten
 
 
 def check_values(shape: tuple[int, ...], fmt: Format) -> None:
-    """Raise ValueError for an empty tensor, which has no maximum to compute a scale from.
+    """Refuse an empty tensor, which has no maximum from which a scale could be computed.
 
     Raises:
         ValueError: if there are no values and the format is not a cast.
@@ -34,7 +34,7 @@ def check_values(shape: tuple[int, ...], fmt: Format) -> None:
 
 
 def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Parts:
-    """Return the codes and scales of a tensor, in new memory."""
+    """Quantize a tensor, and return its codes and scales in new memory."""
     none = torch.empty(0, dtype=torch.uint8, device=x.device)
     if fmt.element.is_cast:
         codes = layout.to_rows(x.to(fmt.element.dtype)).contiguous()
@@ -50,7 +50,7 @@ def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Par
 
 
 def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
-    """Return the tensor that codes and scales stand for, in new memory."""
+    """Return the tensor that the codes and scales in `parts` stand for, in new memory."""
     codes, blocks, whole = parts
     if fmt.element.is_cast:
         values = layout.from_rows(codes)

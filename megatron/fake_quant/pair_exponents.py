@@ -36,12 +36,12 @@ _BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 def _exponent_fields(magnitudes: Tensor) -> Tensor:
-    """Return the biased exponents of float32 magnitudes; 255 for NaN and Inf."""
+    """Return the biased exponents of float32 magnitudes; they are 255 for NaN and Inf."""
     return magnitudes.view(torch.int32) >> MANTISSA_BITS
 
 
 def _scale_bytes(stored: Tensor, scaling: PairScaling) -> Tensor:
-    """Return the E8M0 byte (int32) of the scale of each value, given the stored bytes."""
+    """Return the E8M0 byte (int32) of each value's scale, given the bytes stored per block."""
     shared, bits = stored[..., :1].int(), stored[..., 1:]
     lower = ((bits & _BITS.to(bits.device)) > 0).int()
     byte = (shared - lower).clamp_(min=scaling.lowest + BIAS)
@@ -66,7 +66,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: PairScaling) -> Tensor:
 
 
 def stored_scales(scaling: PairScaling) -> Tensor:
-    """Return the factor of each exponent byte, first with all bits d clear, then with all set.
+    """Return the factor for each exponent byte with all bits d clear, then with all set.
 
     The result has 512 entries.
     """
@@ -77,7 +77,7 @@ def stored_scales(scaling: PairScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: the first of two, the exponent."""
+    """Return the byte by which statistics count each scale: the exponent, the first of two."""
     return stored[..., 0]
 
 
@@ -87,7 +87,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
 
 
 def describe(fmt: Format, scaling: PairScaling, element: ElementFormat) -> ScaleDescription:
-    """Return a description of the shared exponent and of the bits of the pairs."""
+    """Return a description of the block's shared exponent and of the exponent bits of pairs."""
     return ScaleDescription(
         "shared microexponents, arXiv 2302.08007, as AMD's ALTO computes them",
         f"E8M0 per {scaling.size} values, minus 1 bit of exponent per 2",

@@ -1,4 +1,4 @@
-"""Parse quantization types such as `FA_mxfp8`: a prefix (where to quantize) and a format.
+"""Parse quantization types such as `FA_mxfp8`, which consist of a prefix and a format.
 
 `mxfp8` applies to all matmuls (linear, QK^T and PV), `linear_mxfp8` to the linear layers,
 `FA_mxfp8` to QK^T, and `FA_linear_mxfp8` to both; `bf16` and `none` quantize nothing. Upper and
@@ -31,7 +31,7 @@ def parse_format(name: str) -> Format | None:
 
 
 def split_type(name: str) -> tuple[str, str]:
-    """Split a quantization type into its prefix, as spelled in `PREFIXES`, and a format's name."""
+    """Split a quantization type into a prefix, spelled as in `PREFIXES`, and a format's name."""
     prefix = next(prefix for prefix in PREFIXES if name.lower().startswith(prefix.lower()))
     return prefix, name[len(prefix) :]
 

@@ -65,7 +65,7 @@ def fake_quantize(
 
 
 def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayout]:
-    """Return the format and its block layout, or raise the errors listed in `fake_quantize`."""
+    """Return the format and its block layout for `x`, or raise an error as in `fake_quantize`."""
     if isinstance(fmt, str):
         fmt = FORMATS.get(fmt) or get_format(fmt)
     check_tensor(x, "quantize")
@@ -75,7 +75,7 @@ def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayou
 def seed_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> int | None:
-    """Return `seed`, or draw one if it is None; return None if rounding is not stochastic."""
+    """Return `seed`, or a drawn seed if it is None; return None if rounding is not stochastic."""
     if not fmt.stochastic:
         return None
     return draw_seed(generator) if seed is None else int(seed)
@@ -84,7 +84,7 @@ def seed_for(
 def seeds_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> Tensor | None:
-    """Return the same seed as `seed_for`, but as a tensor, which torch can trace."""
+    """Return the seed of `seed_for` as a tensor, so that torch can trace the drawing."""
     if not fmt.stochastic:
         return None
     return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)

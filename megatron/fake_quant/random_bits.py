@@ -21,7 +21,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw a seed for one tensor from `generator`, or from torch's default CPU generator if None.
+    """Draw a seed for one tensor from `generator`; None is torch's default CPU generator.
 
     If the generator is on a CUDA device, the call waits for the device.
     """
@@ -36,7 +36,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Return four random 32-bit words per counter, in int64 tensors with values below 2^32."""
+    """Return four random 32-bit words per counter, as int64 tensors with values below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -48,7 +48,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low 32-bit words of `a * b`, which are exact even if int64 overflows."""
+    """Return the high and low 32-bit words of `a * b`; both are exact even if int64 overflows."""
     product = a * b
     return (product >> 32) & WORD, product & WORD
 

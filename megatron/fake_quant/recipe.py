@@ -47,7 +47,7 @@ _ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A selection of transformer layers by their global numbers, counted from 0."""
+    """Selection of transformer layers by their global numbers, counted from 0."""
 
     text: str
     ranges: tuple[tuple[int, int], ...] = ()
@@ -55,7 +55,7 @@ class Layers:
     last: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Return whether a layer is selected; `place` holds its number and the number of layers.
+        """Return whether a layer is selected; `place` is (layer number, number of layers).
 
         The number -1 is never selected.
         """
@@ -68,7 +68,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A parsed matcher of a recipe, which says where and when a config applies."""
+    """Parsed matcher of a recipe: the modules, layers and iterations to which a config applies."""
 
     name: str
     line: int
@@ -91,18 +91,18 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A quantization recipe, as read from a file."""
+    """Quantization recipe that was read from a file."""
 
     path: Path
     rules: tuple[Rule, ...]
 
     @property
     def name(self) -> str:
-        """Name of the file without its suffix."""
+        """Name of the recipe: the name of its file without the suffix."""
         return self.path.stem
 
     def rules_for(self, module: str, layer: int, num_layers: int) -> tuple[Rule, ...]:
-        """Return the rules that apply to a module in some iteration, by decreasing precedence."""
+        """Return the rules that apply to a module in any iteration, in order of precedence."""
         applicable = []
         free: list[Interval] = [(1, math.inf)]  # iterations that no earlier rule covers
         for rule in self.rules:
@@ -116,7 +116,7 @@ class Recipe:
         return tuple(applicable)
 
     def changes(self) -> list[int]:
-        """Return the iterations, from 2 on, at which some rule starts or stops applying."""
+        """Return the iterations, from 2 on, at which a rule starts to apply or stops applying."""
         ends = {
             edge for rule in self.rules for edge in (rule.iterations[0], rule.iterations[1] + 1)
         }
@@ -151,7 +151,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
-    """Parse a recipe's matcher and return its rule, or None if the matcher is disabled."""
+    """Parse one matcher of a recipe and return its rule, or None if the matcher is disabled."""
     what = f"matcher {name!r}"
     node.only_keys(what, _MATCHER_KEYS)
     enabled = node.scalar("enabled", what)

@@ -26,7 +26,7 @@ from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
 from megatron.fake_quant.recipe_yaml import Node
 
-#: Formats of a layer's matmuls, by operation; None means high precision.
+#: Formats of a layer's matmuls, by operation; the value None means high precision.
 Config = Mapping[str, GemmFormats | None]
 
 GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -46,14 +46,14 @@ GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "grad_value": ("grad_output", "probs"),
     },
 }
-#: Operands whose rows are features: a weight, and V, which enters the matmul as V^T.
+#: Operands whose rows are not tokens: a weight, and V, which enters the matmul as V^T.
 _NO_TOKENS = ("weight", "value")
 _PROBABILITIES = ("normalized", "unnormalized")
 _Text = TypeVar("_Text", bound=str)
 
 
 def parse_config(node: Node, what: str) -> Config:
-    """Parse a config or a quantization type, and return the formats of each operation.
+    """Parse a config of a recipe or a quantization type; return the formats by operation.
 
     Raises:
         RecipeError: if a key or a format is unknown; the message names the line and the accepted
@@ -153,7 +153,7 @@ def _gemm(
 def _operand(
     node: Node | None, default: Format | None, hadamard: Hadamard | None, what: str
 ) -> Operand:
-    """Return the operand that `mxfp8` or `{format: mxfp8, source: dequantized}` describes."""
+    """Parse an operand, such as `mxfp8` or `{format: mxfp8, source: dequantized}`."""
     if node is None:
         return Operand(default, hadamard)
     if not isinstance(node.value, dict):

@@ -18,12 +18,12 @@ MESSAGE_LIMIT = 500  #: maximum length of an error message, in characters
 
 
 class RecipeError(ValueError):
-    """An error in a recipe; the message names the line."""
+    """Error in a recipe; the message names the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A scalar, list or mapping in a YAML file, with the number of its first line, from 1."""
+    """Scalar, list or mapping in a YAML file, with the number of its first line, from 1."""
 
     value: Any
     line: int
@@ -32,12 +32,12 @@ class Node:
         return isinstance(self.value, dict) and key in self.value
 
     def items(self) -> Iterator[tuple[str, "Node"]]:
-        """Yield the keys and nodes of a mapping."""
+        """Yield each key of this node, which must be a mapping, and the node under the key."""
         assert isinstance(self.value, dict)
         yield from self.value.items()
 
     def error(self, message: str) -> RecipeError:
-        """Return a one-line error that names the line of this node."""
+        """Return an error whose message names the line of this node."""
         return RecipeError(f"line {self.line}: {printable(message, limit=MESSAGE_LIMIT)}")
 
     def only_keys(self, what: str, accepted: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class Node:
         return node
 
     def scalar(self, key: str, what: str) -> Any:
-        """Return the value under `key`, or raise an error if it is missing, empty or a mapping."""
+        """Return the value under `key`; raise an error if there is none or it is a mapping."""
         if key not in self:
             raise self.error(f"{what} has no {key}; add it")
         node: Node = self.value[key]
@@ -94,7 +94,7 @@ def load_yaml(path: Path) -> Node:
 
 
 def _check_depth(text: str) -> None:
-    """Raise RecipeError for deeply nested text, on which the recursive YAML composer would fail."""
+    """Raise RecipeError if YAML text is nested too deeply for PyYAML's recursive composer."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -114,11 +114,11 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 class _Builder:
-    """A converter of PyYAML nodes to `Node`, with a limit on the values that aliases produce."""
+    """Converter of PyYAML nodes to `Node`, with a limit on the values that aliases produce."""
 
     def __init__(self) -> None:
         self._nodes = 0
-        self._open: set[int] = set()  # ids of the PyYAML nodes that contain the current one
+        self._open: set[int] = set()  # `id` of each PyYAML node around the current one
 
     def node(self, node: yaml.Node, line: int) -> Node:
         self._nodes += 1

@@ -18,12 +18,12 @@ from megatron.fake_quant.scales import Scales
 
 
 def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tuple[Tensor, Scales]:
-    """Return a tensor's element values, as float32 blocks (see `BlockLayout`), and its scales.
+    """Quantize `x`; return its elements as float32 blocks (see `BlockLayout`), and its scales.
 
     Args:
         x: tensor of a dtype that `fake_quantize` accepts.
         fmt: format other than a cast.
-        layout: layout of `x`.
+        layout: positions of the blocks in `x`.
         seed: seed of stochastic rounding; None for other rounding modes.
     """
     blocks, scales = scale_down(x, fmt, layout)
@@ -31,7 +31,7 @@ def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tupl
 
 
 def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Scales]:
-    """Return the values as float32 blocks, scaled to the element type's range, and the scales."""
+    """Return `x` as float32 blocks that are scaled to the element type's range, and the scales."""
     blocks = layout.to_blocks(x.float())
     if fmt.scaling is None:
         return blocks, Scales()
@@ -65,14 +65,14 @@ def round_blocks(
 
 
 def join(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:
-    """Return the float32 tensor that elements and scales stand for, in its original shape."""
+    """Return the float32 tensor, in its original shape, that elements and scales stand for."""
     if fmt.scaling is not None:
         elements = scalings.module_of(fmt.scaling).scale_up(elements, scales, fmt.scaling)
     return layout.from_rows(layout.from_blocks(elements))
 
 
 def store(values: Tensor, out: Tensor) -> Tensor:
-    """Write `values` to `out`, rounded to its dtype, and return `out`.
+    """Round `values` to the dtype of `out`, write them to `out`, and return `out`.
 
     Every NaN is written with the same bits, because torch's conversions write different bits,
     depending on the length of the tensor.

@@ -37,7 +37,7 @@ def round_to(
     random: Tensor | None = None,
     source: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return a new tensor with the values of float32 `x` rounded to the element type.
+    """Round float32 `x` to values of the element type, and return a new float32 tensor.
 
     A NaN stays a NaN. Values beyond the largest number saturate unless the element type overflows
     to Inf.
@@ -75,7 +75,7 @@ def check_rounding(rounding: str, implemented: Iterable[str], where: str) -> Non
 def _round_element(
     x: Tensor, element: ElementFormat, rule: Rule, random: Tensor | None, source: torch.dtype
 ) -> Tensor:
-    """Round to an `ElementFormat`, whose spacing is a power of two in each binade.
+    """Round `x` to an `ElementFormat`, whose spacing is a power of two in each binade.
 
     Clearing the mantissa of a float leaves the power of two at or below it. This power, clamped to
     the range from 2^emin to 2^emax and divided by 2^mantissa_bits, is the spacing of the element
@@ -95,7 +95,7 @@ def _round_element(
 def _round_to_table(
     x: Tensor, element: TableElement, rule: Rule, random: Tensor | None, source: torch.dtype
 ) -> Tensor:
-    """Round to the values of a table, with the thresholds that `rule` returns for them.
+    """Round `x` to the values of a table, with the thresholds that `rule` returns for them.
 
     A value becomes the number after the last threshold that is below it.
     """
@@ -105,30 +105,30 @@ def _round_to_table(
 
 
 def _middles(values: Tensor) -> Tensor:
-    """Return the middles between neighbors, rounded to float32, as bitsandbytes has them."""
+    """Return the midpoints between neighboring values, rounded to float32 as in bitsandbytes."""
     exact = values.double()
     return ((exact[1:] + exact[:-1]) / 2).float()
 
 
 def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round values, given in units of the spacing, to the nearest integer."""
+    """Round to the nearest integer; `steps` are values in units of the element type's spacing."""
     if element.ties == "even":
         return steps.round_()
     whole = steps.trunc()
-    # The difference is exact; adding 1/2 and truncating would not be exact just below 1/2.
+    # This difference is exact. Adding 1/2 and truncating would be wrong just below 1/2.
     up = (steps - whole).abs_() >= 0.5
     return torch.where(up, whole + steps.sign(), whole)
 
 
 def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round values, given in units of the spacing, to a neighboring integer at random."""
+    """Round to one of the two neighboring integers at random; see `_nearest` for `steps`."""
     assert random is not None
     whole = steps.trunc()
     up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1
     return torch.where(up, whole + steps.sign(), whole)
 
 
-#: Rounding function of each class of element types, and the rule for each rounding mode.
+#: By class of element types: the rounding function, and its rule for each rounding mode.
 _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = MappingProxyType(
     {
         ElementFormat: (_round_element, {"nearest": _nearest, "stochastic": _stochastic}),
@@ -155,7 +155,8 @@ def check_tensor(x: Tensor, what: str) -> None:
             f"cannot {what} a {type(x).__name__}; give a torch.Tensor (torch.fx.symbolic_trace "
             "passes proxies: use torch.export or make_fx, which pass tensors)"
         )
-    # Dynamo cannot trace x.layout in a backward pass; the operators' fake kernels check it there.
+    # Dynamo cannot trace `x.layout` in a backward pass. There, the fake kernels of the operators
+    # check the layout.
     if x.is_nested or (not torch.compiler.is_compiling() and x.layout is not torch.strided):
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise ValueError(

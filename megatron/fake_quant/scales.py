@@ -1,4 +1,4 @@
-"""Define the stored scales of a quantized tensor, and descriptions of scales in words."""
+"""Define classes for the stored scales of a tensor and for a description of scales in words."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from megatron.fake_quant.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The stored scales of a tensor; both fields are None for a format without scales.
+    """Stored scales of a tensor; both fields are None for a format without scales.
 
     blocks: uint8 codes, one per block `[..., blocks]`, or four bytes per block in HiFloat4; float32
         numbers if block scales have that type.
@@ -22,7 +22,7 @@ class Scales:
     tensor: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the scales that exist, keyed by field name."""
+        """Return those of the two fields that are not None, by field name."""
         both = {"blocks": self.blocks, "tensor": self.tensor}
         return {name: part for name, part in both.items() if part is not None}
 
@@ -39,12 +39,12 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDescription:
-    """A description of a scaling, for tables and `python -m megatron.fake_quant describe`."""
+    """Description of a scaling, for tables and for `python -m megatron.fake_quant describe`."""
 
     source: str  #: document that defines the format
     brief: str  #: short description, for the cell of a table
     shared_by: str  #: values that share a scale, and the scale's number type
-    found: tuple[tuple[str, str], ...]  #: labels and lines that explain how a scale is computed
+    found: tuple[tuple[str, str], ...]  #: (label, text) pairs on how a scale is computed
     range_note: str = ""  #: text printed after the range of the scales
 
 

@@ -30,10 +30,10 @@ class ScalingModule(Protocol):
     """Functions that a module must provide to implement a scaling."""
 
     def scale_down(self, blocks: Tensor, element: Any, scaling: Any) -> tuple[Tensor, Scales]:
-        """Return float32 blocks scaled to the range of the element type, and the scales."""
+        """Return float32 `blocks` scaled to the range of the element type, and their scales."""
 
     def scale_up(self, elements: Tensor, scales: Scales, scaling: Any) -> Tensor:
-        """Return the float32 values that elements and scales stand for."""
+        """Return the float32 values that scaled elements and their scales stand for."""
 
     def kernel_roundings(self, fmt: Format, device: str) -> tuple[str, ...]:
         """Return the rounding modes for which the format has a fused kernel on this device type."""
@@ -46,13 +46,13 @@ class BlockScalingModule(ScalingModule, Protocol):
     """Functions that a module must provide to implement a scaling that has block scales."""
 
     def stored_scales(self, scaling: Any) -> Tensor:
-        """Return the factor that each scale code stands for, as float32; at least one is NaN."""
+        """Return the float32 factors of all scale codes; at least one factor must be NaN."""
 
     def histogram_bytes(self, stored: Tensor) -> Tensor:
-        """Return one byte per block, by which statistics count the stored scales."""
+        """Return one byte per block; statistics count the stored scales by this byte."""
 
 
-#: Modules by the `method` of a scaling.
+#: Modules that implement a scaling, by its `method`.
 _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
     {
         "mx": mx,
@@ -67,7 +67,7 @@ _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
 
 
 def module_of(scaling: Scaling) -> ScalingModule:
-    """Return the module that implements a scaling."""
+    """Return the module that implements the computation of `scaling`."""
     return _MODULES[scaling.method]
 
 
@@ -77,14 +77,14 @@ def stored_scales(scaling: Scaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor, scaling: Scaling) -> Tensor:
-    """Return one byte per block, by which statistics count the stored scales."""
+    """Return one byte per block; statistics count the stored scales by this byte."""
     return cast(BlockScalingModule, module_of(scaling)).histogram_bytes(stored)
 
 
 def target(fmt: Format) -> float | None:
-    """Return the number to which a float32 scale maps the maximum of a tensor or of a group.
+    """Return the number to which a format's float32 scale maps the maximum of a tensor or group.
 
-    The result is None if a format has no such scale.
+    The result is None if the format has no such scale.
     """
     if isinstance(fmt.scaling, TensorScaling):
         return fmt.scaling.target

@@ -1,4 +1,4 @@
-"""Read the local settings file, which stores the formats for later runs."""
+"""Read the local settings file, which sets number formats for later runs."""
 
 from pathlib import Path
 

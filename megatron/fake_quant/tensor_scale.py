@@ -47,7 +47,7 @@ def divide_by(amax: Tensor, target: float) -> Tensor:
 
 
 def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
-    """Return the factor applied before rounding, given the tensor's largest finite magnitude."""
+    """Return the factor by which a tensor is multiplied before rounding; `amax` is its maximum."""
     scale = divide_by(amax, scaling.target)
     if scaling.power_of_two:
         scale = (scale.view(torch.int32) & INFINITY).view(torch.float32)
@@ -55,7 +55,7 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 
 
 def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tuple[Tensor, Scales]:
-    """Return the tensor, scaled so that its maximum becomes the target, and its stored scale."""
+    """Return a tensor scaled so that its maximum becomes the target, and the stored scale."""
     encode = encode_scale(finite_amax(blocks), scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
@@ -66,7 +66,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: TensorScaling) -> Tensor
 
 
 def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return the factors before and after rounding (`encode`, `decode`); 1 if there is no scale.
+    """Return `encode` and `decode`, the factors before and after rounding; 1 if there is no scale.
 
     finite_amax: function that returns the tensor's largest finite magnitude; it is called only if
         the format has a scale.
@@ -90,7 +90,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
 
 
 def describe(fmt: Format, scaling: TensorScaling, element: Element) -> ScaleDescription:
-    """Return a description of the tensor's scale."""
+    """Return a description of the scale of the whole tensor."""
     source = "FP8, arXiv 2209.05433; scale as in Transformer Engine's current scaling"
     if element.source is not None:
         source = f"{element.source}; scale as in Ascend's tensor-wise recipe"

@@ -1,1 +1,1 @@
-"""Fused quantization kernels for CPUs and GPUs; `dispatch.py` chooses one for a tensor."""
+"""Fused quantization kernels for CPUs and GPUs; `dispatch.py` chooses the kernel."""

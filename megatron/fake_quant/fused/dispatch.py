@@ -28,9 +28,9 @@ Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"
-SMALLEST = 1 << 16  #: number of values in a tensor for which loading the CPU kernels saves time
-#: number of values in smaller tensors after which the CPU kernels are loaded all the same; the
-#: reference computes this many in about the time that loading takes
+SMALLEST = 1 << 16  #: smallest size of a tensor that makes loading the CPU kernels worthwhile
+#: number of values in smaller tensors after which the CPU kernels are loaded all the same; loading
+#: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25
 LARGEST_BLOCK = 1 << 14  #: maximum number of values per block that a GPU kernel supports
 
@@ -46,13 +46,14 @@ def find(x: Tensor, fmt: Format) -> Kernel | None:
     return _cpu() if device == "cpu" and _pays(x.numel()) else None
 
 
-_left = BEFORE_LOADING  # values in small tensors that are still computed without loading kernels
+# Number of values that small tensors may still have in total before the kernels are loaded.
+_left = BEFORE_LOADING
 
 
 def _pays(count: int) -> bool:
     """Return whether a CPU kernel saves time for a tensor of `count` values.
 
-    It does for every tensor once the kernels are loaded. Loading them takes about a second.
+    Once the kernels are loaded, they save time for every tensor. Loading takes about a second.
     """
     global _left
     _left = 0 if count >= SMALLEST else max(_left - count, 0)

@@ -1,10 +1,10 @@
-"""Determine the order in which a kernel reads a tensor's memory."""
+"""Determine the order of a tensor's dimensions in memory, in which kernels read it."""
 
 from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """Return `x`, or a copy without gaps in memory, and the order of its dimensions in memory.
+    """Return `x` or a copy, without gaps in memory, and the order of its dimensions there.
 
     The dimensions are listed from the outermost to the innermost. `x` is copied if its memory has
     gaps, or if `in_order` is True and the dimensions are in another order.

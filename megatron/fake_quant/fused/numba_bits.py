@@ -22,7 +22,7 @@ SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
-#: Bits of 2^127. Subtracting the bits of a power of two from them gives the bits of its reciprocal.
+#: Float32 bits of 2^127. This minus the bits of a power of two is the bits of its reciprocal.
 POWER_254 = np.int32(254 << 23)
 ZERO, ONE = np.int32(0), np.float32(1)
 UNITS = np.float32(1 << RANDOM_BITS)
@@ -30,7 +30,7 @@ UNUSED = np.uint32(32 - RANDOM_BITS)  #: number of low bits of a random word tha
 
 
 class Element(NamedTuple):
-    """Parameters of an `ElementFormat`, as the integers with which the kernels compute."""
+    """Parameters of an `ElementFormat`, as integers for the kernels."""
 
     lowest: np.int32  #: float32 bits of 2^emin
     top: np.int32  #: float32 bits of the largest number
@@ -41,7 +41,7 @@ class Element(NamedTuple):
 
 @functools.cache
 def element_bits(element: ElementFormat) -> Element:
-    """Return the parameters of an element type as the integers that the kernels take."""
+    """Return the parameters of an element type as integers for the kernels."""
 
     def bits_of(x: float) -> Any:
         return np.float32(x).view(np.int32)
@@ -56,7 +56,7 @@ def element_bits(element: ElementFormat) -> Element:
 
 
 class Random(NamedTuple):
-    """Key from which the random bits of stochastic rounding are generated."""
+    """Key for generating the random bits of stochastic rounding, and whether to round so."""
 
     on: bool
     key0: np.uint32
@@ -83,12 +83,12 @@ def as_bits(x: Any) -> Any:
 
 
 def widen(stored: Any) -> Any:
-    """Convert the stored bits of a float32 or bfloat16 value to float32 bits."""
+    """Convert the bits of a float32 or bfloat16 value, as stored in memory, to float32 bits."""
     raise NotImplementedError("only in compiled code")
 
 
 def narrow(bits: Any, like: Any) -> Any:
-    """Convert float32 bits to bits of the same width as `like`, rounding to nearest even.
+    """Round float32 bits to the width of `like` (float32 or bfloat16), to nearest even.
 
     This function undoes `widen`. A NaN must be the canonical NaN.
     """
@@ -134,7 +134,7 @@ def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
 
 @inlined
 def fill_random(buffer: Any, index: Any, count: Any, random: Any) -> Any:
-    """Fill `buffer` with the random bits of `count` values, the first at position `index` (int64).
+    """Fill `buffer` with random bits for the `count` values from position `index` (int64) on.
 
     Random bits are generated in groups of four values; see `random_bits.py`. Values before `index`
     may therefore precede it in the buffer, which must have room for `count + 7` numbers. Return the

@@ -37,7 +37,7 @@ from megatron.fake_quant.tensor_scale import divide_by
 FRACTION = np.int32(0x7FFFFF)
 HALF_POWER = np.int32(1 << 22)  #: bits of 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
-COLUMNS = 512  #: width of a tile in values; narrow, so that the tile's rows stay in the cache
+COLUMNS = 512  #: number of columns in a tile, so few that its rows stay in the cache
 E4M3 = Element(
     np.int32((127 - 6) << 23),
     np.int32((127 + 8) << 23 | 6 << 20),
@@ -50,14 +50,15 @@ E4M3 = Element(
 class Rule(NamedTuple):
     """Constants for computing a block's scale from the block's largest magnitude."""
 
-    carry_from: np.int32  #: E8M0: smallest mantissa of a block's maximum that doubles the scale
-    encode: np.float32  #: E4M3: factor from a block's maximum to its scale; 0 for E8M0
+    #: E8M0: if the mantissa of a block's maximum is at least this large, the scale is doubled
+    carry_from: np.int32
+    encode: np.float32  #: E4M3: a block's maximum times this is its scale; 0 for E8M0
     decode: np.float32  #: E4M3: decode factor of the tensor; 1 for E8M0
-    divisor: np.float32 = ONE  #: E4M3: number by which a block's maximum is divided first
+    divisor: np.float32 = ONE  #: E4M3: divisor of a block's maximum, before `encode`
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
-    """Return the scale constants of a format with E8M0 or E4M3 block scales.
+    """Return the constants for computing the E8M0 or E4M3 block scales of a format.
 
     finite_amax: function that returns the tensor's largest finite magnitude; called only if the
         format has a tensor scale.
@@ -78,7 +79,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
 
 @inlined
 def e8m0(amax: Any, element: Any, rule: Any) -> Any:
-    """Return the E8M0 byte of a block's scale, or -1 for NaN; see `mx.scale_bytes`."""
+    """Return the E8M0 byte of a block's scale, or -1 if the scale is NaN; see `mx.scale_bytes`."""
     if amax >= INFINITY:
         return np.int32(-1)
     exponent, fraction = amax >> 23, np.int32(amax & FRACTION)
@@ -100,7 +101,7 @@ def power(byte: Any) -> Any:
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """Return the factors applied before and after rounding a block, and a mask to restore signs.
+    """Return the factors applied before and after rounding a block, and the mask of its signs.
 
     A block with an Inf or a NaN gets NaN factors and a mask of zero.
     """
@@ -116,7 +117,7 @@ def block_scale(amax: Any, element: Any, rule: Any) -> Any:
 
 @inlined
 def scaled_down(bits: Any, down: Any, element: Any) -> Any:
-    """Return the bits of a value's magnitude after scaling, clamped to the element's maximum."""
+    """Return the bits of a value's scaled magnitude, clamped to the element type's maximum."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) * down), element.top)
 
 
@@ -145,7 +146,7 @@ def line(
     index: Any,
     buffer: Any,
 ) -> Any:
-    """Quantize consecutive values in memory; `down` and `up` hold the factors of each value.
+    """Quantize values that are consecutive in memory; `down` and `up` hold a factor per value.
 
     `index` is the position of the first value in the tensor. One call covers many blocks, because
     starting a loop takes time.
@@ -167,7 +168,7 @@ def line(
 def rows(
     src: Any, dst: Any, size: Any, element: Any, rule: Any, random: Any, start: Any, stop: Any
 ) -> None:
-    """Quantize blocks along the last axis of a `[rows, n]` array, in rows `start` to `stop - 1`."""
+    """Quantize rows `start` to `stop - 1` of a `[rows, n]` array, in blocks along the last axis."""
     n = src.shape[1]
     width = max(COLUMNS // size, 1) * size
     keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)

@@ -47,7 +47,7 @@ def kernel_compiler(
         before, config.CACHE_DIR = config.CACHE_DIR, str(cache())
         try:
             return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-        except RuntimeError:  # The cache cannot be written.
+        except RuntimeError:  # The cache folder is not writable.
             return numba.njit(nogil=True, error_model="numpy")(function)
         finally:
             config.CACHE_DIR = before

@@ -48,7 +48,7 @@ def finite_amax(src: Any, start: Any, stop: Any) -> Any:
 
 @inlined
 def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
-    """Return the dequantized value's bits: the rounded magnitude times `up`, with the input's sign.
+    """Return the bits of a dequantized value: `rounded` times `up`, with the sign of the input.
 
     The result of a NaN is the canonical NaN.
     """
@@ -63,7 +63,7 @@ def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
 def elements(
     src: Any, dst: Any, down: Any, up: Any, element: Any, random: Any, start: Any, stop: Any
 ) -> None:
-    """Multiply every value by `down`, round it to the element type and multiply it by `up`."""
+    """Multiply each value by `down`, round it to the element type, and multiply it by `up`."""
     read, written = src[start:stop], dst[start:stop]
     if random.on:
         buffer = np.empty(PIECE + 7, np.int32)
@@ -85,7 +85,7 @@ def elements(
 
 @inlined
 def steps_of(magnitude: Any) -> Any:
-    """Return HiFloat8's spacing at a magnitude of 2^-22 or more, in units of float32's last bit."""
+    """Return HiFloat8's spacing at a magnitude from 2^-22 on, in units of float32's last bit."""
     distance = abs(np.int32(np.int32(magnitude >> 23) - 127))
     shift = 20 + (distance >= 4) + (distance >= 8) + (distance >= 16)
     return np.int32(np.int32(1) << np.int32(shift))
@@ -105,7 +105,7 @@ def nearest_hifloat8(magnitude: Any) -> Any:
 
 @inlined
 def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
-    """Return whether a value's low bits round it up, as in HiFloat8's hybrid rounding.
+    """Return whether HiFloat8's hybrid rounding rounds a value up because of its low bits.
 
     The rule is SR14 for float32 values and SR2 for other dtypes; see `hifloat8.py`. `way` is the
     distance from the neighbor below, in units of 2^-24 of the spacing.
@@ -147,7 +147,7 @@ def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> A
 
 @inlined
 def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -> Any:
-    """Return the dequantized value's bits: the rounded magnitude times `up`, with the input's sign.
+    """Return the bits of a dequantized value: `rounded` times `up`, with the sign of the input.
 
     A rounded magnitude above HiFloat8's largest number becomes `beyond` first. The result is the
     canonical NaN if `scaled`, the magnitude before rounding, is a NaN.
@@ -172,12 +172,12 @@ def hifloat8(
     start: Any,
     stop: Any,
 ) -> None:
-    """Multiply every value by `down`, round it to HiFloat8 and multiply it by `up`.
+    """Multiply each value by `down`, round it to HiFloat8, and multiply it by `up`.
 
     `beyond` holds the bits of the magnitude that replaces an overflow.
     """
     read, written = src[start:stop], dst[start:stop]
-    # Clamping at twice the largest number is safe: it overflows in every rounding mode.
+    # Clamping at twice the largest number is safe, because that overflows in every mode.
     limit = np.int32(min(beyond, np.int32(LARGEST + (1 << 23))))
     if rounding == NEAREST:
         for i in range(len(read)):

@@ -33,11 +33,11 @@ RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: 1 / (1 + m / 4), rounded
 
 @inlined
 def e6m2(amax: Any) -> Any:
-    """Return the E6M2 byte of a group's scale; `amax` is the group's maximum, a float32 above 0."""
+    """Return the E6M2 byte of a group's scale, given the group's maximum, a float32 above 0."""
     product = np.float64(np.float64(amax) * SEVENTH).view(np.int64)
     exponent = (product >> MANTISSA) - DOUBLE_BIAS
     fraction = (product & ((1 << MANTISSA) - 1)) | (1 << MANTISSA)
-    # Round to 8 significant bits (bfloat16), then to 3, both times to nearest even.
+    # Round to 8 significant bits (bfloat16) and then to 3, both times to nearest even.
     dropped = MANTISSA - 7
     eight = (fraction + (1 << (dropped - 1)) - 1 + ((fraction >> dropped) & 1)) >> dropped
     three = (eight + 15 + ((eight >> 5) & 1)) >> 5
@@ -46,9 +46,9 @@ def e6m2(amax: Any) -> Any:
 
 @inlined
 def element(bits: Any, reciprocal: Any, up: Any) -> Any:
-    """Multiply a value by `reciprocal`, round it to a multiple of 1/4 and multiply it by `up`.
+    """Multiply a value by `reciprocal`, round it to a multiple of 1/4, and multiply it by `up`.
 
-    Rounded magnitudes above 7/4 become 7/4.
+    A rounded magnitude above 7/4 becomes 7/4. Return the bits of the result.
     """
     quarters = np.float64(as_float(np.int32(bits & MAGNITUDE))) * reciprocal * 4
     rounded = np.float32(min(np.floor(quarters + 0.5), 7.0)) * np.float32(0.25)

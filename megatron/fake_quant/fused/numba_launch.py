@@ -41,7 +41,7 @@ _ROUNDINGS = {
     "stochastic": numba_elementwise.STOCHASTIC,
     "hybrid": numba_elementwise.HYBRID,
 }
-_LEAST = 1 << 15  #: minimum number of values for which another thread saves time
+_LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
@@ -86,7 +86,7 @@ def _blocks(
     element = numba_bits.element_bits(fmt.element)
     rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
     if inner == 1 and not fmt.square:
-        # If rows consist of whole blocks, they are cut between blocks to give threads equal parts.
+        # If whole blocks fill a row, split it between blocks, so that threads get equal parts.
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))
@@ -99,7 +99,7 @@ def _blocks(
         numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
 
 
-#: Functions that quantize to formats with block scales, by the number type of the scales.
+#: Functions that quantize to formats with block scales, by number type of the scale.
 _BLOCK_KERNELS = {"E8M0": _blocks, "E4M3": _blocks, "E6M2": _groups}
 
 
@@ -127,7 +127,7 @@ def _memory(dense: Tensor, order: list[int]) -> Flat:
 
 
 def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
-    """Multiply `x` along `axis` by `factor` and a block-diagonal matrix; see `hadamard.py`.
+    """Multiply `x` along `axis` by a block-diagonal matrix and by `factor`; see `hadamard.py`.
 
     Every block on the matrix's diagonal is `matrix`.
     """

@@ -19,12 +19,12 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 
-COLUMNS = 256  #: width of a tile in values
+COLUMNS = 256  #: number of columns in a tile
 
 
 @inlined
 def finished(total: Any, factor: Any) -> Any:
-    """Return the bits of `total * factor`; every NaN becomes the canonical NaN."""
+    """Return the float32 bits of `total * factor`; every NaN becomes the canonical NaN."""
     bits = as_bits(np.float32(total * factor))
     return NAN if np.int32(bits & MAGNITUDE) > INFINITY else bits
 

@@ -23,7 +23,7 @@ import torch
 Work = Callable[[int, int], Any]
 Parallel = Callable[[Callable[[], None], int], None]
 
-PARTS = 4  #: number of parts per thread; if a thread is delayed, other threads take its parts
+PARTS = 4  #: number of parts per thread; other threads take the parts of a delayed thread
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 #: True in a forked process. OpenMP's threads do not survive a fork, and GNU's runtime would hang.
@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run(work: Work, count: int, least: int = 1) -> list[Any]:
-    """Call `work(start, stop)` for each part of `range(count)`, on several threads.
+    """Split `range(count)` into parts, and call `work(start, stop)` for each on several threads.
 
     Every part has at least `least` items, unless `count` is smaller. At most as many threads are
     used as torch is configured to use. Return the results in the order of the parts. If a part
@@ -75,7 +75,7 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
 
 @functools.cache
 def _openmp() -> Parallel | None:
-    """Return a function that runs a callback on torch's OpenMP threads; None if torch has none."""
+    """Return a function that runs a callback on torch's OpenMP threads, or None without OpenMP."""
     if not sys.platform.startswith("linux") or "backend: OpenMP" not in _backend():
         return None
     try:

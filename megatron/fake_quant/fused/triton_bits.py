@@ -1,4 +1,4 @@
-"""Bit-level arithmetic on tensors of numbers, shared by the Triton kernels.
+"""Bit-level arithmetic on Triton tensors, shared by the GPU kernels.
 
 This is the counterpart of `numba_bits.py` and does the same arithmetic on the bits of float32
 values, held as int32. It avoids operations that differ between GPUs: NaN is written as bits,
@@ -35,8 +35,8 @@ KEY_STEP_1 = tl.constexpr(random_bits.KEY_STEPS[1])
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function for the GPU, or interpret it if TRITON_INTERPRET=1 is set at import."""
-    # Without `do_not_specialize`, Triton compiles another kernel for keys that 16 divides.
+    """Compile a function for the GPU, or interpret it if TRITON_INTERPRET is 1 at import."""
+    # Without `do_not_specialize`, Triton compiles another kernel for keys divisible by 16.
     keys = [name for name in ("key0", "key1") if name in function.__code__.co_varnames]
     return triton.jit(function, do_not_specialize=keys)
 
@@ -84,7 +84,7 @@ def narrow(bits: tl.tensor, dtype: tl.constexpr, EXACT: tl.constexpr) -> tl.tens
 
 @compiled
 def round_by(magnitude: tl.tensor, shifter: tl.tensor) -> tl.tensor:
-    """Round a magnitude to a multiple of float32's spacing at `shifter`, a power of two.
+    """Round a magnitude to a multiple of the spacing of float32 at `shifter`, a power of two.
 
     Adding and then subtracting the shifter rounds the magnitude.
     """
@@ -126,7 +126,7 @@ def philox(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
 
 @compiled
 def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return the random bits of the values at the positions `place` (int64) in the tensor."""
+    """Return the random bits of values, given their positions `place` (int64) in the tensor."""
     w0, w1, w2, w3 = philox(place >> 2, key0, key1)
     odd = (place & 1) == 1
     words = tl.where((place & 2) == 0, tl.where(odd, w1, w0), tl.where(odd, w3, w2))
@@ -135,7 +135,7 @@ def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor
 
 @compiled
 def random_fours(first: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return random bits for four consecutive values per position in `first`, as `[..., 2, 2]`.
+    """Return random bits `[..., 2, 2]` of four consecutive values for each position in `first`.
 
     Each position is that of the first of four values, and it must be a multiple of 4.
     """

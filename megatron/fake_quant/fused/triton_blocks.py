@@ -50,7 +50,7 @@ def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.te
 
 @compiled
 def e4m3(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor) -> tl.tensor:
-    """Return the multiplier and the scale of an NVFP4 block; see `float8_scales.py`."""
+    """Return the multiplier and the scale for an NVFP4 block; see `float8_scales.py`."""
     scaled = tl.minimum(as_bits(as_float(amax) * (encode * SIXTH)), E4M3_TOP)
     scale = as_float(nearest_even(scaled, E4M3_LOWEST, 3))
     product = scale * decode
@@ -67,7 +67,7 @@ def drawn(
     key1: tl.tensor,
     RANDOM: tl.constexpr,
 ) -> tl.tensor:
-    """Return the random bits of the values in a tile.
+    """Return random bits for the stochastic rounding of the values in a tile.
 
     RANDOM: 4 if every four neighbors in a row share one block of random words, otherwise 1.
     """

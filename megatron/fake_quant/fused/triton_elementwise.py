@@ -41,7 +41,7 @@ HALF_WAY = tl.constexpr(1 << (RANDOM_BITS - 1))
 def finite_amax(
     src: tl.tensor, amax: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, REPEATS: tl.constexpr
 ) -> tl.tensor:
-    """Store the bits of the largest finite magnitude in `amax`, which must be 0 before the launch.
+    """Store the bits of the largest finite magnitude of `src` in `amax`, which must start as 0.
 
     Every program raises `amax` to the maximum of its own values.
     """
@@ -58,7 +58,7 @@ def finite_amax(
 
 @compiled
 def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
-    """Return TARGET divided by the tensor's maximum, clamped as in `tensor_scale.divide_by`."""
+    """Return TARGET / maximum of the tensor, clamped as in `tensor_scale.divide_by`."""
     magnitude = tl.load(amax)
     quotient = tl.div_rn(tl.full([], TARGET, tl.float32), as_float(magnitude))
     held = tl.minimum(tl.maximum(quotient, SMALLEST_FLOAT32), FLOAT32_MAX)
@@ -67,7 +67,7 @@ def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
 
 @compiled
 def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
-    """Return 3 minus the number of HiFloat8's mantissa bits at a magnitude of 2^-22 or more."""
+    """Return 3 minus HiFloat8's number of mantissa bits at a magnitude of at least 2^-22."""
     distance = tl.abs((magnitude >> 23) - 127)
     return (
         tl.where(distance >= 4, 1, 0)
@@ -95,7 +95,7 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 @compiled
 def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return whether a value's low bits round it up, as in HiFloat8's hybrid rounding.
+    """Return whether HiFloat8's hybrid rounding rounds a value up because of its low bits.
 
     The rule is SR14 for float32 values and SR2 for other dtypes; see `hifloat8.py`. `way` is the
     distance from the neighbor below, in units of 2^-24 of the spacing.
@@ -166,7 +166,7 @@ def hifloat8(
     If ROUNDING is "nearest", the result for a magnitude below 2^-23 is undefined, and the caller
     must replace it by zero.
     """
-    # Clamping at twice the largest number is safe: it overflows in every rounding mode.
+    # Clamping at twice the largest number is safe, because that overflows in every mode.
     LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
     if ROUNDING == "nearest":
         rounded = nearest_hifloat8(magnitude, LIMIT)
@@ -197,8 +197,8 @@ def elements(
 ) -> tl.tensor:
     """Quantize a tensor value by value, for a format without block scales.
 
-    If TARGET is not 0, every value is multiplied by the tensor's scale before rounding and by its
-    reciprocal afterward.
+    If TARGET is not 0, every value is multiplied by the factor `encode_scale` before rounding and
+    by the reciprocal of this factor afterward.
 
     BEYOND: bits of the magnitude that replaces an overflow of HiFloat8; 0 for an `ElementFormat`.
     """

@@ -31,19 +31,19 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings, target
 
-#: Size in bytes of the tile that a program holds in registers, unless a block is larger.
+#: Number of bytes in the tile that a program holds in registers, unless a block is larger.
 TILE = 1 << 14
-_PER_WARP = TILE // 4  #: number of bytes of a tile per warp: 8 loads of 16 bytes per thread
-_WIDE = 32  #: desired width of a tile in values, if the tile then has at most `_MOST` values
+_PER_WARP = TILE // 4  #: bytes of a tile per warp: 8 loads of 16 bytes per thread
+_WIDE = 32  #: desired number of columns in a tile, unless it would exceed `_MOST` values
 _MOST = 1 << 15
 LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: bits of HiFloat8's largest number
-_REPEATS = 8  #: number of tiles per program in the search for the maximum
+_REPEATS = 8  #: number of tiles that a program searches for the maximum
 
 Constants = dict[str, Any]
 
 
 class LaunchConfig(NamedTuple):
-    """Kernel and launch parameters for one format, shape and dtype."""
+    """Kernel with its launch parameters for one format, shape and dtype."""
 
     kernel: Any
     programs: int
@@ -54,10 +54,10 @@ class LaunchConfig(NamedTuple):
     ready: dict[tuple[int, bool], Any]  #: compiled kernels, by device index and 16-byte alignment
 
     def launch(self, src: Tensor, *arguments: Any) -> None:
-        """Launch the kernel on the current stream; later launches bypass Triton's argument binder.
+        """Launch the kernel on the current stream, after the first time without Triton's binder.
 
-        The binder takes longer than the kernel itself, which is estimated to take 20 microseconds
-        for a 4096 x 4096 bfloat16 matrix.
+        Triton's argument binder takes longer than the kernel, which takes an estimated 20
+        microseconds for a 4096 x 4096 bfloat16 matrix.
         """
         arguments = (src, *arguments, *self.numbers, *self.constants.values())
         key = (src.get_device(), src.data_ptr() % 16 == 0)
@@ -105,7 +105,7 @@ def _scaling(fmt: Format, element: ElementFormat) -> Constants:
 
 
 def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> LaunchConfig:
-    """Return the launch configuration for blocks along `axis`, or for square blocks.
+    """Return the launch configuration for a format with blocks along `axis` or square blocks.
 
     `shape` is the shape of the tensor, with its dimensions in memory order. Square blocks
     extend over the last two dimensions.
@@ -177,7 +177,7 @@ def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> 
 
 @functools.lru_cache(maxsize=1 << 14)
 def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
-    """Return the launch configuration that finds the largest finite magnitude of `count` values."""
+    """Return the launch configuration for the largest finite magnitude of `count` values."""
     values = TILE // dtype.itemsize
     programs = -(-count // (values * _REPEATS))
     constants = {"BLOCK": values, "REPEATS": _REPEATS}
@@ -185,7 +185,7 @@ def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def _key(seed: int | None) -> tuple[int, int]:
-    """Return the low and the high word of the seed as int32 numbers; zeros if there is no seed."""
+    """Return the low and the high word of the seed as int32 numbers, or zeros without a seed."""
     words = (0, 0) if seed is None else (seed & WORD, seed >> 32)
     return words[0] - ((words[0] >> 31) << 32), words[1]
 

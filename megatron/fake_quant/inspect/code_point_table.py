@@ -1,4 +1,4 @@
-"""Tables of an element type's codes and values: Markdown for people, CSV for programs."""
+"""Tables of the codes of an element type and their values, in Markdown or CSV."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ from megatron.fake_quant.inspect.format_table import markdown_table
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Description of one code (bit pattern) of an element type, as strings."""
+    """One code (bit pattern) of an element type, described by strings for a table."""
 
     code: str  #: code as a hexadecimal number
     bits: str  #: bit fields separated by spaces; HiFloat8's dot field follows the sign
@@ -21,7 +21,7 @@ class Code:
 
 
 def code_table(element: Element) -> list[Code]:
-    """Return all codes of an element type in ascending order.
+    """Return descriptions of all codes of an element type, in ascending order of the codes.
 
     Raises:
         ValueError: if the element type is a cast; see `code_values`.
@@ -45,7 +45,7 @@ def markdown(fmt: Format) -> str:
 
 
 def _parts(element: Element) -> str:
-    """Return the names of the bit fields in `Code.bits`."""
+    """Return the header of the column `Code.bits`: the names of the bit fields."""
     if element.is_table:
         return "position"
     if element.is_cast or element.tapered:
@@ -54,7 +54,7 @@ def _parts(element: Element) -> str:
 
 
 def as_csv(fmt: Format) -> str:
-    """Return the codes as comma-separated values: code, bits, value."""
+    """Return all codes of the format's element type as CSV with the columns code, bits, value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("code", "bits", "value"))

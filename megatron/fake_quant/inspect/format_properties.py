@@ -1,4 +1,4 @@
-"""Properties of the number formats, measured by running the quantization code.
+"""Properties of number formats, measured by running the quantization code.
 
 The values come from the tables of codes. The behavior between and beyond the values is found by
 rounding midpoints, Inf and NaN; the scales are found by applying every stored scale to ones. Tables
@@ -22,7 +22,7 @@ from megatron.fake_quant.formats import Element, Format, Scaling
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.quantize import fake_quantize
 
-_LONGEST = 1 << 14  #: length from which a block is measured on a shorter row
+_LONGEST = 1 << 14  #: maximum size of a block that is measured as a whole
 
 
 def exponent(value: float) -> int:
@@ -31,7 +31,7 @@ def exponent(value: float) -> int:
 
 
 def all_values(element: Element) -> Tensor:
-    """Return the float32 values of all codes, in the order of the codes."""
+    """Return the float32 values of all codes of an element type, in the order of the codes."""
     if not element.is_cast:
         return code_values(element)
     assert element.bits == torch.int16.itemsize * 8
@@ -46,7 +46,7 @@ def positive_values(element: Element) -> Tensor:
 
 
 def round_nearest(x: Tensor, element: Element) -> Tensor:
-    """Round float32 `x` to the nearest values of an element type, without a scale."""
+    """Round float32 `x` to the nearest values of an element type, without scaling `x`."""
     fmt = Format(element.name, element)
     return reference.fake_quantize(x, fmt, BlockLayout.of(tuple(x.shape), fmt, -1), None)
 
@@ -58,7 +58,7 @@ class Binades:
     first: int  #: lowest E
     last: int  #: highest E
     count: int  #: number of values in each binade
-    relative: float | None  #: spacing divided by 2^E; None if there is no larger value
+    relative: float | None  #: spacing divided by 2^E; None without a larger value
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def binades(element: Element) -> tuple[Binades, ...]:
     for e in range(int(exponents[0]), int(exponents[-1]) + 1):
         inside = (exponents == e).nonzero().flatten()
         start, count = int(inside[0]), len(inside)
-        # Include the first value of the next binade, one step above the last value of this one.
+        # Include the first value of the next binade, which is one step above this binade's last.
         steps = values[start : start + count + 1].diff()
         relative = math.ldexp(float(steps[0]), -e) if len(steps) else None
         last = result[-1] if result else None
@@ -86,7 +86,7 @@ def binades(element: Element) -> tuple[Binades, ...]:
 
 @functools.cache
 def ties(element: Element) -> str:
-    """Describe how rounding to nearest resolves ties, in words such as "away from zero"."""
+    """Return text on how rounding to nearest resolves ties, such as "away from zero"."""
     if element.is_table:
         values = all_values(element)
         lower = round_nearest((values[1:].double() + values[:-1]).div(2).float(), element)
@@ -106,13 +106,13 @@ def ties(element: Element) -> str:
 
 
 def saturates(element: Element) -> bool:
-    """Return whether values beyond the largest number saturate instead of becoming Inf."""
+    """Return whether values beyond the element type's largest number saturate, not become Inf."""
     return bool(round_nearest(torch.tensor([math.inf]), element).isfinite())
 
 
 @functools.cache
 def infinite_from(element: Element) -> float:
-    """Return the smallest float32 that rounds to Inf, or Inf if no finite number does."""
+    """Return the smallest float32 that rounds to Inf, or Inf if no finite number rounds to Inf."""
     if saturates(element):
         return math.inf
     largest = positive_values(element)[-1:]
@@ -120,10 +120,10 @@ def infinite_from(element: Element) -> float:
 
 
 def _first(holds: Callable[[Tensor], Tensor], low: int) -> float:
-    """Return the smallest float32 for which `holds` is true; `low` holds the bits of a lower bound.
+    """Return the smallest float32 for which the condition `holds` is true, or Inf if there is none.
 
-    The search is a bisection, so `holds` must be true for all larger numbers, too. Return Inf if
-    `holds` is true for no finite number.
+    The search is a bisection, so the condition must be true for all larger numbers, too. `low` is
+    the float32 bits of a smaller number, for which the condition is false.
     """
     high = INFINITY
     while high - low > 1:
@@ -135,19 +135,19 @@ def _first(holds: Callable[[Tensor], Tensor], low: int) -> float:
 
 @functools.cache
 def vanishes_from_half(element: Element) -> bool:
-    """Return whether half of the smallest positive value rounds to zero."""
+    """Return whether half of an element type's smallest positive value rounds to zero."""
     return not round_nearest(positive_values(element)[:1] / 2, element).any()
 
 
 def never_produced(element: Element) -> Tensor:
-    """Return the codes whose value does not round to itself, except the codes of NaN."""
+    """Return the codes, except for NaN, whose value is not rounded to itself."""
     values = all_values(element)
     fixed = round_nearest(values, element) == values
     return (~fixed & ~values.isnan()).nonzero().flatten()
 
 
 def scale_range(scaling: Scaling) -> tuple[float, float]:
-    """Return the smallest and the largest positive scale that a block can store."""
+    """Return the smallest and the largest positive scale that can be stored for a block."""
     scales = scalings.stored_scales(scaling)
     positive = scales[scales.isfinite() & (scales > 0)]
     return float(positive.min()), float(positive.max())
@@ -167,7 +167,7 @@ def whole_range(fmt: Format) -> tuple[float, float]:
 
 
 def scale_bits(fmt: Format) -> tuple[int, int]:
-    """Return the number of bits stored for scales, and how many values share them.
+    """Return the number of bits of scales in a block or group, and its number of values.
 
     Scales of a whole row or tensor are not included.
     """
@@ -185,13 +185,13 @@ def scale_bits(fmt: Format) -> tuple[int, int]:
 
 
 def bits_a_value(fmt: Format) -> float:
-    """Return the stored bits per value, including block scales but not the scale of the tensor."""
+    """Return the stored bits per value, including block scales but no scale of a row or tensor."""
     bits, values = scale_bits(fmt)
     return fmt.element.bits + bits / values
 
 
 def effect(fmt: Format, special: float) -> str:
-    """Describe how quantization treats a NaN or an Inf, and whether it affects the whole block."""
+    """Return text on what quantization makes of `special`, a NaN or an Inf, and of its block."""
     size = min(fmt.block_size or 1, _LONGEST)
     x = torch.ones(2 * fmt.height, 2 * size)
     x[0, 0] = special
@@ -206,5 +206,5 @@ def effect(fmt: Format, special: float) -> str:
 
 
 def _nearest(fmt: Format) -> Format:
-    """Return a copy of the format that rounds to nearest and so needs no random numbers."""
+    """Return a copy of the format that rounds to nearest, which needs no random numbers."""
     return replace(fmt, rounding="nearest")

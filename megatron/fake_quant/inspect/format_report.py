@@ -1,4 +1,4 @@
-"""Full description of one format, printed by `python -m megatron.fake_quant describe`.
+"""Full description of one format, which `python -m megatron.fake_quant describe` prints.
 
 The numbers come from `format_properties.py`, which measures them on the quantization code. Each
 scaling's own module describes the scales; see `scalings.py`.
@@ -110,7 +110,7 @@ def source(fmt: Format) -> str:
 
 
 def scientific(x: float) -> str:
-    """Return a positive number as text, followed by its significand times a power of two.
+    """Return text with a positive number, followed by its significand times a power of two.
 
     The second form is left out for powers of two and for numbers from 1 to 2.
     """
@@ -172,7 +172,7 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Return a note on where hybrid rounding overflows to Inf; the sources disagree on it."""
+    """Return a note on the numbers that hybrid rounding rounds to Inf; the sources disagree."""
     if fmt.rounding != "hybrid" or format_properties.saturates(fmt.element):
         return []
     return [
@@ -195,7 +195,7 @@ def _underflow(element: Element, smallest: float) -> str:
 
 
 def _codes(codes: Tensor, element: Element) -> str:
-    """Format codes as hexadecimal numbers, with consecutive codes joined into ranges."""
+    """Return text that lists codes as hexadecimal numbers and consecutive codes as ranges."""
     runs: list[tuple[int, int]] = []
     for code in codes.flatten().tolist():
         if runs and runs[-1][1] == code - 1:
@@ -221,7 +221,7 @@ def _unused(element: Element) -> list[Line]:
 
 
 def _scale(fmt: Format) -> list[Line]:
-    """Return the lines that describe the format's scales: their range and their computation."""
+    """Return the lines that describe the format's scales: range and computation."""
     scales = scalings.describe(fmt)
     if scales is None:
         return []
@@ -234,7 +234,7 @@ def _scale(fmt: Format) -> list[Line]:
 
 
 def _whole(fmt: Format) -> list[Line]:
-    """Return lines on the range with scales applied, and on the effect of a NaN and of an Inf."""
+    """Return lines on the format's range, with scales applied, and on the effect of NaN and Inf."""
     low, high = format_properties.whole_range(fmt)
     lines: list[Line] = []
     if fmt.block_scale == "FP32":
@@ -270,7 +270,7 @@ def _whole(fmt: Format) -> list[Line]:
 
 
 def _precision(element: Element) -> str:
-    """Return a Markdown table of the spacing of values: in each binade, or in a table of values."""
+    """Return a Markdown table of an element type's spacing, by binade or by value of its table."""
     if element.is_table:
         values = format_properties.all_values(element)
         steps = [f"{step:.9g}" for step in values.diff().tolist()] + ["-"]

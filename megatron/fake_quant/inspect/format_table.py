@@ -1,4 +1,4 @@
-"""Overview table of the formats; `format_report.py` describes one format in full.
+"""Overview table of number formats; `format_report.py` describes one format in full.
 
 The numbers come from `format_properties.py`, which measures them on the quantization code.
 """
@@ -24,20 +24,20 @@ HEADER = (
 
 
 def number(x: float) -> str:
-    """Format a number as a decimal, but powers of two below 1 or above 1024 as `2^E`."""
+    """Return a number as a decimal, or as `2^E` if it is a power of two below 1 or above 1024."""
     mantissa, exponent = math.frexp(x)
     return f"2^{exponent - 1}" if mantissa == 0.5 and not 1 <= x <= 1024 else f"{x:.9g}"
 
 
 def rounding(fmt: Format) -> str:
-    """Return a short name of the rounding mode, such as "ties even"."""
+    """Return a short name of the format's rounding mode, such as "ties even"."""
     return (
         f"ties {format_properties.ties(fmt.element)}" if fmt.rounding == "nearest" else fmt.rounding
     )
 
 
 def row(fmt: Format) -> tuple[str, ...]:
-    """Return the cells of one format, in the order of `HEADER`."""
+    """Return the cells of the table row for one format, in the order of `HEADER`."""
     scales = scalings.describe(fmt)
     values = format_properties.positive_values(fmt.element)
     numbers = (float(values[-1]), fmt.element.smallest_normal, float(values[0]))
@@ -64,5 +64,5 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown(formats: Iterable[Format]) -> str:
-    """Return a Markdown table of the formats."""
+    """Return the overview table of `formats` in Markdown."""
     return markdown_table(HEADER, map(row, formats))

@@ -24,35 +24,35 @@ from megatron.fake_quant import reference
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import Format
 
-NEGLIGIBLE = 1e-6  #: magnitude of a gain that rounding to float32 explains
-SMALL = 2e-4  #: largest magnitude of a gain that is called small
+NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
+SMALL = 2e-4  #: largest magnitude of a gain that is reported as small
 _SHAPE = (512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingBias:
-    """Gain of a product of two operands that are rounded stochastically, by its causes."""
+    """Gain of a product of two stochastically rounded operands, divided among its two causes."""
 
     clipping: float
     scales: float
 
     @property
     def gain(self) -> float:
-        """Gain of the product, 0 if it is right on average."""
+        """Total gain of the product, which is 0 if the product is right on average."""
         return self.clipping + self.scales
 
     @property
     def unbiased(self) -> bool:
-        """True if every mean is the value, up to rounding to float32.
+        """True if the mean of every rounded value is the value itself, up to rounding to float32.
 
-        Only then does the error of a mean of n products fall as 1 / sqrt(n) without end.
+        Only then does the error of the mean of n products decrease as 1 / sqrt(n) for any n.
         """
         return abs(self.clipping) < NEGLIGIBLE and abs(self.scales) < NEGLIGIBLE
 
 
 @functools.cache
 def rounding_bias(fmt: Format) -> RoundingBias | None:
-    """Return the bias of `fmt` with stochastic rounding, or None if it cannot be rounded so."""
+    """Return the bias of `fmt` with stochastic rounding, or None if it has no such rounding."""
     if "stochastic" not in fmt.element.roundings:
         return None
     fmt = replace(fmt, rounding="stochastic")

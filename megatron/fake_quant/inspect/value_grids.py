@@ -1,4 +1,4 @@
-"""Pictures of the values of number formats, and of the spacing between the values.
+"""Pictures of the values of number formats and of the spacing between these values.
 
 Each format's values are a row of ticks. Values are drawn in units of their scale, because a scale
 only shifts the whole row.
@@ -38,7 +38,7 @@ COLORS: Mapping[str, str] = MappingProxyType(
 )
 _SPARE = ("#5f7470", "#8c6d46", "#6d597a", "#557a46", "#94617c", "#4f6d7a")
 _INK, _FAINT, _RULE = "#222222", "#6f6f6f", "#d9d9d9"
-_LANE = 1.4  #: distance between lines that would otherwise coincide, in points
+_LANE = 1.4  #: distance in points between lines that would otherwise coincide
 _RC: dict[Any, Any] = {
     "font.size": 9,
     "text.color": _INK,
@@ -84,7 +84,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
     for place, fmt in enumerate(formats):
         values = format_properties.positive_values(fmt.element)
         color = _color(fmt, place, palette)
-        # Thin ticks remain distinguishable where thick ticks would merge.
+        # Use thin ticks for many values, because thick ticks would merge.
         width = (
             0.5 if max(part.count for part in format_properties.binades(fmt.element)) > 16 else 1.0
         )
@@ -102,7 +102,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
 
 
 def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Axes) -> Axes:
-    """Draw one line per element type: spacing divided by value, at the start of each binade."""
+    """Draw one line per element type: the spacing divided by the value, per start of a binade."""
     users: dict[Element, int] = {}
     for place, fmt in enumerate(formats):
         users.setdefault(fmt.element, place)
@@ -145,7 +145,7 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
 
 
 def _steps(element: Element) -> list[tuple[float, float]]:
-    """Return the points (magnitude, relative spacing) of an element type's line, in order."""
+    """Return the points (magnitude, relative spacing) of the line for an element type."""
     largest = float(format_properties.positive_values(element)[-1])
     return [
         (min(x, largest), part.relative)
@@ -156,13 +156,13 @@ def _steps(element: Element) -> list[tuple[float, float]]:
 
 
 def _span(formats: Sequence[Format]) -> tuple[int, int]:
-    """Return the exponents of the smallest and the largest positive value among all formats."""
+    """Return the exponents of the smallest and the largest positive element of all formats."""
     parts = [part for fmt in formats for part in format_properties.binades(fmt.element)]
     return min(part.first for part in parts), max(part.last for part in parts)
 
 
 def _magnitudes(ax: Axes, lowest: int, highest: int) -> None:
-    """Set up the x-axis for magnitudes, with ticks at powers of two."""
+    """Set up the x-axis of `ax` for magnitudes, with ticks at powers of two."""
     ax.set_xscale("log", base=2)
     ax.set_xlim(math.ldexp(0.7, lowest), math.ldexp(2, highest))
     every = max(1, (highest - lowest) // 18)
@@ -180,6 +180,6 @@ def _power(value: object) -> str:
 
 
 def _color(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
-    """Return the color of the format or of its base format, or a spare color if neither has one."""
+    """Return the color of the format or of the format without variants, or else a spare color."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]

@@ -44,12 +44,12 @@ _Parsed = TypeVar("_Parsed")
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
-DEFAULT_SOURCE = "default"  #: source of a format that no flag, environment variable or file sets
+DEFAULT_SOURCE = "default"  #: source name if no flag, variable or file sets a format
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Format of one operation (linear, qk or pv), and the source that set it."""
+    """Number format of one operation (linear, qk or pv), and the source that set the format."""
 
     format: Format | None  #: number format; None if the operands stay in high precision
     source: str  #: source of the format, such as "environment variable CUSTOM_QUANT_TYPE"
@@ -65,7 +65,7 @@ class OperationPolicy:
     """Formats of one operation (linear, qk or pv) in one module, for all iterations of a run."""
 
     operation: str
-    fixed: GemmFormats | None  #: formats in every iteration; unused if there are rules
+    fixed: GemmFormats | None  #: formats of all iterations; unused if there are rules
     source: str
     rules: tuple[Rule, ...] | None = None  #: rules of a recipe, in order of precedence
 
@@ -94,7 +94,7 @@ class OperationPolicy:
         return quantized
 
     def source_at(self, iteration: int) -> str:
-        """Return the source of an iteration's formats, such as a flag or a line of a recipe."""
+        """Return the source of the formats in an iteration, such as a flag or a recipe's line."""
         if self.rules is None:
             return self.source
         rule = self._rule(iteration)
@@ -108,15 +108,15 @@ class OperationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Formats to which this process quantizes the operands of linear layers, QK^T and PV."""
+    """Quantization policy: the formats for the operands of linear layers, QK^T and PV."""
 
-    choices: Mapping[str, Choice]  #: format of each operation; ignored for those in `by_recipe`
+    choices: Mapping[str, Choice]  #: format by operation; unused for those in `by_recipe`
     recipe: Recipe | None = None
     by_recipe: frozenset[str] = frozenset()  #: operations whose formats the recipe sets
 
     @property
     def quant_type(self) -> str:
-        """Shortest quantization type equivalent to this policy, or `recipe_NAME` for a recipe.
+        """Shortest quantization type that is equivalent to this policy; `recipe_NAME` for a recipe.
 
         If no quantization type describes the choices, the operations are listed one by one. The
         name of a recipe is followed by the operations that flags set.
@@ -135,7 +135,7 @@ class Policy:
         return "_".join(f"{op}-{choice.name}" for op, choice in self.choices.items())
 
     def describe(self) -> list[str]:
-        """Return one line per operation, with its effective format and the source of the format."""
+        """Return one line per operation, with the effective format and the source of the format."""
         lines = []
         for op, choice in self.choices.items():
             if op in self.by_recipe:
@@ -191,7 +191,7 @@ def _level(
 
 
 def _parsed(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
-    """Parse a name with `parse`; if that fails, prefix the error message with the source."""
+    """Return `parse(name)`; if that raises ValueError, prefix the message with the source."""
     try:
         return parse(name)
     except ValueError as error:
@@ -245,7 +245,7 @@ def resolve(
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
-    """Load the recipe that a flag or the environment names; return None if there is none."""
+    """Load the recipe that a flag or the environment names; return None if neither names one."""
     overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
     path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
