@@ -82,7 +82,7 @@ def given(python: Path) -> Path:
 
     Nothing is installed into this Python.
     """
-    python = python.expanduser().absolute()  # does not follow the symbolic link of a venv's python
+    python = python.expanduser().absolute()  # `absolute` keeps a venv's symbolic link.
     try:
         missing = {"torch", "numpy"} - installed(python).keys()
     except (OSError, subprocess.CalledProcessError) as error:

@@ -113,7 +113,8 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.built = self.peak = 0.0  #: peak memory in MiB: after building the model, so far
+        #: Peak memory in MiB: when the model was built, and in all steps so far.
+        self.built = self.peak = 0.0
 
     def answer(self) -> str:
         """Return the worker's next result line, skipping lines that libraries print."""

@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
         "raw": lambda folder: write(folder, total, 0),
         "ours": lambda folder: collect(folder, tensors, layers, options.host_gib, tensor_saver),
     }
-    if hasattr(os, "O_DIRECT"):  # macOS does not have it
+    if hasattr(os, "O_DIRECT"):  # macOS lacks this flag.
         ways["direct"] = lambda folder: write(folder, total, os.O_DIRECT)
     rates: dict[str, list[float]] = {}
     for _ in range(ROUNDS):

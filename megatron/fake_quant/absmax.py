@@ -46,7 +46,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: AbsmaxScaling) -> Tensor
 
 
 def stored_scales(scaling: AbsmaxScaling) -> Tensor:
-    """Return, by the byte from `histogram_bytes`, the power of two at or below the scales."""
+    """Return, for each byte of `histogram_bytes`, the smallest scale with this byte."""
     return scale_values(torch.arange(256, dtype=torch.int32))
 
 

@@ -42,7 +42,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
 
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
-    """Return, by the byte from `histogram_bytes`, the power of two at or below the scales."""
+    """Return, for each byte of `histogram_bytes`, the smallest scale with this byte."""
     return scale_values(torch.arange(256, dtype=torch.int32))
 
 

@@ -244,7 +244,7 @@ class TableElement:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Value of each code, in ascending order."""
+        """Values of all codes, in ascending order."""
         return TABLES[self.name]
 
     @property
@@ -254,12 +254,12 @@ class TableElement:
 
     @property
     def max(self) -> float:
-        """Largest number."""
+        """Largest number in the table."""
         return self.values[-1]
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest positive number, because a table has no subnormal numbers."""
+        """Smallest positive number in the table, because a table has no subnormal numbers."""
         return min(value for value in self.values if value > 0)
 
     @property
@@ -462,8 +462,7 @@ E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
-#: Shorter integer types in the form of INT8: multiples of 1/16, 1/4 and 1/2, without the lowest
-#: code.
+#: Shorter types in the form of INT8: multiples of 1/16, 1/4 and 1/2, without the lowest code.
 INT6 = ElementFormat(
     "int6", exponent_bits=1, mantissa_bits=4, bias=1, max=31 / 16, twos_complement=True
 )

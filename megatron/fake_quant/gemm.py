@@ -276,7 +276,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.autocast = _autocast_of(ctx.device)
         kept = list(output[1:])
         ctx.mark_non_differentiable(*kept)
-        ctx.set_materialize_grads(False)  # no zero gradients for the saved operands
+        ctx.set_materialize_grads(False)  # allocate no zero gradients for the saved operands
         keep_a, keep_b = call.keeps(whole_MK)
         a_MK = kept.pop(0) if keep_a else a_MK
         ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK, seed)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class SplitMatrix(NamedTuple):
-    """Matrix in two parts, which is the sum `values + column @ row`."""
+    """Matrix that is stored in two parts; it is their sum, `values + column @ row`."""
 
     values: Tensor
     column: Tensor | None = None  #: `[..., rows, 1]` in float32; None if there is no outer product

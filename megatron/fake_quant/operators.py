@@ -51,7 +51,7 @@ def is_direct(x: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return False  # pre-dispatch tracing modes of make_fx and export have another stack
+        return False  # make_fx and export keep their pre-dispatch tracing modes on another stack
     return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 

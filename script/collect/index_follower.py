@@ -112,7 +112,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 class IndexFollower:
-    """Reader that counts each complete line in the index files of one run once."""
+    """Reader of the index files of one run. It counts each complete line exactly once."""
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder

@@ -144,7 +144,7 @@ class Experiment:
         return dataclasses.replace(sizes, global_batch_size=batch)
 
     def _sharing(self) -> list[str]:
-        """Return flags that shard the optimizer state; none for a tiny model or one process."""
+        """Return flags that shard the optimizer state, or [] for a tiny model or one process."""
         if self.is_tiny or self.parallelism.world == 1:
             return []
         return ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]

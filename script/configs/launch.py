@@ -62,7 +62,7 @@ def run_name(selection: Selection, formats: Formats, flags: Sequence[str], pytho
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Check the names that the options give, such as the model's, before setting up Python.
+    """Check the names in the options, such as that of the model; this does not need torch.
 
     Raises:
         ConfigError: if a name is unknown or missing.

@@ -42,7 +42,7 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
 
 
 def spelled(name: str, table: Iterable[str]) -> str:
-    """Return `name` with upper and lower case as in `table`, or unchanged if it is not there."""
+    """Return `name` in the capitalization of `table`, or unchanged if it is not in `table`."""
     return {entry.lower(): entry for entry in table}.get(name.lower(), name)
 
 
@@ -52,7 +52,7 @@ def number(value: float) -> str:
 
 
 def last_value(flag: str, words: Sequence[str]) -> str | None:
-    """Return the value of a flag's last occurrence, which takes effect, or None without a flag."""
+    """Return the value of the last occurrence of a flag, which takes effect; None if absent."""
     value = None
     for index, word in enumerate(words):
         name, equals, text = word.partition("=")

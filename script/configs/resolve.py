@@ -60,7 +60,7 @@ class Files:
         return Path(self.tokenizer).exists() and has_data(self.data)
 
     def lacking(self) -> str:
-        """Return a phrase for a message: which of these files are missing."""
+        """Return a phrase, for a message, that states which of these files are missing."""
         if not has_data(self.data):
             return f"none in {self.data}"
         return (
@@ -198,7 +198,8 @@ def tokenizer_type(path: str) -> str:
         return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
     if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    return "HuggingFaceTokenizer"  # missing in a dry run; the published ones have this type
+    # In a dry run, the tokenizer may be missing. The published tokenizers have this type.
+    return "HuggingFaceTokenizer"
 
 
 def _tokenizer_in(folder: Path) -> Path:

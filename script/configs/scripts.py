@@ -62,7 +62,7 @@ def generated() -> list[Path]:
 
 
 def write_scripts() -> str:
-    """Write new and changed training scripts, and remove those of no cell of the matrix.
+    """Write new and changed training scripts, and remove scripts that the matrix no longer has.
 
     Returns:
         A line with the number of scripts in total, written and removed.

@@ -14,7 +14,7 @@ COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zsta
 
 
 class _Zstandard(io.RawIOBase):
-    """Zstandard stream that detects truncated files, as the library's own reader does not."""
+    """Zstandard stream that detects truncated files; the library's own reader does not."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard

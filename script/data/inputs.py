@@ -58,7 +58,7 @@ def _data_in(folder: Path, settings: Settings) -> list[Path]:
 
 
 def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
-    """Return whether a file is none of these: hidden, metadata, output of a preprocessing run."""
+    """Return whether a file may hold data: it is not hidden, metadata or the output of a run."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     if hidden or file.name in NOT_DATA or not file.is_file():
         return False

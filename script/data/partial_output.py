@@ -36,7 +36,7 @@ from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
 STATE_LIMIT = 256 << 20  #: maximum size in bytes of progress.json, which lists all input files
-HOPELESS = 1000  #: number of bad documents after which a file without a valid one is refused
+HOPELESS = 1000  #: number of bad documents at the start of a file that cause its refusal
 
 
 def _is_at(file: TextIO, path: Path) -> bool:

@@ -195,7 +195,7 @@ def attempt(settings: Settings) -> int:
         manifests = preprocess(settings)
     except DamagedStateError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
-        return status  # without the advice below to resume, which is impossible here
+        return status  # This run cannot be resumed, so skip the advice below.
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:

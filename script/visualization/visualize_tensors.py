@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run tensor_visualizer.py, under a former name of that script in older documents."""
+"""Run tensor_visualizer.py. Older documents use this former name of the script."""
 
 import sys
 from pathlib import Path

@@ -28,7 +28,7 @@ Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"
-SMALLEST = 1 << 16  #: smallest size of a tensor that makes loading the CPU kernels worthwhile
+SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU kernels worthwhile
 #: number of values in smaller tensors after which the CPU kernels are loaded all the same; loading
 #: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25

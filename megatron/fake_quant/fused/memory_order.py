@@ -1,4 +1,4 @@
-"""Determine the order of a tensor's dimensions in memory, in which kernels read it."""
+"""Determine the order of a tensor's dimensions in memory, in which kernels read the tensor."""
 
 from torch import Tensor
 

@@ -56,7 +56,7 @@ def element_bits(element: ElementFormat) -> Element:
 
 
 class Random(NamedTuple):
-    """Key for generating the random bits of stochastic rounding, and whether to round so."""
+    """Key from which random bits are generated; `on` is False without stochastic rounding."""
 
     on: bool
     key0: np.uint32

@@ -167,7 +167,7 @@ def whole_range(fmt: Format) -> tuple[float, float]:
 
 
 def scale_bits(fmt: Format) -> tuple[int, int]:
-    """Return the number of bits of scales in a block or group, and its number of values.
+    """Return two numbers for a block or an outer group: the bits of its scales, and its values.
 
     Scales of a whole row or tensor are not included.
     """

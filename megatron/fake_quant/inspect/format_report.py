@@ -80,7 +80,7 @@ def _summary(fmt: Format) -> list[Line]:
 
 
 def _bias(fmt: Format) -> list[Line]:
-    """Return the line that says whether stochastic rounding is unbiased, and how large its bias is.
+    """Return the line that states the bias of stochastic rounding, if the format has this mode.
 
     The line is also part of the description of a format that rounds to nearest.
     """
