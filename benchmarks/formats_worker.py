@@ -1,7 +1,7 @@
 """Time and compare number formats for benchmarks/formats.py, and report results as JSON lines.
 
 This worker runs in the Python that has the peer packages. All functions are timed in this one
-process. In each round, the copy, our function and every peer have one turn, in an order that
+process. In each round, the copy, our function and every peer have one turn. The order of the turns
 changes from round to round, so that other load on the machine affects all of them alike. Peers
 print text when they are imported. Standard output is therefore reserved for the reports, and all
 other output is redirected to standard error.

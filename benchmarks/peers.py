@@ -1,10 +1,10 @@
 """Call other public packages' implementations of the number formats, for comparison with ours.
 
-Each loader imports one package and returns a finder. The finder takes one of our formats and
-returns a function that quantizes a contiguous matrix along the last axis and dequantizes it to the
-input's dtype, or None if the package does not have the format. This file only calls the packages
-and contains none of their code. If a package is not installed, its import raises an error, which
-the caller reports.
+Each loader imports one package and returns a finder. The finder takes one of our formats. It
+returns None if the package does not have the format, and otherwise a function that quantizes a
+contiguous matrix along the last axis and dequantizes it to the input's dtype. This file only calls
+the packages and contains none of their code. If a package is not installed, its import raises an
+error, which the caller reports.
 
 Three of the packages (torch, ml_dtypes and en_dtypes) quantize only single elements. For ml_dtypes,
 numpy code in this file computes the block scales.

@@ -5,12 +5,11 @@
     value = table[code] * a
 
 Each operation is rounded to float32, in the order of bitsandbytes. As in its kernels, the
-thresholds between the numbers are the middles between neighbors, rounded to float32, and a value on
-a threshold becomes the lower number. The scales are not quantized a second time ("double
-quantization").
+thresholds are the midpoints between neighboring numbers, rounded to float32. A value on a threshold
+becomes the lower number. The scales are not quantized in turn ("double quantization").
 
-NF4 is a format for weights. It has no stochastic rounding. Zero has one code, so that a negative
-zero becomes a positive one.
+NF4 is a format for weights. It has no stochastic rounding. Zero has one code, so a negative zero
+becomes a positive one.
 
 Three points differ from bitsandbytes, where they are not defined. A block with a NaN or an Inf
 becomes NaN as a whole. A block of zeros becomes zeros. If 1 / a is beyond float32, x is divided by

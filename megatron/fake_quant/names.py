@@ -1,12 +1,12 @@
-"""Parse a format's name: a named format, optionally with variants, or a spelled-out MX format.
+"""Parse the name of a format: a named or a spelled-out format, optionally with variants.
 
 mxfp8                 a named format, in upper or lower case; some have aliases
 mx:e3m4:b16:rceil     element, block and scale rule of an MX format
 nv:e2m1:b16:e4m3      element, block and number type of the block scales
-mxfp8:rceil           a named format, followed by the changes, each after a colon:
+mxfp8:rceil           any of these, followed by variants, each after a colon:
 
 floor rceil ceil even   the rule of E8M0 scales (MX formats)
-top7.25                 the rule rceil with this number in place of the element's largest
+top7.25                 this number in place of the element's largest; E8M0 scales then use rceil
 2d                      square blocks, 32 x 32 or 16 x 16 (formats with block scales)
 head16/17, head0.9      block maxima reach this fraction of the largest element
 outer-none -tensor -row -1x64 -1x128    float32 scales above E4M3, UE5M3 and E6M2 block scales

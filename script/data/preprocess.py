@@ -5,14 +5,15 @@
     python script/data/preprocess.py --input wikipedia/ --output-prefix dataset/wiki ...
     python script/data/preprocess.py --check dataset/wiki_text_document
 
-writes dataset/wiki_text_document.bin, .idx and .json, which records the tokenizer. The flags are
-those of Megatron-LM's tools/preprocess_data.py. Input consists of files, or folders of files:
+The first command writes dataset/wiki_text_document.bin, .idx and .json; the last file records the
+tokenizer. The flags are those of Megatron-LM's tools/preprocess_data.py. Input consists of files,
+or folders of files:
 
     JSONL, Parquet   one document per line or row; each of --json-keys has its own output files
     text             documents are separated by blank lines
     wikitext         articles begin with ` = Title = `
 
-All but Parquet may be compressed with gzip, bzip2 or zstandard.
+Files other than Parquet may be compressed with gzip, bzip2 or zstandard.
 
 Documents are read in batches, which a pool of processes tokenizes. The parent process writes them
 in the order of the input, so the files are the same for any number of workers. Memory holds only a

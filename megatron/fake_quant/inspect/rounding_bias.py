@@ -1,17 +1,17 @@
 """Measure the bias of stochastic rounding in a format, without drawing random numbers.
 
-Stochastic rounding of a scaled value v to an element type has the mean v, unless v is beyond the
-largest number, which is then the result. The mean of a quantized value is therefore its scaled
-value, clipped and multiplied by the scale again, and the format's own code computes all three steps
-exactly. Two causes make the mean differ from the value:
+If a scaled value v is rounded stochastically to an element type, the mean of the result is v. If v
+is beyond the type's largest number, the result is always that number. The mean of a quantized value
+is therefore its scaled value, clipped and multiplied by the scale again. The format's own code
+computes all three steps exactly. Two causes make the mean differ from the value:
 
     clipping   the scale maps the maximum of a block beyond the largest number
     scales     multiplying by the stored scale does not undo the division, as in HiFloat4, whose
                rounded reciprocal divides
 
-The result is stated as the gain of a product of two operands, sum(xy) / sum(x^2) - 1, where x are
-exact products of normal values and y the means of the quantized products. In a product, the errors
-of single values cancel, and a gain remains.
+The result is stated as the gain of a product of two operands, sum(xy) / sum(x^2) - 1. Here, x are
+the exact products of normally distributed values, and y are the means of the quantized products. In
+a product, the errors of single values cancel, and a gain remains.
 """
 
 import functools
