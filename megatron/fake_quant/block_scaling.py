@@ -63,6 +63,8 @@ class BlockScaling:
 
     per_tensor: ClassVar[bool] = False
     finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales within a block add
+    #: element type that a block may have instead of the format's; None if there is no choice
+    alternative: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         for size in (self.size, self.height):

@@ -286,6 +286,7 @@ class GroupScaling:
     finer_exponents: ClassVar[int] = 2
     outer: ClassVar[Outer] = "none"
     outer_size: ClassVar[None] = None
+    alternative: ClassVar[None] = None
     by_class: ClassVar[bool] = False
     variants: ClassVar[tuple[str, ...]] = ()
 
@@ -306,6 +307,7 @@ class PairScaling:
     finer_exponents: ClassVar[int] = 0
     outer: ClassVar[Outer] = "none"
     outer_size: ClassVar[None] = None
+    alternative: ClassVar[None] = None
     by_class: ClassVar[bool] = False
     variants: ClassVar[tuple[str, ...]] = ()
 
@@ -325,6 +327,7 @@ class AbsmaxScaling:
     finer_exponents: ClassVar[int] = 0
     outer: ClassVar[Outer] = "none"
     outer_size: ClassVar[None] = None
+    alternative: ClassVar[None] = None
     by_class: ClassVar[bool] = False
     variants: ClassVar[tuple[str, ...]] = ()
 
@@ -346,6 +349,7 @@ class TensorScaling:
     finer_exponents: ClassVar[int] = 0
     outer: ClassVar[Outer] = "tensor"
     outer_size: ClassVar[None] = None
+    alternative: ClassVar[None] = None
     by_class: ClassVar[bool] = True
     variants: ClassVar[tuple[str, ...]] = ("pow2",)
 
@@ -391,6 +395,12 @@ class Format:
     def is_cast(self) -> bool:
         """True if the format is a plain cast to a torch dtype."""
         return self.element.is_cast
+
+    @property
+    def elements(self) -> tuple[Element, ...]:
+        """Element types that a block may have: one, or two of which each block has either."""
+        alternative = None if self.scaling is None else self.scaling.alternative
+        return (self.element,) if alternative is None else (self.element, alternative)
 
     @property
     def block_size(self) -> int | None:

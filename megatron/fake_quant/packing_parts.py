@@ -41,12 +41,24 @@ def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Par
         codes = codes.clone() if codes.data_ptr() == x.data_ptr() else codes
         return codes, none, none.float()
     elements, scales = reference.split(x, fmt, layout, seed)
-    codes = encode(layout.from_blocks(elements), fmt.element)
+    codes = _codes(elements, scales, fmt, layout)
     if fmt.element.bits <= _NIBBLE:
         codes = pack_nibbles(codes if layout.shape else codes.reshape(1))
     blocks = none if scales.blocks is None else scales.blocks.contiguous()
     whole = none.float() if scales.tensor is None else scales.tensor
     return codes.contiguous(), blocks, whole
+
+
+def _codes(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:
+    """Return the codes of element values, in rows."""
+    encoded = []
+    for element in fmt.elements:
+        assert not element.is_cast
+        # The values of another element type need not exist in this one; their codes are not chosen.
+        several = len(fmt.elements) > 1
+        values = elements.clamp(-element.max, element.max) if several else elements
+        encoded.append(encode(values, element))
+    return layout.from_blocks(reference.choose(encoded, fmt, scales))
 
 
 def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
@@ -58,8 +70,10 @@ def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype)
         if fmt.element.bits <= _NIBBLE:
             count = layout.rows_shape[-1] if layout.shape else 1
             codes = unpack_nibbles(codes, count).reshape(layout.rows_shape)
-        elements = layout.to_blocks(layout.from_rows(decode(codes, fmt.element)))
-        values = reference.join(elements, Scales(blocks, whole), fmt, layout)
+        scales = Scales(blocks, whole)
+        coded = layout.to_blocks(layout.from_rows(codes))
+        decoded = [decode(coded, element) for element in fmt.elements if not element.is_cast]
+        values = reference.join(reference.choose(decoded, fmt, scales), scales, fmt, layout)
     return reference.store(values, torch.empty(layout.shape, dtype=dtype, device=codes.device))
 
 

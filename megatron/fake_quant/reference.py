@@ -6,6 +6,8 @@ step is either exact or one correctly rounded operation, and no step depends on 
 summation, so the result is the same on every device.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,25 @@ def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tupl
         seed: seed of stochastic rounding; None for other rounding modes.
     """
     blocks, scales = scale_down(x, fmt, layout)
-    return round_blocks(blocks, x, fmt, layout, seed), scales
+    rounded = [
+        round_blocks(blocks, x, fmt, layout, seed, element=element) for element in fmt.elements
+    ]
+    return choose(rounded, fmt, scales), scales
+
+
+def choose(results: Sequence[Tensor], fmt: Format, scales: Scales) -> Tensor:
+    """Return the results for the element type that each block has.
+
+    Args:
+        results: one tensor of blocks for each of `fmt.elements`.
+        fmt: format.
+        scales: scales of the blocks, which contain the choice.
+    """
+    if len(results) == 1:
+        return results[0]
+    assert fmt.scaling is not None
+    chosen = scalings.alternative_chosen(scales, fmt.scaling).unsqueeze(-1)
+    return torch.where(chosen, results[1], results[0])
 
 
 def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Scales]:

@@ -52,6 +52,13 @@ class BlockScalingModule(ScalingModule, Protocol):
         """Return one byte per block; statistics count the stored scales by this byte."""
 
 
+class ChoiceModule(BlockScalingModule, Protocol):
+    """Functions that a module must provide if each block chooses between two element types."""
+
+    def alternative_chosen(self, scales: Scales) -> Tensor:
+        """Return whether each block has the scaling's alternative element type."""
+
+
 #: Modules that implement a scaling, by its `method`.
 _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
     {
@@ -93,6 +100,11 @@ def target(fmt: Format) -> float | None:
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
     return float8_scales.target(fmt.scaling, fmt.element)
+
+
+def alternative_chosen(scales: Scales, scaling: Scaling) -> Tensor:
+    """Return whether each block has the scaling's alternative element type."""
+    return cast(ChoiceModule, module_of(scaling)).alternative_chosen(scales)
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:

@@ -124,15 +124,19 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
     Returns:
         The same tensor as `quantize`, and a mask of the clipped values.
     """
-    layout, element = BlockLayout.of(tuple(operand.shape), fmt, dim), fmt.element
+    layout = BlockLayout.of(tuple(operand.shape), fmt, dim)
     blocks, scales = reference.scale_down(operand, fmt, layout)
-    assert not element.is_cast
-    bound = element.max if element.saturates else math.inf
     seed = SEED if fmt.stochastic else None
-    rounded = reference.round_blocks(blocks, operand, fmt, layout, seed, element=element.wider)
-    clipped = rounded.abs() > element.max
-    codes = encode(layout.from_blocks(rounded.clamp_(-bound, bound)), element)
-    codes = pack_nibbles(codes) if element.bits <= _NIBBLE else codes
+    all_codes, all_clipped = [], []
+    for element in fmt.elements:
+        assert not element.is_cast
+        bound = element.max if element.saturates else math.inf
+        rounded = reference.round_blocks(blocks, operand, fmt, layout, seed, element=element.wider)
+        all_clipped.append(rounded.abs() > element.max)
+        all_codes.append(encode(rounded.clamp_(-bound, bound), element))
+    clipped = reference.choose(all_clipped, fmt, scales)
+    codes = layout.from_blocks(reference.choose(all_codes, fmt, scales))
+    codes = pack_nibbles(codes) if fmt.element.bits <= _NIBBLE else codes
     packed = QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, operand.dtype)
     return packed, layout.from_rows(layout.from_blocks(clipped))
 

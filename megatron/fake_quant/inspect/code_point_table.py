@@ -39,9 +39,16 @@ def code_table(element: Element) -> list[Code]:
 
 
 def markdown(fmt: Format) -> str:
-    """Return a Markdown table of the codes of the format's element type."""
-    rows = [(c.code, c.bits, c.value, c.scientific) for c in code_table(fmt.element)]
-    return markdown_table(("code", _parts(fmt.element), "value", "that is"), rows)
+    """Return a Markdown table of the codes of the format's element type.
+
+    There are two tables, each under the name of its element type, if a block can have either type.
+    """
+    tables = []
+    for element in fmt.elements:
+        rows = [(c.code, c.bits, c.value, c.scientific) for c in code_table(element)]
+        table = markdown_table(("code", _parts(element), "value", "that is"), rows)
+        tables.append(table if len(fmt.elements) == 1 else f"{element.name}\n\n{table}")
+    return "\n\n".join(tables)
 
 
 def _parts(element: Element) -> str:
@@ -54,11 +61,17 @@ def _parts(element: Element) -> str:
 
 
 def as_csv(fmt: Format) -> str:
-    """Return all codes of the format's element type as CSV with the columns code, bits, value."""
+    """Return all codes of the format's element type as CSV with the columns code, bits, value.
+
+    A further column has the name of the element type if a block can have one of two.
+    """
+    several = len(fmt.elements) > 1
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("code", "bits", "value"))
-    writer.writerows((c.code, c.bits, c.value) for c in code_table(fmt.element))
+    writer.writerow(("code", "bits", "value", *(["element"] if several else [])))
+    for element in fmt.elements:
+        name = [element.name] if several else []
+        writer.writerows((c.code, c.bits, c.value, *name) for c in code_table(element))
     return text.getvalue().rstrip("\n")
 
 
