@@ -32,6 +32,7 @@ from megatron.fake_quant.block_scaling import (
 Overflow = Literal["saturate", "inf"]
 Ties = Literal["even", "away", "down"]
 Rounding = Literal["nearest", "stochastic", "hybrid"]
+ErrorMeasure = Literal["mse", "mae"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +334,36 @@ class AbsmaxScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceScaling:
+    """The scaling of IF4 and MixFP4: E4M3 scales whose sign bit chooses a block's element type."""
+
+    shared: bool  #: True if both element types share the scale of a block, as in IF4
+    error: ErrorMeasure = "mse"  #: error that decides between the element types
+
+    method: ClassVar[str] = "element_choice"
+    size: ClassVar[int] = 16
+    height: ClassVar[int] = 1
+    square: ClassVar[bool] = False
+    rule: ClassVar[None] = None
+    block_scale: ClassVar[str] = "E4M3"
+    scale_bytes: ClassVar[int] = 1
+    finer_exponents: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "tensor"
+    outer_size: ClassVar[None] = None
+    target: ClassVar[float] = 6.0 * 448.0  #: product of the largest E2M1 and E4M3 numbers
+    by_class: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("error", self.error, get_args(ErrorMeasure))
+
+    @property
+    def alternative(self) -> ElementFormat:
+        """Element type of the integers."""
+        return INT4 if self.shared else E1M2
+
+
+@dataclass(frozen=True, slots=True)
 class TensorScaling:
     """Scaling with one float32 scale, which maps the tensor's largest magnitude to `target`."""
 
@@ -360,7 +391,9 @@ class TensorScaling:
 
 CodedElement: TypeAlias = ElementFormat | HiFloat8 | TableElement
 Element: TypeAlias = CodedElement | Cast
-Scaling: TypeAlias = BlockScaling | GroupScaling | TensorScaling | PairScaling | AbsmaxScaling
+Scaling: TypeAlias = (
+    BlockScaling | GroupScaling | TensorScaling | PairScaling | AbsmaxScaling | ChoiceScaling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +523,9 @@ INT5 = ElementFormat(
     "int5", exponent_bits=1, mantissa_bits=3, bias=1, max=15 / 8, twos_complement=True
 )
 
+#: Alternative element type of MixFP4: a sign and a multiple of 1/2 up to 3.5.
+E1M2 = ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, bias=0, max=3.5)
+
 #: Element types by name. E4M3 and E5M2 use some codes for NaN or Inf, so their maximum cannot be
 #: computed from the numbers of bits.
 ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
@@ -520,6 +556,9 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("mx9", INT8, PairScaling(lowest=-120)),
             Format("mx6", INT5, PairScaling(lowest=-123)),
             Format("nf4", TableElement("nf4"), AbsmaxScaling()),
+            Format("if4", E2M1, ChoiceScaling(shared=True)),
+            Format("if4_mae", E2M1, ChoiceScaling(shared=True, error="mae")),
+            Format("mixfp4", E2M1, ChoiceScaling(shared=False)),
         )
     }
 )

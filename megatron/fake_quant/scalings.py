@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.fake_quant import (
     absmax,
+    element_choice,
     float8_scales,
     float32_scales,
     hifloat4,
@@ -22,7 +23,13 @@ from megatron.fake_quant import (
     tensor_scale,
 )
 from megatron.fake_quant.block_scaling import BlockScaling
-from megatron.fake_quant.formats import ElementFormat, Format, Scaling, TensorScaling
+from megatron.fake_quant.formats import (
+    ChoiceScaling,
+    ElementFormat,
+    Format,
+    Scaling,
+    TensorScaling,
+)
 from megatron.fake_quant.scales import ScaleDescription, Scales
 
 
@@ -69,6 +76,7 @@ _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
         "tensor": tensor_scale,
         "pair_exponents": pair_exponents,
         "absmax": absmax,
+        "element_choice": element_choice,
     }
 )
 
@@ -93,7 +101,7 @@ def target(fmt: Format) -> float | None:
 
     The result is None if the format has no such scale.
     """
-    if isinstance(fmt.scaling, TensorScaling):
+    if isinstance(fmt.scaling, TensorScaling | ChoiceScaling):
         return fmt.scaling.target
     if not fmt.has_outer_scale:
         return None
