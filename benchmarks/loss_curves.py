@@ -162,7 +162,7 @@ def table(losses: pd.DataFrame) -> str:
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
-    """Return one error message per run without a falling loss and per pair of equal curves."""
+    """Return one error message per run whose loss did not fall and per pair of equal curves."""
     window = window_of(losses)
     start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
     errors = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]

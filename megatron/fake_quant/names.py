@@ -115,7 +115,7 @@ _KINDS: Mapping[str, str] = MappingProxyType(
 
 
 def get_format(name: str) -> Format:
-    """Return the format with the given name; the module's docstring lists the accepted names.
+    """Return the format with the given name. The docstring of this module lists all names.
 
     The name of the returned format has one canonical spelling: `HiF8:INF:hr` becomes
     `hifp8:hr:inf`. If the block size does not divide an axis, the last block is shorter.

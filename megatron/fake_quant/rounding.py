@@ -121,7 +121,7 @@ def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Te
 
 
 def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round to one of the two neighboring integers at random; see `_nearest` for `steps`."""
+    """Round to a neighboring integer at random; `steps` are values in units of the spacing."""
     assert random is not None
     whole = steps.trunc()
     up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1

@@ -52,7 +52,7 @@ def number(value: float) -> str:
 
 
 def last_value(flag: str, words: Sequence[str]) -> str | None:
-    """Return the value of the last occurrence of a flag, which takes effect; None if absent."""
+    """Return the last value of a flag, which takes effect, or None if the flag is absent."""
     value = None
     for index, word in enumerate(words):
         name, equals, text = word.partition("=")

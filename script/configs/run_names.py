@@ -47,7 +47,7 @@ class Formats:
     flags: Sequence[str]  #: flags of `pretrain_gpt.py` that set the formats
 
     def effective_name(self, flags: Sequence[str], python: str) -> str:
-        """Return the part of the run's name that stands for the formats that really take effect.
+        """Return the part of the run's name that stands for the formats in effect.
 
         It is `name` unless the user's flags set formats, or `name` is `AS_SET` and the environment
         or the settings file sets them.

@@ -22,7 +22,7 @@ from preprocess import REPO, attempt
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the command-line options."""
+    """Return the parser for the command-line options of prepare.py."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -33,7 +33,7 @@ class Element(NamedTuple):
     """Parameters of an `ElementFormat`, as integers for the kernels."""
 
     lowest: np.int32  #: float32 bits of 2^emin
-    top: np.int32  #: float32 bits of the largest number
+    top: np.int32  #: float32 bits of the element type's largest number
     mantissa: np.int32  #: number of mantissa bits, shifted left to the exponent field of a float32
     emax: np.int32  #: exponent of the largest number
     zero_sign: np.int32  #: mask for the sign of a zero: the sign bit, or 0 if -0 does not exist
