@@ -64,7 +64,7 @@ def _multiplier(scales: Tensor, decoding: Tensor) -> Tensor:
 
 
 def _unit(scaling: ChoiceScaling) -> float:
-    """Return the integer that the number 1 of the alternative element type stands for."""
+    """Return the integer n that the alternative element type represents by the number 1."""
     return _LARGEST_INTEGER / scaling.alternative.max
 
 
@@ -104,7 +104,7 @@ def _error(
     *,
     integers: bool = False,
 ) -> Tensor:
-    """Return the error of each block, given its elements times their block scale."""
+    """Return the error of each block, given `scaled`: its elements times the block scale."""
     values = scaled * largest
     if integers and scaling.shared:
         values *= E2M1.max / _LARGEST_INTEGER
@@ -130,17 +130,17 @@ def scale_up(elements: Tensor, scales: Scales, scaling: ChoiceScaling) -> Tensor
 
 
 def alternative_chosen(scales: Scales) -> Tensor:
-    """Return whether each block has integers, which the sign bit of its scale tells."""
+    """Return a mask of the blocks with integer elements, whose scales have the sign bit set."""
     return scales.block() >= _SIGN
 
 
 def stored_scales(scaling: ChoiceScaling) -> Tensor:
-    """Return the number that each scale byte stands for, apart from its sign."""
+    """Return the magnitude of the scale that each byte stands for."""
     return decode(histogram_bytes(torch.arange(256, dtype=torch.uint8)), E4M3)
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a scale: the stored one without the sign bit."""
+    """Return the byte by which statistics count each scale: the stored one without the sign bit."""
     return stored & _NAN
 
 

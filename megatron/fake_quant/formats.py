@@ -335,7 +335,7 @@ class AbsmaxScaling:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceScaling:
-    """The scaling of IF4 and MixFP4: E4M3 scales whose sign bit chooses a block's element type."""
+    """Scaling of IF4 and MixFP4: E4M3 scales, whose sign bits choose the blocks' element types."""
 
     shared: bool  #: True if both element types share the scale of a block, as in IF4
     error: ErrorMeasure = "mse"  #: error that decides between the element types
@@ -359,7 +359,7 @@ class ChoiceScaling:
 
     @property
     def alternative(self) -> ElementFormat:
-        """Element type of the integers."""
+        """Element type of the blocks with integers."""
         return INT4 if self.shared else E1M2
 
 
