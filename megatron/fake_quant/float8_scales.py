@@ -307,6 +307,8 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
         return "E6M2 scales as of HiFloat4, in the order of AMD's ALTO"
     if folds(scaling, element):
         return "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it"
+    if scaling.search != "none":
+        return "NVFP4 with 4/6, arXiv 2512.02010, as Transformer Engine computes it"
     return "E4M3 scales as of NVFP4, in the order of fouroversix"
 
 
@@ -314,14 +316,21 @@ def _found(fmt: Format, scaling: BlockScaling) -> list[tuple[str, str]]:
     assert isinstance(fmt.element, ElementFormat)
     largest = scaling.top or fmt.element.max
     reached = f"{largest:g}" + ("" if scaling.headroom == "1" else f" x {scaling.headroom}")
+    rounded = f"rounded to {scaling.block_scale}"
+    search = []
+    if scaling.search != "none":
+        words = {"mae": "mean absolute", "mse": "mean squared"}[scaling.search]
+        search = [
+            ("search", f"this or 1.5 times as much, by the smaller {words} error; this, if equal")
+        ]
     if scaling.outer == "none":
-        return [("found", f"amax / {reached} of the block, rounded to {scaling.block_scale}")]
+        return [("found", f"amax / {reached} of the block, {rounded}"), *search]
     group = _GROUPS.get(scaling.outer, scaling.outer)
     factor = f"{reached} x {bound(scaling):g} = {target(scaling, fmt.element):.9g}"
     return [
         (
             "found",
-            f"amax / {reached} of the block, times {factor} / amax of the {group}, "
-            f"rounded to {scaling.block_scale}",
-        )
+            f"amax / {reached} of the block, times {factor} / amax of the {group}, {rounded}",
+        ),
+        *search,
     ]

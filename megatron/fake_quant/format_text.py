@@ -35,7 +35,8 @@ def to_text(fmt: Format) -> str:
     except ValueError:
         pass  # `get_format` does not know the name that the user chose.
     parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
-    return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {parts}}}'
+    more = f'"square_weights": {_value(fmt.square_weights)}'
+    return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {more}, {parts}}}'
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import torch
 
 from megatron.fake_quant.block_scaling import (
+    WHOLE_AXIS,
     BlockScaling,
     Outer,
     ScaleRule,
@@ -404,6 +405,9 @@ class Format:
     element: Element
     scaling: Scaling | None = None  #: None if values are rounded without a scale
     rounding: Rounding = "nearest"
+    #: True if a quantization type that names the format gives square blocks to the weights of
+    #: linear layers, as with FP8 blocks of 1 x 128 for activations and 128 x 128 for weights
+    square_weights: bool = False
 
     def __post_init__(self) -> None:
         check_choice("rounding", self.rounding, ROUNDINGS)
@@ -553,6 +557,12 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("hifp4", S1P2, GroupScaling()),
             Format("fp8_e4m3", E4M3, TensorScaling(E4M3.max)),
             Format("fp8_e5m2", E5M2, TensorScaling(E5M2.max)),
+            Format("mxint6", INT6, OCP),
+            Format("mxint4", INT4, OCP),
+            Format("nvint4", INT4, BlockScaling(16, scale="e4m3", outer="tensor")),
+            Format("amdfp4", E2M1, BlockScaling(16, scale="ue5m3")),
+            Format("fp8_block", E4M3, BlockScaling(128, scale="fp32"), square_weights=True),
+            Format("fp8_rowwise", E4M3, BlockScaling(WHOLE_AXIS, scale="fp32")),
             Format("mx9", INT8, PairScaling(lowest=-120)),
             Format("mx6", INT5, PairScaling(lowest=-123)),
             Format("nf4", TableElement("nf4"), AbsmaxScaling()),

@@ -5,8 +5,11 @@
 lower case are equivalent.
 """
 
+from dataclasses import replace
+
 from megatron.console import did_you_mean
 from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.gemm import GemmFormats, Operand
 from megatron.fake_quant.names import get_format
 
 OPERATIONS = ("linear", "qk", "pv")
@@ -30,6 +33,25 @@ def parse_format(name: str) -> Format | None:
     return None if name.lower() in UNQUANTIZED else get_format(name)
 
 
+def weight_format(fmt: Format | None) -> Format | None:
+    """Return the format of a linear layer's weight if a quantization type names `fmt`.
+
+    It is the same format, with square blocks if `fmt` has square blocks for weights.
+    """
+    if fmt is None or not fmt.square_weights or fmt.height > 1:
+        return fmt
+    return get_format(f"{fmt.name}:2d")
+
+
+def gemm_formats(operation: str, fmt: Format) -> GemmFormats:
+    """Return the formats of an operation's six operands if a quantization type names `fmt`."""
+    formats = GemmFormats.uniform(fmt)
+    if operation != "linear":
+        return formats
+    weight = Operand(weight_format(fmt))
+    return replace(formats, fprop_b=weight, dgrad_b=weight)
+
+
 def split_type(name: str) -> tuple[str, str]:
     """Split a quantization type into a prefix, spelled as in `PREFIXES`, and a format's name."""
     prefix = next(prefix for prefix in PREFIXES if name.lower().startswith(prefix.lower()))
@@ -51,6 +73,6 @@ def parse_type(name: str) -> dict[str, Format | None]:
         raise ValueError(
             f"unknown quantization type {name!r}{meant} give a format, or linear_, FA_ or "
             f"FA_linear_ before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled "
-            "out as in mx:e3m4:b16:rceil"
+            "out as in mx:e3m4:b16:rceil or nv:e2m1:b16:e4m3"
         ) from None
     return {op: fmt if op in PREFIXES[prefix] else None for op in OPERATIONS}

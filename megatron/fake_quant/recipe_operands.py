@@ -23,7 +23,13 @@ from typing import TypeVar
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, SOURCES, SPLITS, GemmFormats, Operand
 from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
+from megatron.fake_quant.quant_type import (
+    OPERATIONS,
+    gemm_formats,
+    parse_format,
+    parse_type,
+    weight_format,
+)
 from megatron.fake_quant.recipe_yaml import Node
 
 #: Formats of a layer's matmuls, by operation; the value None means high precision.
@@ -69,7 +75,7 @@ def parse_config(node: Node, what: str) -> Config:
         except ValueError as error:
             raise node.error(f"{what}: {error}") from None
         return {
-            operation: None if fmt is None else GemmFormats.uniform(fmt)
+            operation: None if fmt is None else gemm_formats(operation, fmt)
             for operation, fmt in of_type.items()
         }
     node.only_keys(what, OPERATIONS)
@@ -95,7 +101,7 @@ def _format(node: Node, what: str) -> Format | None:
 def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
     if not isinstance(node.value, dict):
         fmt = _format(node, what)
-        return None if fmt is None else GemmFormats.uniform(fmt)
+        return None if fmt is None else gemm_formats(operation, fmt)
     if not node.value:
         raise node.error(f"{what} is empty; give a format, as in mxfp8, or its GEMMs")
     gemms = GEMMS[operation]
@@ -129,10 +135,9 @@ def _gemm(
     node: Node | None, names: tuple[str, str], default: Format | None, what: str
 ) -> tuple[Operand, Operand]:
     if node is None:
-        return Operand(default), Operand(default)
+        return _pair(default, names)
     if not isinstance(node.value, dict):
-        fmt = _format(node, what)
-        return Operand(fmt), Operand(fmt)
+        return _pair(_format(node, what), names)
     accepted = (*names, "format", "hadamard")
     for key, child in node.items():
         if key not in accepted:
@@ -145,8 +150,15 @@ def _gemm(
         default = _format(node.value["format"], f"format of {what}")
     hadamard = _hadamard(node.value["hadamard"], what) if "hadamard" in node else None
     first, second = (
-        _operand(node.value.get(name), default, hadamard, f"{name} of {what}") for name in names
+        _operand(node.value.get(name), operand.format, hadamard, f"{name} of {what}")
+        for name, operand in zip(names, _pair(default, names), strict=True)
     )
+    return first, second
+
+
+def _pair(fmt: Format | None, names: tuple[str, str]) -> tuple[Operand, Operand]:
+    """Return the operands of a GEMM whose format is set for both at once."""
+    first, second = (Operand(weight_format(fmt) if name == "weight" else fmt) for name in names)
     return first, second
 
 

@@ -84,7 +84,7 @@ def test_spelled_out_elements_with_a_name_are_the_named_ones():
     [
         (
             "fp7",
-            r"unknown format 'fp7'; choose one of bf16, .*mxfp8.*, or spell out .*'mx:e3m4:b16",
+            r"unknown format 'fp7'; choose one of .*bf16, .*mxfp8.*, or spell out .*'mx:e3m4:b16",
         ),
         ("", r"unknown format ''; choose one of"),
         ("mxfp", r"unknown format 'mxfp', did you mean mxfp8 or mxfp4\b.*\? choose one of"),

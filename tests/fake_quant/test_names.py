@@ -177,7 +177,9 @@ def test_an_unknown_name_gets_the_nearest(name, nearest):
 
 
 def test_a_name_like_no_other_gets_the_list():
-    with pytest.raises(ValueError, match=r"unknown format 'xyz'; choose one of bf16, fp16, fp8_e4"):
+    with pytest.raises(
+        ValueError, match=r"unknown format 'xyz'; choose one of amdfp4, bf16, fp16, fp8_b"
+    ):
         get_format("xyz")
 
 

@@ -138,7 +138,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
         )
         powers_of_two(axes[2].xaxis)
         if others := [name for name in totals if name not in e8m0]:
-            right_of_title(axes[2], f"without {', '.join(others)}, whose scales are E4M3")
+            right_of_title(axes[2], f"without {', '.join(others)}, whose scales are not E8M0")
     else:
         axes[2].set_visible(False)
     if alike := same_counts({name: total.block_range for name, total in totals.items()}):

@@ -11,7 +11,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from megatron.analysis.stats.result_columns import scale_exponents
 from megatron.fake_quant import get_format, quantize
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 
 ROWS, BLOCKS = 160, 160  #: maximum number of rows, and of blocks per row, in an image
 CHUNK = 1 << 20  #: maximum number of values to copy at a time
@@ -20,9 +22,9 @@ CHUNK = 1 << 20  #: maximum number of values to copy at a time
 def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCKS) -> pd.DataFrame:
     """Return the base-2 logarithms of the block scales that a format stores for a tensor.
 
-    For an E8M0 scale, the result is its byte minus 127. For an NVFP4 scale, it is log2 of the
-    stored E4M3 number, which depends on the tensor scale. The result is NaN for a block that has
-    only zeros or contains NaN.
+    For an E8M0 scale, the result is its byte minus 127. For other types, such as the E4M3 of NVFP4,
+    it is log2 of the stored number, which depends on the outer scale. The result is NaN for a block
+    that has only zeros or contains NaN.
 
     Returns:
         A table whose index is the row number; a column is named after the position of the block's
@@ -34,39 +36,28 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
     """
     known = get_format(fmt)
     size = known.block_size
-    if size is None or known.scale_bytes != 1 or known.height > 1:
+    if size in (None, WHOLE_AXIS) or known.scale_bytes != 1 or known.height > 1:
         raise ValueError(f"{fmt} has no scale for each block of a row")
     if not tensor.numel():
         raise ValueError("the tensor has no values")
     table = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
     every = -(-table.shape[0] // rows)
-    taken = table[::every, : blocks * size].float()
-    if known.has_tensor_scale:
-        stored = _two_level(table, taken, fmt)
+    columns = slice(None) if known.outer_size == WHOLE_AXIS else slice(blocks * size)
+    taken = table[::every, columns].float()
+    if known.has_tensor_scale:  # determined by an extra row with the largest value of the table
+        largest = torch.zeros(1, taken.shape[1])
+        largest[0, 0] = largest_finite(table)
+        bytes_ = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.block()[:-1]
     else:
-        bytes_ = quantize(taken, fmt, axis=-1).scales.blocks
-        assert bytes_ is not None
-        stored = bytes_.to(torch.float64) - 127
-        stored[bytes_ == 255] = torch.nan
+        bytes_ = quantize(taken, fmt, axis=-1).scales.block()[:, :blocks]
+    stored = torch.from_numpy(scale_exponents(known))[bytes_.int()]
+    taken = taken[:, : blocks * size]
     stored[_amax(taken, size) == 0] = torch.nan
     return pd.DataFrame(
         stored.numpy(),
         index=np.arange(taken.shape[0]) * every,
         columns=np.arange(stored.shape[1]) * size,
     )
-
-
-def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
-    """Return the base-2 logarithms of the NVFP4 block scales of `taken`, a part of `table`.
-
-    An extra row with the largest value of the whole table determines the tensor scale.
-    """
-    largest = torch.zeros(1, taken.shape[1])
-    largest[0, 0] = largest_finite(table)
-    scales = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.blocks
-    assert scales is not None
-    numbers = scales[:-1].view(torch.float8_e4m3fn).to(torch.float64)
-    return torch.where(numbers > 0, torch.log2(numbers), torch.nan)
 
 
 def largest_finite(tensor: Tensor) -> float:

@@ -33,6 +33,7 @@ from megatron.fake_quant.quant_type import (
     DEFAULT_TYPE,
     OPERATIONS,
     PREFIXES,
+    gemm_formats,
     parse_format,
     parse_type,
 )
@@ -164,7 +165,7 @@ class Policy:
         choice = self.choices[operation]
         if is_lm_head:
             return OperationPolicy(operation, None, "the LM head stays in high precision")
-        fixed = None if choice.format is None else GemmFormats.uniform(choice.format)
+        fixed = None if choice.format is None else gemm_formats(operation, choice.format)
         return OperationPolicy(operation, fixed, choice.source)
 
 

@@ -83,7 +83,7 @@ def test_codes_are_numbers_before_the_scale_only_where_there_is_one(figure_data)
 
 def test_a_panel_says_which_formats_it_lacks_or_hides(figure_data):
     room, ranges, scales = block_analysis.blocks(figure_data, figure_data.with_blocks()).axes
-    assert scales.get_title(loc="right") == "without nvfp4, whose scales are E4M3"
+    assert scales.get_title(loc="right") == "without nvfp4, whose scales are not E8M0"
     assert ranges.get_title(loc="right") == "mxfp8 = mxfp4"
     counted = sum(figure_data.summed(name).headroom for name in figure_data.with_blocks())
     highest = block_analysis.HEADROOM_EDGES[counted.nonzero()[0][-1]]
