@@ -155,18 +155,21 @@ case $dtype in
   *) refuse "--dtype is '$dtype'; it is bf16, fp16, fp32 or fp8" ;;
 esac
 
+tokenizer=$tokenizer_path data=$data_path
+files_given
 find_python
-types=(bf16 mxfp8 mxfp4 hifp8)
+types=(bf16 mxfp8 mxfp4 hifp8) queries=(preset data)
 if [[ -n $quant_recipe ]]; then
   check_recipe "$quant_recipe"
   types=("$(recipe_type "$quant_recipe")")
 elif [[ $mode != batch ]]; then
-  choose_type "$quant_type"
-  types=("$quant_type")
+  queries=(type preset data)
 fi
-tokenizer=$tokenizer_path data=$data_path
-choose_preset
-resolve_data --tokenizer-path --data-path
+choose "${queries[@]}" ${quant_type:+--type="$quant_type"} ${file_options[@]+"${file_options[@]}"}
+if [[ ${queries[0]} == type ]]; then types=("$quant_type"); fi
+if [[ $type_from == settings && ${#training_flags[@]} -eq 0 ]]; then
+  export LAB_EFFECTIVE_TYPE=$quant_type # train_config.py need not resolve it again
+fi
 
 draw=(bash "${home}run_tensor_draw.sh" visualize)
 if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then draw+=(--tensor-dir "$tensor_path"); fi
@@ -233,6 +236,10 @@ announce "$command"
 failed=() limited=()
 for quant_type in "${types[@]}"; do
   status=0
+  if [[ -n ${DRY_RUN-} && $quant_type == "${types[0]}" ]]; then
+    tell '%s\n' "$command"
+    continue
+  fi
   collect "$quant_type" || status=$?
   if ((status > 128)); then exit "$status"; fi # interrupted: collect no further type
   if ((status == 3)); then

@@ -128,7 +128,7 @@ if [[ $mode != collect ]]; then
     run=latest
     recipe=${quant_recipe:-${QUANT_RECIPE-}}
     if [[ -n $quant_type || -z $recipe ]]; then
-      choose_type "$quant_type" 2>/dev/null # the collection printed the same messages
+      choose type ${quant_type:+--type="$quant_type"} 2>/dev/null # the collection printed the same messages
     else
       quant_type=$(recipe_type "$recipe")
     fi

@@ -202,13 +202,33 @@ run_module() {
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' "$@"
 }
 
-# choose_type [TYPE]: set quant_type to the type's canonical name, and type_from to flag, or to
-# settings if training reads the type from the environment and the settings file. Without TYPE, use
-# the type that these set, or mxfp8.
-choose_type() {
-  local answer
-  answer=$("$py" "$repo/script/configs" type ${DRY_RUN:+--dry-run} ${1:+--type="$1"}) || exit
-  { read -r quant_type && read -r type_from; } <<<"$answer"
+# choose QUERY... OPTION...: ask script/configs, and set the variables for each query. One Python
+# answers all of them, because it takes longer to start than to answer.
+#   type    quant_type: the canonical name of --type, or of the type that is set, or mxfp8;
+#           type_from: flag, or settings if training reads it from environment and settings file
+#   preset  preset: --preset, or tiny without a CUDA device, or if the user gives no data and the
+#           default data are missing
+#   data    tokenizer and data. If the user gives neither and a default is missing, the tiny preset
+#           makes and uses the default corpus. Files that the user gives must exist, and so must the
+#           data of the published model.
+#   name    effective_type: the type that results from --flags and everything else
+choose() {
+  local answer query
+  answer=$("$py" "$repo/script/configs" "$@" ${DRY_RUN:+--dry-run}) || exit
+  for query in "$@"; do
+    case $query in
+      type)
+        read -r quant_type && read -r type_from
+        export LAB_CHECKED_TYPE=$quant_type # train_config.py need not check it again
+        ;;
+      preset) read -r preset ;;
+      data)
+        read -r tokenizer && read -r data
+        export LAB_MISSING_SAID=1 # the scripts that this one starts need not list missing files again
+        ;;
+      name) read -r effective_type ;;
+    esac
+  done <<<"$answer"
 }
 
 # folder_name TYPE: print the name of a type's folder, as megatron.tensor_record forms it.
@@ -226,34 +246,14 @@ check_recipe() {
   run_module megatron.fake_quant.policy --check-recipe "$1" || exit 2
 }
 
-# set_file_options: set the array file_options to options that pass on the user's tokenizer and data.
-set_file_options() {
-  file_options=(${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"} ${DRY_RUN:+--dry-run})
-}
-
-# choose_preset: set preset unless the user gives it. It is tiny without a CUDA device, or if the
-# user gives no data and the default data are missing. Needs the variables tokenizer and data.
-choose_preset() {
-  local file_options
-  if [[ -z $preset ]]; then
-    set_file_options
-    preset=$("$py" "$repo/script/configs" preset ${file_options[@]+"${file_options[@]}"}) || exit
-  fi
-  if [[ $preset != tiny && $preset != 1b ]]; then
+# files_given: set the array file_options to options that pass on the user's preset, tokenizer and
+# data to `choose`.
+files_given() {
+  if [[ -n $preset && $preset != tiny && $preset != 1b ]]; then
     refuse "--preset is '$preset'; it is tiny (4 layers, for any CPU) or 1b (Llama 3.2 1B)"
   fi
-}
-
-# resolve_data TOKENIZER_NAME DATA_NAME: complete the variables tokenizer and data. If the user
-# gives neither and a default is missing, the tiny preset makes and uses the default corpus. Files
-# that the user gives must exist, and so must the data of the published model.
-resolve_data() {
-  local answer file_options
-  set_file_options
-  answer=$("$py" "$repo/script/configs" data --preset "$preset" --tokenizer-name="$1" \
-    --data-name="$2" ${file_options[@]+"${file_options[@]}"}) || exit
-  { read -r tokenizer && read -r data; } <<<"$answer"
-  export LAB_MISSING_SAID=1 # the scripts that this one starts need not list missing files again
+  file_options=(${preset:+--preset="$preset"} ${tokenizer:+--tokenizer="$tokenizer"}
+    ${data:+--data="$data"})
 }
 
 # prepare CORPUS OPTION...: run script/data/prepare.py; a dry run prints the command.

@@ -78,13 +78,16 @@ esac
 
 find_python
 tokenizer=${arguments[2]-} data=${arguments[3]-}
-choose_preset
-resolve_data TOKENIZER DATA
-name=llama32_$preset
+files_given
 checkpoint=${arguments[0]-}
+queries=(preset data)
+if [[ -z $checkpoint ]]; then queries+=(name); fi
+choose "${queries[@]}" --tokenizer-name=TOKENIZER --data-name=DATA \
+  --flags="$(quoted ${flags[@]+"${flags[@]}"})" ${file_options[@]+"${file_options[@]}"}
+name=llama32_$preset
 if [[ -z $checkpoint ]]; then
-  type=$(run_module megatron.fake_quant.policy --effective-type ${flags[@]+"${flags[@]}"}) || exit 2
-  checkpoint=${home}checkpoints/${name}_${type//:/-}
+  checkpoint=${home}checkpoints/${name}_${effective_type//:/-}
+  export LAB_EFFECTIVE_TYPE=$effective_type # train_config.py need not resolve it again
 fi
 if [[ $preset == 1b ]]; then preset=full; fi
 

@@ -1,16 +1,21 @@
 """Answer queries of driver scripts such as run_tensor_collection.sh on standard output.
 
     python script/configs preset
-    python script/configs data --data dataset/wiki_text_document --tokenizer model/llama3.2-1b
+    python script/configs preset data --data dataset/wiki_text_document \\
+        --tokenizer model/llama3.2-1b
 
 data     print the tokenizer and the prefix of the data, one per line; the default is Wikipedia,
          tokenized for Llama 3.2 1B
-preset   print 1b or tiny: the model that fits this machine and its data
+preset   print 1b or tiny: --preset, or the model that fits this machine and its data
 type     print the canonical name of a quantization type, then `flag`, or `settings` if training
          reads the type from the environment and the settings file
+name     print the quantization type that results from flags of pretrain_gpt.py (--flags), the
+         environment and the settings file
 size     print the size of the collection of a training command (--command), and ask before a
          large one
 nearest  print the options that are most similar to a word, as part of an error message
+
+Several queries are answered one after the other.
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.announce import announce
 from configs.chosen_type import chosen_type
 from configs.datasets import DATASETS
 from configs.lookup import ConfigError
 from configs.models import MODELS
+from configs.quantizations import AS_SET
 from configs.resolve import (
     DataRequest,
     Files,
@@ -36,6 +41,7 @@ from configs.resolve import (
     resolve_data,
     say,
 )
+from configs.run_names import Formats
 from megatron.console import ArgumentParser, did_you_mean, run_main
 
 
@@ -45,15 +51,16 @@ def build_parser() -> ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("query", choices=ANSWERS)
+    parser.add_argument("queries", nargs="+", choices=ANSWERS, metavar="query")
     parser.add_argument("--tokenizer", help="tokenizer that the user gives")
     parser.add_argument("--data", help="prefix of the data that the user gives")
     parser.add_argument(
         "--tokenizer-name", default="--tokenizer-path", help="name of its option, for messages"
     )
     parser.add_argument("--data-name", default="--data-path", help="the same for the data")
-    parser.add_argument("--preset", default="tiny", help="tiny may train on the default corpus")
+    parser.add_argument("--preset", help="1b, or tiny, which may train on the default corpus")
     parser.add_argument("--type", help="quantization type as given by the user")
+    parser.add_argument("--flags", default="", help="flags of pretrain_gpt.py, quoted for a shell")
     parser.add_argument("--command", default="", help="training command as a dry run prints it")
     parser.add_argument("--types", type=int, default=1, help="number of types collected in turn")
     parser.add_argument("--yes", action="store_true", help="the user agrees to a large collection")
@@ -73,7 +80,7 @@ def request_of(options: argparse.Namespace) -> DataRequest:
         tokenizer=options.tokenizer,
         data=options.data,
         default=default,
-        corpus=options.preset == "tiny",
+        corpus=options.preset != "1b",
         prepare=(
             *("bash", at_home(dataset.prepare)),
             *("--tokenizer-model", options.tokenizer or default.tokenizer),
@@ -88,18 +95,24 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def preset(options: argparse.Namespace) -> list[str]:
-    """Return "1b" (the published model) if there are a GPU and the data, otherwise "tiny"."""
+    """Return --preset, or "1b" if there are a GPU and the data, otherwise "tiny"."""
+    if options.preset is None:
+        options.preset = _fitting_preset(options)  # the query `data` reads it, too
+    return [options.preset]
+
+
+def _fitting_preset(options: argparse.Namespace) -> str:
     if not cuda_devices(sys.executable, dry_run=options.dry_run):
         say("No CUDA device: the model is the tiny preset (--preset 1b for the real shape).")
-        return ["tiny"]
+        return "tiny"
     request = request_of(options)
     if request.tokenizer is None and request.data is None and not request.default.there():
         say(
             f"No data given, and {request.default.lacking()}: the model is the tiny preset "
             "(--preset 1b for the real shape, which needs the data)."
         )
-        return ["tiny"]
-    return ["1b"]
+        return "tiny"
+    return "1b"
 
 
 def quantization_type(options: argparse.Namespace) -> list[str]:
@@ -107,11 +120,18 @@ def quantization_type(options: argparse.Namespace) -> list[str]:
     return [chosen.name, "flag" if chosen.by_flag else "settings"]
 
 
+def name(options: argparse.Namespace) -> list[str]:
+    formats = Formats(name=AS_SET, flags=())
+    return [formats.effective_name(shlex.split(options.flags), sys.executable)]
+
+
 def nearest(options: argparse.Namespace) -> list[str]:
     return [did_you_mean(options.word, options.options.split())]
 
 
 def size(options: argparse.Namespace) -> list[str]:
+    from configs.announce import announce  # takes as long to import as everything else
+
     yes = options.yes or is_set("COLLECT_YES")
     words = shlex.split(options.command)
     announce(words, types=options.types, yes=yes, dry_run=options.dry_run)
@@ -119,6 +139,7 @@ def size(options: argparse.Namespace) -> list[str]:
 
 
 ANSWERS = {
+    "name": name,
     "size": size,
     "data": data,
     "preset": preset,
@@ -130,8 +151,9 @@ ANSWERS = {
 def main() -> int:
     options = build_parser().parse_args()
     try:
-        for line in ANSWERS[options.query](options):
-            print(line)
+        for query in options.queries:
+            for line in ANSWERS[query](options):
+                print(line)
     except ConfigError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status

@@ -13,12 +13,11 @@ import subprocess
 from dataclasses import dataclass
 
 from configs.lookup import ConfigError
-from configs.quantizations import AS_SET, UNQUANTIZED, accepted
+from configs.quantizations import AS_SET, plain_type
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
-from configs.run_names import sets_operations, settings_file
+from configs.run_names import TYPE_VARIABLE, sets_operations, settings_file
 
 DEFAULT = "mxfp8"
-TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 _POLICY = (
     FOREIGN_LEFT_OUT
     + "import runpy; runpy.run_module('megatron.fake_quant.policy', run_name='__main__', "
@@ -69,10 +68,8 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
     Raises:
         ConfigError: if the quantization type does not exist.
     """
-    known = {each.lower(): each for each in accepted() if each != AS_SET}
-    known |= dict.fromkeys(UNQUANTIZED, UNQUANTIZED[0])
-    if name.lower() in known:
-        return known[name.lower()]
+    if known := plain_type(name):
+        return known
     lines = _ask(["--check-type", name], python, dry_run=dry_run)
     return name if lines is None else lines[0]
 

@@ -69,6 +69,15 @@ def accepted() -> dict[str, str]:
     return {name: describe(name) for name in names}
 
 
+def plain_type(name: str) -> str | None:
+    """Return the canonical spelling of an accepted type; the case of `name` does not matter.
+
+    Return None for all other types: only `megatron.fake_quant`, which needs torch, knows them.
+    """
+    spellings = {each.lower(): each for each in accepted() if each not in (*UNQUANTIZED, AS_SET)}
+    return (spellings | dict.fromkeys(UNQUANTIZED, UNQUANTIZED[0])).get(name.lower())
+
+
 def attention_choices() -> dict[str, dict[str, str]]:
     """Return the formats of Q K^T (qk) and P V (pv) for each value of --fa-quantization."""
     choices: dict[str, dict[str, str]] = {"none": {}}

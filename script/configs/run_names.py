@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from configs.lookup import ConfigError, last_value
-from configs.quantizations import AS_SET, accepted
+from configs.quantizations import AS_SET, UNQUANTIZED, formats, plain_type
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
+from megatron.bounded_files import UnusableFileError, read_json
 
 #: Flags of `pretrain_gpt.py` that set formats. The keys are those of the argument `flags` of
 #: `megatron.fake_quant.policy.resolve`.
@@ -22,10 +23,11 @@ FORMAT_FLAGS = {
     "pv": "--pv-quant",
     "recipe": "--quant-recipe",
 }
-
-
-#: Quantization types that appear in the run name unchanged; `none` appears as bf16.
-QUANTIZED = accepted().keys() - {AS_SET, "none"}
+TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
+#: Environment variable in which a driver script passes on the effective type that it has resolved.
+RESOLVED_VARIABLE = "LAB_EFFECTIVE_TYPE"
+#: Environment variable with the canonical name of a type that a driver script has checked.
+CHECKED_VARIABLE = "LAB_CHECKED_TYPE"
 
 
 def sets_operations() -> bool:
@@ -50,7 +52,7 @@ class Formats:
         """Return the part of the run's name that stands for the formats in effect.
 
         It is `name` unless the user's flags set formats, or `name` is `AS_SET` and the environment
-        or the settings file sets them.
+        or the settings file sets them. A driver script may have resolved it before.
 
         Args:
             flags: the user's flags for `pretrain_gpt.py`, which take precedence.
@@ -59,15 +61,52 @@ class Formats:
         Raises:
             ConfigError: if the formats cannot be resolved; training would fail in the same way.
         """
-        given = [flag for flag in FORMAT_FLAGS.values() if last_value(flag, flags) is not None]
-        if self.name != AS_SET and not given:
+        if resolved := os.environ.get(RESOLVED_VARIABLE):
+            return resolved
+        if self.name != AS_SET and not _given(flags):
             return self.name
-        type_flag = FORMAT_FLAGS["custom_quant_type"]
-        name = last_value(type_flag, flags)
-        nothing_else = given == [type_flag] and not (sets_operations() or settings_file())
-        if nothing_else and name in QUANTIZED:
-            return name  # avoids importing torch, which takes seconds
-        return _resolved([*self.flags, *flags], python) or self.name
+        every_flag = [*self.flags, *flags]
+        return _plain(_given(every_flag)) or _resolved(every_flag, python) or self.name
+
+
+def _given(flags: Sequence[str]) -> dict[str, str]:
+    """Return the values of the format flags among `flags`, by the names of `FORMAT_FLAGS`."""
+    values = {name: last_value(flag, flags) for name, flag in FORMAT_FLAGS.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _plain(given: Mapping[str, str]) -> str | None:
+    """Return the effective type in the usual cases, without torch, whose import takes seconds.
+
+    They are: nothing sets a format; or only plain types do, or a type that a driver has checked. A
+    flag has precedence over CUSTOM_QUANT_TYPE. Return None in all other cases, and for everything
+    that may be an error.
+
+    Args:
+        given: the values of the format flags.
+    """
+    by_flag, by_environment = given.get("custom_quant_type"), os.environ.get(TYPE_VARIABLE) or None
+    names = [name for name in (by_flag, by_environment) if name is not None]
+    checked = os.environ.get(CHECKED_VARIABLE)
+    types = [checked if name == checked else plain_type(name) for name in names]
+    if None in types or given.keys() - {"custom_quant_type"} or sets_operations():
+        return None
+    if by_flag is None and os.environ.get("QUANT_RECIPE"):
+        return None
+    if settings_file() and not (types and _settings_are_plain()):
+        return None
+    return types[0] if types else UNQUANTIZED[0]
+
+
+def _settings_are_plain() -> bool:
+    """Return whether the settings file has only plain formats, so that training accepts it."""
+    try:
+        settings = read_json(settings_file(), limit=1 << 16)
+    except (OSError, UnusableFileError):
+        return False
+    if not isinstance(settings, dict) or settings.keys() - {"linear", "qk", "pv"}:
+        return False
+    return all(value in (*formats(), *UNQUANTIZED) for value in settings.values())
 
 
 #: Program that prints the effective quantization type. On an error, it prints the same message as
@@ -89,9 +128,8 @@ def _resolved(flags: Sequence[str], python: str) -> str | None:
     The type is resolved by the code that training uses. Return None if `python` cannot run this
     code, which happens only in a dry run.
     """
-    given = {name: last_value(flag, flags) for name, flag in FORMAT_FLAGS.items()}
     answer = subprocess.run(
-        [python, "-c", FOREIGN_LEFT_OUT + _ASK, json.dumps(given)],
+        [python, "-c", FOREIGN_LEFT_OUT + _ASK, json.dumps(_given(flags))],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,

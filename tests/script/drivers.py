@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,10 +29,27 @@ def bash(script, *arguments, cwd=REPO, **variables):
 
 
 def dry(script, *arguments, **variables):
-    """Return the commands that a driver would run, as lists of words."""
+    """Return the commands that a driver would run, as lists of words.
+
+    A driver is started once for equal words, unless one is a Path, whose content a test may change.
+    """
+    if any(isinstance(each, Path) for each in (*arguments, *variables.values())):
+        output = _dry(script, arguments, variables)
+    else:
+        key = (script, arguments, tuple(sorted(environment(**variables).items())))
+        if key not in _outputs:
+            _outputs[key] = _dry(script, arguments, variables)
+        output = _outputs[key]
+    return [shlex.split(line) for line in output.splitlines()]
+
+
+_outputs: dict[tuple, str] = {}  #: output of each dry run in this process
+
+
+def _dry(script, arguments, variables):
     done = bash(script, *arguments, DRY_RUN="1", **variables)
     assert done.returncode == 0, done.stderr
-    return [shlex.split(line) for line in done.stdout.splitlines()]
+    return done.stdout
 
 
 def value(words, flag):

@@ -24,9 +24,9 @@ def trap(tmp_path):
     "asked",
     [
         f"check_recipe {RECIPE}",
-        "choose_type mx:e3m4:b16:rceil && [[ $quant_type == mx:e3m4:b16:rceil ]]",
-        "choose_type && [[ $quant_type == mxfp8 ]]",
-        "preset='' tokenizer='' data='' && choose_preset && [[ $preset == tiny ]]",
+        "choose type --type=mx:e3m4:b16:rceil && [[ $quant_type == mx:e3m4:b16:rceil ]]",
+        "choose type && [[ $quant_type == mxfp8 ]]",
+        "choose preset && [[ $preset == tiny ]]",
         "run_module megatron.fake_quant.policy --effective-type --quant-recipe " + str(RECIPE),
     ],
 )

@@ -7,15 +7,17 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import flash_attention_config
 import train_config
-from configs import resolve
+from configs import resolve, run_names
 from configs.models import MODELS
 from configs.quantizations import accepted
 from configs.resolve import DataRequest, Files, resolve_data
+from tests import forks
 from tests.published import flags_of
 from tests.script.drivers import value
 from tests.subprocesses import REPO, environment, run
@@ -188,6 +190,17 @@ def test_fewer_iterations_than_are_collected_are_not_made_more(refused, dry):
     assert value(words, "--train-iters") == "20"
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Let forks of a process that has imported torch resolve the formats."""
+
+    def run_in_fork(command, *, env, **_):
+        return forks.run(*command[1:], env=env | {"OMP_NUM_THREADS": "1"})
+
+    monkeypatch.setattr(run_names, "subprocess", SimpleNamespace(run=run_in_fork))
+
+
+@pytest.mark.usefixtures("forked")
 def test_settings_leave_the_formats_to_the_environment(dry):
     words, _ = dry(*CELL[:-1], "settings", "--", "--custom-quant-type", "nvfp4:2d")
     assert words[-2:] == ["--custom-quant-type", "nvfp4:2d"]
@@ -205,6 +218,7 @@ def formats_unsaid(monkeypatch, tmp_path):
     return path
 
 
+@pytest.mark.usefixtures("forked")
 def test_runs_with_other_formats_have_other_folders(dry, refused, formats_unsaid, monkeypatch):
     """A checkpoint of one format is never resumed in another, whatever source sets the formats."""
 
@@ -232,6 +246,7 @@ def test_a_python_without_torch_can_still_show_a_command(dry, monkeypatch, tmp_p
     bare.write_text("#!/bin/sh\nexit 1\n")
     bare.chmod(0o755)
     monkeypatch.setenv("LAB_PYTHON", str(bare))
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "nvfp4")  # a type that only training knows
     words, said = dry(*CELL[:-1], "settings")
     assert value(words, "--save").endswith("_settings")
     assert "a run replaces 'settings' by the effective formats" in said
