@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.analysis.cli import draw_command, stats_command
+from megatron.analysis.dump.folder import check_folder
 from megatron.analysis.text_table import printable_lines, shown
 from megatron.console import ArgumentParser, run_main
 
@@ -147,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = parsed.command
     try:
+        check_folder(parsed.folder)  # a wrong folder is an error at once, not after the imports
         status = command(parsed)
         sys.stdout.flush()
         return status

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from megatron.analysis.dump.folder import check_folder
 from megatron.analysis.dump.record_columns import Columns, Row, WrongTypeError
 from megatron.analysis.dump.tensor_files import (
     Problem,
@@ -63,10 +64,7 @@ def scan(folder: Path) -> ScanResult:
     Raises:
         ValueError: if the folder does not exist, is not a folder, or contains no `.pt` file.
     """
-    if not folder.exists():
-        raise ValueError(f"no folder {folder}; collect tensors first, or name another folder")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; name the folder that holds the .pt files")
+    check_folder(folder)
     problems: list[Problem] = []
     events: list[dict[str, Any]] = []
     files = _walk(folder, problems)
