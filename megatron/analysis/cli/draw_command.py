@@ -143,14 +143,14 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `draw`, `report` or `quick`, print the result and return the exit status."""
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
     import matplotlib
 
     matplotlib.use("agg")
     from megatron.analysis.drawing import draw
     from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
-    if arguments.workers is not None and arguments.workers < 1:
-        raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
     name = arguments.name
     if name == "quick":
         return run_quick(arguments)
