@@ -100,13 +100,14 @@ def _add_stats(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Verify a dump, print the findings and a summary, and return the exit status."""
+    if not arguments.slack > 0:
+        raise ValueError(f"--slack is {arguments.slack:g}; give a number above 0")
+    check_folder(arguments.folder)
     from tqdm import tqdm
 
     from megatron.analysis.store import TensorStore
     from megatron.analysis.verification.verify import Verification
 
-    if not arguments.slack > 0:
-        raise ValueError(f"--slack is {arguments.slack:g}; give a number above 0")
     store = TensorStore(arguments.folder)
     if arguments.run is not None:
         store = store.only(arguments.run)
@@ -148,7 +149,6 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = parsed.command
     try:
-        check_folder(parsed.folder)  # a wrong folder is an error at once, not after the imports
         status = command(parsed)
         sys.stdout.flush()
         return status

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.analysis.cli.stats_command import LEFT_OUT, parse_size
+from megatron.analysis.dump.folder import check_folder
 from megatron.analysis.text_table import printable_lines, shown
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `draw`, `report` or `quick`, print the result and return the exit status."""
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
+    check_folder(arguments.folder)
     import matplotlib
 
     matplotlib.use("agg")
