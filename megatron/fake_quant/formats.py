@@ -10,7 +10,8 @@ check for the class. An attribute that does not apply to a class is None, 0 or F
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5 (elements, E8M0 scale) and 6.3 (conversion);
 NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 2602.11287;
-MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2305.14314.
+MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2305.14314;
+IF4, arXiv 2603.28765; MixFP4, arXiv 2605.31035; macro blocks, arXiv 2603.08713.
 """
 
 import math
@@ -365,6 +366,31 @@ class ChoiceScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class MacroScaling:
+    """A scaling with E8M0 scales per 32 values and a mantissa of 8 bits per 128 values."""
+
+    rule: ScaleRule = "even"
+    top: float | None = None  #: number that no scaled magnitude exceeds; None for the rule alone
+
+    method: ClassVar[str] = "macro_blocks"
+    size: ClassVar[int] = 128
+    blocks: ClassVar[int] = 4  #: number of blocks with an E8M0 scale
+    height: ClassVar[int] = 1
+    square: ClassVar[bool] = False
+    block_scale: ClassVar[str] = "E8M0"
+    scale_bytes: ClassVar[int] = 5
+    finer_exponents: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "none"
+    outer_size: ClassVar[None] = None
+    alternative: ClassVar[None] = None
+    by_class: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("scale rule", self.rule, get_args(ScaleRule))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorScaling:
     """Scaling with one float32 scale, which maps the tensor's largest magnitude to `target`."""
 
@@ -393,7 +419,13 @@ class TensorScaling:
 CodedElement: TypeAlias = ElementFormat | HiFloat8 | TableElement
 Element: TypeAlias = CodedElement | Cast
 Scaling: TypeAlias = (
-    BlockScaling | GroupScaling | TensorScaling | PairScaling | AbsmaxScaling | ChoiceScaling
+    BlockScaling
+    | GroupScaling
+    | TensorScaling
+    | PairScaling
+    | AbsmaxScaling
+    | ChoiceScaling
+    | MacroScaling
 )
 
 
@@ -569,6 +601,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             Format("if4", E2M1, ChoiceScaling(shared=True)),
             Format("if4_mae", E2M1, ChoiceScaling(shared=True, error="mae")),
             Format("mixfp4", E2M1, ChoiceScaling(shared=False)),
+            Format("mxfp4_macro", E2M1, MacroScaling()),
+            Format("mxfp4_macro_oas", E2M1, MacroScaling("rceil", top=7.25)),
         )
     }
 )

@@ -18,6 +18,7 @@ from megatron.fake_quant import (
     float8_scales,
     float32_scales,
     hifloat4,
+    macro_blocks,
     mx,
     pair_exponents,
     tensor_scale,
@@ -77,6 +78,7 @@ _MODULES: Mapping[str, ScalingModule] = MappingProxyType(
         "pair_exponents": pair_exponents,
         "absmax": absmax,
         "element_choice": element_choice,
+        "macro_blocks": macro_blocks,
     }
 )
 
