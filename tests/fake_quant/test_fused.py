@@ -140,6 +140,14 @@ def test_it_is_what_large_tensors_get():
         assert dispatch.find(large, get_format(name)) is None
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "hifp8", "hifp4", "fp8_e4m3"])
+def test_the_storage_of_the_tensor_can_still_be_resized(name):
+    """Selective recomputation frees activations by resizing their storages to zero."""
+    x = torch.randn(256, 256)
+    for tensor in (fake_quantize(x, name), Hadamard(16).apply(x), x):
+        tensor.untyped_storage().resize_(0)
+
+
 def test_many_small_tensors_load_the_kernels_too(monkeypatch):
     monkeypatch.setattr(dispatch, "_left", 3 << 12)
     x, fmt = torch.randn(64, 64), get_format("mxfp8")

@@ -30,7 +30,6 @@ from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings
 from megatron.fake_quant.tensor_scale import factors
 
-_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _SOURCES = {
     torch.float32: numba_elementwise.FROM_FLOAT32,
     torch.bfloat16: numba_elementwise.FROM_BFLOAT16,
@@ -121,8 +120,25 @@ def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) 
     numba_threads.run(work, len(src), _LEAST)
 
 
+class _Memory:
+    """The memory of a tensor, as numpy reads it.
+
+    `Tensor.numpy` would forbid to resize the tensor's storage from then on. Selective recomputation
+    frees the memory of an activation by resizing its storage to zero.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.tensor = flat  # keeps the memory alive as long as the array
+        self.__array_interface__ = {
+            "data": (flat.data_ptr(), False),
+            "shape": (flat.numel(),),
+            "typestr": f"<i{flat.element_size()}",
+            "version": 3,
+        }
+
+
 def _memory(dense: Tensor, order: list[int]) -> Flat:
-    array: Flat = dense.permute(order).view(-1).view(_INTEGERS[dense.dtype]).numpy()
+    array: Flat = np.asarray(_Memory(dense.permute(order).view(-1)))
     return array
 
 
