@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from numba.core.caching import UserProvidedCacheLocator
 
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect.format_table import markdown
@@ -37,7 +38,23 @@ def copy(tmp_path_factory) -> Path:
         if (source := REPO / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
+    share_compiled_kernels(folder)
     return folder
+
+
+def share_compiled_kernels(folder: Path) -> None:
+    """Copy the kernels that this tree has compiled, so that its copy need not compile them again.
+
+    numba names a folder of compiled kernels after the path of their sources.
+    """
+    named = UserProvidedCacheLocator.get_suitable_cache_subpath
+    for cache in REPO.glob("megatron/**/__pycache__/*-*/"):
+        module = cache.parents[1].relative_to(REPO) / "module.py"  # only its folder matters
+        compiled = cache / named(str(REPO / module))
+        if compiled.is_dir():
+            shutil.copytree(
+                compiled, folder / cache.relative_to(REPO) / named(str(folder / module))
+            )
 
 
 def test_readme_commands_run_in_their_order(copy):

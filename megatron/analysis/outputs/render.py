@@ -216,5 +216,9 @@ def picture(figure: Figure, image: str) -> bytes:
     """
     content = io.BytesIO()
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    if (layout := figure.get_layout_engine()) is not None:
+        figure.set_dpi(DPI)
+        layout.execute(figure)
+        figure.set_layout_engine("none")  # savefig would draw everything once more for it
     figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
     return content.getvalue()
