@@ -28,7 +28,7 @@ rounding to nearest.
 
 IF4 has the codes and scales of fouroversix's PyTorch reference, with two exceptions. Where the
 rounding of a small scale lets x * m reach 7, the reference stores the code of negative zero, and
-here the element saturates. In a block whose scale is zero, negative values keep their sign here.
+here the element saturates. Negative values that underflow to zero keep their sign here.
 
 MixFP4 has no public reference. Its rule is that of algorithm 1 of the paper as a third party
 describes it. No source was found for two points: the sign bit is assumed to stand for E1M2, and the
