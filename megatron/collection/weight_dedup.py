@@ -5,6 +5,7 @@ A weight is the same in every micro-batch of an iteration and in a recomputed fo
 
 from typing import Any
 
+from megatron.fake_quant.formats import ROUNDINGS
 from megatron.tensor_record import OF_ITERATION
 
 
@@ -30,7 +31,8 @@ class WeightDedup:
         """
         name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
         fmt = fields.get("format")
-        varies = rounding == "stochastic" or (fmt is not None and fmt.endswith("+dequantized"))
+        random = rounding is not None and ROUNDINGS[rounding].random
+        varies = random or (fmt is not None and fmt.endswith("+dequantized"))
         if name not in OF_ITERATION or not fields["module"] or (rounding is not None and varies):
             return True
         key = (fields["iteration"], fields["module"], name, fmt)

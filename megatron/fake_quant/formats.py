@@ -33,8 +33,11 @@ from megatron.fake_quant.block_scaling import (
 
 Overflow = Literal["saturate", "inf"]
 Ties = Literal["even", "away", "down"]
-Rounding = Literal["nearest", "stochastic", "hybrid"]
+Rounding = Literal["nearest", "stochastic", "hybrid", "eden"]
 ErrorMeasure = Literal["mse", "mae"]
+
+EDEN_GROUP = 128  #: number of neighbors whose scales MS-EDEN corrects by the same factor
+EDEN_BOUND = 255.99  #: bound of MS-EDEN's block scales before the correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class RoundingMode:
     suffix: str  #: suffix of a format's name that selects the mode; empty for the default mode
     description: str  #: text that `python -m megatron.fake_quant describe` prints
     random: bool = False  #: True if the mode draws random bits
+    #: True if block scales are changed after the values are rounded; see `eden.py`
+    corrects_scales: bool = False
 
 
 ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
@@ -56,6 +61,14 @@ ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
         "hybrid": RoundingMode(
             "hr",
             "for |E| < 4 to nearest, ties {ties}; from there on by the value's own low bits (HR)",
+        ),
+        "eden": RoundingMode(
+            "eden",
+            f"to nearest, ties {{ties}}; then the scales of {EDEN_GROUP} neighbors are multiplied "
+            "by sum x^2 / sum x q and rounded at random (MS-EDEN, arXiv 2601.22813); to be used "
+            f"after a Hadamard transform of size {EDEN_GROUP} with random signs",
+            random=True,
+            corrects_scales=True,
         ),
     }
 )
@@ -452,13 +465,27 @@ class Format:
             raise ValueError(
                 f"format {self.name!r} is a cast of torch's: it has no scale and rounds to nearest"
             )
-        if self.rounding not in self.element.roundings:
+        if self.rounding not in self.roundings:
             raise ValueError(
                 f"format {self.name!r}: {self.element.name} elements have no {self.rounding} "
-                f"rounding; choose {' or '.join(self.element.roundings)}"
+                f"rounding under these scales; choose {' or '.join(self.roundings)}"
             )
         if isinstance(self.scaling, BlockScaling):
             check_element(self.scaling, self.element.max)
+
+    @property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """Rounding modes that the element type and the scales accept."""
+        scaling = self.scaling
+        if (
+            isinstance(self.element, ElementFormat)
+            and isinstance(scaling, BlockScaling)
+            and (scaling.scale, scaling.height) == ("e4m3", 1)
+            and EDEN_GROUP % scaling.size == 0
+            and len(self.elements) == 1
+        ):
+            return (*self.element.roundings, "eden")
+        return self.element.roundings
 
     @property
     def is_cast(self) -> bool:
@@ -528,6 +555,11 @@ class Format:
     def stochastic(self) -> bool:
         """True if rounding draws random bits."""
         return ROUNDINGS[self.rounding].random
+
+    @property
+    def corrects_scales(self) -> bool:
+        """True if block scales are changed after the values are rounded."""
+        return ROUNDINGS[self.rounding].corrects_scales
 
 
 E4M3 = ElementFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0)

@@ -15,6 +15,7 @@ bound256                the block scale to which an outer scale maps the largest
 ue8m0                   powers of two, rounded up, in place of float32 block scales
 sr                      stochastic rounding
 hr                      HiFloat8's hybrid rounding
+eden                    MS-EDEN rounding (E4M3 scales); implies bound255.99 for outer scales
 inf                     HiFloat8 overflows to Inf instead of the largest number
 t15, t224, ...          one scale for the tensor, which maps its largest magnitude to 15, 224, ...
 pow2                    the tensor's scale is a power of two
@@ -45,6 +46,7 @@ from megatron.fake_quant.block_scaling import (
 )
 from megatron.fake_quant.float8_scales import FLOAT8, bound
 from megatron.fake_quant.formats import (
+    EDEN_BOUND,
     ELEMENTS,
     FORMATS,
     ROUNDINGS,
@@ -150,13 +152,18 @@ def get_format(name: str) -> Format:
 
 
 def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
-    """Return the variants in a name, the scale rule first; a top without a rule implies rceil."""
+    """Return the variants in a name, in the order in which they apply.
+
+    The scale rule comes first; a top without a rule implies rceil. The rounding mode comes last,
+    because it may depend on the scales.
+    """
     names = variants.split(":")
     rules = [name for name in names if name in RULES]
     given = bool(rules) or "rule" in changed or base.scale_rule is None
     if not given and any(_help(name) == TOP for name in names):
         rules = ["rceil"]
-    return [*rules, *(name for name in names if name not in RULES)]
+    others = [name for name in names if name not in RULES]
+    return [*rules, *sorted(others, key=lambda name: name in _ROUNDINGS)]
 
 
 def _unknown(name: str) -> ValueError:
@@ -236,7 +243,12 @@ def _changed(fmt: Format, variant: str) -> Format:
         )
     kind = _kind(variant)
     if kind == "rounding":
-        return replace(fmt, rounding=_ROUNDINGS[variant])
+        scaling, rounding = fmt.scaling, _ROUNDINGS[variant]
+        if rounding == "eden" and fmt.has_outer_scale:
+            assert isinstance(scaling, BlockScaling)
+            if scaling.bound is None:
+                scaling = replace(scaling, bound=EDEN_BOUND)
+        return replace(fmt, scaling=scaling, rounding=rounding)
     if kind == "inf":
         return replace(fmt, element=HiFloat8(overflow="inf"))
     if kind == "target":
@@ -283,7 +295,8 @@ def _without_defaults(fmt: Format) -> Format:
     if not isinstance(scaling, BlockScaling):
         return fmt
     assert isinstance(fmt.element, ElementFormat)
-    if scaling.bound is not None and scaling.bound == bound(replace(scaling, bound=None)):
+    own = bound(replace(scaling, bound=None)) if scaling.bound is not None else None
+    if own is not None and scaling.bound == own and fmt.rounding != "eden":
         scaling = replace(scaling, bound=None)
     if scaling.top is not None and scaling.top == fmt.element.max:
         scaling = replace(scaling, top=None)
@@ -297,7 +310,7 @@ def variants_of(fmt: Format) -> list[str]:
 
 def _accepts(fmt: Format, variant: str) -> bool:
     if variant in _ROUNDINGS:
-        return _ROUNDINGS[variant] in fmt.element.roundings
+        return _ROUNDINGS[variant] in fmt.roundings
     of_scaling = () if fmt.scaling is None else fmt.scaling.variants
     if variant in _SEARCHES and fmt.element != ELEMENTS["e2m1"]:
         return False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import scalings
+from megatron.fake_quant import eden, scalings
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import Element, Format
 from megatron.fake_quant.random_bits import random_bits
@@ -32,7 +32,8 @@ def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tupl
     rounded = [
         round_blocks(blocks, x, fmt, layout, seed, element=element) for element in fmt.elements
     ]
-    return choose(rounded, fmt, scales), scales
+    elements = choose(rounded, fmt, scales)
+    return elements, final_scales(scales, blocks, elements, fmt, seed)
 
 
 def choose(results: Sequence[Tensor], fmt: Format, scales: Scales) -> Tensor:
@@ -48,6 +49,24 @@ def choose(results: Sequence[Tensor], fmt: Format, scales: Scales) -> Tensor:
     assert fmt.scaling is not None
     chosen = scalings.alternative_chosen(scales, fmt.scaling).unsqueeze(-1)
     return torch.where(chosen, results[1], results[0])
+
+
+def final_scales(
+    scales: Scales, blocks: Tensor, elements: Tensor, fmt: Format, seed: int | None
+) -> Scales:
+    """Return the scales to store, which some rounding modes correct after values are rounded.
+
+    Args:
+        scales: scales of the blocks, as `scale_down` returns them.
+        blocks: scaled blocks, as `scale_down` returns them.
+        elements: rounded blocks.
+        fmt: format.
+        seed: seed of stochastic rounding; None for other rounding modes.
+    """
+    if not fmt.corrects_scales:
+        return scales
+    assert seed is not None
+    return eden.corrected(blocks, elements, scales, seed)
 
 
 def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Scales]:
@@ -78,7 +97,7 @@ def round_blocks(
     element = element or fmt.element
     assert not element.is_cast
     random = None
-    if seed is not None:
+    if seed is not None and not fmt.corrects_scales:
         random = layout.to_blocks(random_bits(tuple(x.shape), seed, x.device))
     source = x.dtype if fmt.scaling is None else torch.float32
     return round_to(blocks, element, fmt.rounding, random=random, source=source)

@@ -131,7 +131,10 @@ def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) ->
 #: By class of element types: the rounding function, and its rule for each rounding mode.
 _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = MappingProxyType(
     {
-        ElementFormat: (_round_element, {"nearest": _nearest, "stochastic": _stochastic}),
+        ElementFormat: (
+            _round_element,
+            {"nearest": _nearest, "stochastic": _stochastic, "eden": _nearest},
+        ),
         TableElement: (_round_to_table, {"nearest": _middles}),
         HiFloat8: (
             hifloat8.round_between_neighbors,

@@ -105,6 +105,7 @@ ACCEPTED = {
         "bound256",
         "head3/4",
         "sr",
+        "eden",
     ],
     "hifp4": ["sr"],
     "hifp8": ["sr", "hr", "inf", "t15"],

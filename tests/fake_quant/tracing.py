@@ -12,7 +12,17 @@ from megatron.fake_quant.gemm import GemmFormats, Operand
 from .kernel_inputs import SEED
 
 #: One format per kernel, scaling and rounding mode.
-KINDS = ["mxfp8", "nvfp4:2d", "hifp8:hr", "hifp4", "fp8_e4m3", "bf16", "mxfp4:sr", "hifp8:sr:t15"]
+KINDS = [
+    "mxfp8",
+    "nvfp4:2d",
+    "hifp8:hr",
+    "hifp4",
+    "fp8_e4m3",
+    "bf16",
+    "mxfp4:sr",
+    "hifp8:sr:t15",
+    "nvfp4:eden",
+]
 kinds = pytest.mark.parametrize("name", KINDS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 HADAMARD, RANDOM = Hadamard(16, "nvfp4"), Hadamard(16, "random")
@@ -70,7 +80,7 @@ def special(x: Tensor) -> Tensor:
 
 
 def seed_of(name: str) -> int | None:
-    return SEED if get_format(name).rounding == "stochastic" else None
+    return SEED if get_format(name).stochastic else None
 
 
 def quantizer(name: str, axis: int = -1):

@@ -168,7 +168,7 @@ def quantized(
 
 def is_random(operand: Operand) -> bool:
     """Return whether an operand is rounded stochastically."""
-    return operand.format is not None and operand.format.rounding == "stochastic"
+    return operand.format is not None and operand.format.stochastic
 
 
 def check_not_random(*operands: Operand) -> None:

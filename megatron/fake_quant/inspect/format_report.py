@@ -95,6 +95,7 @@ def _bias(fmt: Format) -> list[Line]:
         for part, cause in (
             (bias.clipping, "values that clip at the largest number"),
             (bias.scales, "scales that do not undo the division"),
+            (bias.correction, "a correction that blocks with different scales share"),
         )
         if abs(part) >= NEGLIGIBLE
     ]

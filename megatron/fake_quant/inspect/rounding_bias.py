@@ -1,4 +1,4 @@
-"""Measure the bias of stochastic rounding in a format, without drawing random numbers.
+"""Measure the bias of random rounding in a format, without drawing random numbers.
 
 If a scaled value v is rounded stochastically to an element type, the mean of the result is v. If v
 is beyond the type's largest number, the result is always that number. The mean of a quantized value
@@ -8,6 +8,10 @@ computes all three steps exactly. Two causes make the mean differ from the value
     clipping   the scale maps the maximum of a block beyond the largest number
     scales     multiplying by the stored scale does not undo the division, as in HiFloat4, whose
                rounded reciprocal divides
+
+MS-EDEN rounds the values to nearest and its scales at random, so the mean of a value is its rounded
+value times the mean of its scale. The bias is that of a tensor of normal values, which random
+rotations approximate. It is not zero, because blocks with different scales share a correction.
 
 The result is stated as the gain of a product of two operands, sum(xy) / sum(x^2) - 1. Here, x are
 the exact products of normally distributed values, and y are the means of the quantized products. In
@@ -20,9 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import reference
+from megatron.fake_quant import eden, reference
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import Format
+from megatron.fake_quant.code_points import decode
+from megatron.fake_quant.formats import E4M3, Format
 
 NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
 SMALL = 2e-4  #: largest magnitude of a gain that is reported as small
@@ -31,15 +36,16 @@ _SHAPE = (512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class RoundingBias:
-    """Gain of a product of two stochastically rounded operands, divided among its two causes."""
+    """Gain of a product of two operands that are rounded at random, divided among its causes."""
 
     clipping: float
     scales: float
+    correction: float = 0.0  #: gain from MS-EDEN's correction of the scales
 
     @property
     def gain(self) -> float:
         """Total gain of the product, which is 0 if the product is right on average."""
-        return self.clipping + self.scales
+        return self.clipping + self.scales + self.correction
 
     @property
     def unbiased(self) -> bool:
@@ -47,24 +53,38 @@ class RoundingBias:
 
         Only then does the error of the mean of n products decrease as 1 / sqrt(n) for any n.
         """
-        return abs(self.clipping) < NEGLIGIBLE and abs(self.scales) < NEGLIGIBLE
+        return all(abs(part) < NEGLIGIBLE for part in (self.clipping, self.scales, self.correction))
 
 
 @functools.cache
 def rounding_bias(fmt: Format) -> RoundingBias | None:
-    """Return the bias of `fmt` with stochastic rounding, or None if it has no such rounding."""
-    if "stochastic" not in fmt.element.roundings:
+    """Return the bias of `fmt` with its own random rounding, or else with stochastic rounding.
+
+    The result is None if the format has no stochastic rounding.
+    """
+    if "stochastic" not in fmt.roundings:
         return None
-    fmt = replace(fmt, rounding="stochastic")
+    if not fmt.corrects_scales:
+        fmt = replace(fmt, rounding="stochastic")
     x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0))
     layout = BlockLayout.of(_SHAPE, fmt, -1)
     blocks, scales = reference.scale_down(x, fmt, layout)
-    largest = fmt.element.max
-    clipped = blocks.clamp(-largest, largest) if fmt.element.saturates else blocks
 
     def gain(blocks: Tensor) -> float:
         mean = reference.join(blocks, scales, fmt, layout).double()
         return float((mean * x.double()).sum() / x.double().square().sum()) - 1
 
+    if fmt.corrects_scales:
+        rounded = reference.round_blocks(blocks, x, fmt, layout, None)
+        stored = decode(scales.block(), E4M3)
+        mean_scales = eden.corrected_values(blocks, rounded, scales).clamp(max=E4M3.max)
+        return RoundingBias(
+            0.0, 0.0, (1 + gain(rounded * (mean_scales / stored)[..., None])) ** 2 - 1
+        )
+    parts = [
+        blocks.clamp(-element.max, element.max) if element.saturates else blocks
+        for element in fmt.elements
+    ]
+    clipped = reference.choose(parts, fmt, scales)
     of_scales, of_both = ((1 + gain(part)) ** 2 - 1 for part in (blocks, clipped))
     return RoundingBias(of_both - of_scales, of_scales)
