@@ -4,12 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.analysis.stats import direct, tensor
+from megatron.analysis.stats.format_groups import group_formats
+from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import code_values, decode
 from megatron.fake_quant.formats import E4M3
 from megatron.fake_quant.gemm import GemmFormats, Operand, quantized_matmul
 from megatron.fake_quant.inspect.format_report import describe
 from megatron.fake_quant.inspect.rounding_bias import rounding_bias
+
+from .uses import check_commands
 
 NEAREST = "nvfp4:bound255.99"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -161,3 +166,14 @@ def test_describe_states_the_gain():
     mean = sum(fake_quantize(x.float(), "nvfp4:eden", seed=i) for i in range(16)).double() / 16
     gain = float((mean * x).sum() / (x * x).sum())
     assert gain**2 - 1 == pytest.approx(bias.gain, abs=1e-4)
+
+
+def test_statistics_are_those_of_the_values_and_the_commands_describe_it():
+    x = normal(33, 300).exp()
+    matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    name = get_format("nvfp4:eden").name
+    _, found = tensor.measure(x, matrix, group_formats([name]))
+    for dim, axis in ((-1, "row"), (0, "column")):
+        error = fake_quantize(x, name, dim, seed=direct.SEED) - x.double()
+        np.testing.assert_allclose(found[name, axis].numbers()["mse"], error.square().mean())
+    check_commands(name)

@@ -127,17 +127,15 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
     layout = BlockLayout.of(tuple(operand.shape), fmt, dim)
     blocks, scales = reference.scale_down(operand, fmt, layout)
     seed = SEED if fmt.stochastic else None
-    all_elements, all_clipped = [], []
+    all_elements, all_codes, all_clipped = [], [], []
     for element in fmt.elements:
         assert not element.is_cast
         bound = element.max if element.saturates else math.inf
         rounded = reference.round_blocks(blocks, operand, fmt, layout, seed, element=element.wider)
         all_clipped.append(rounded.abs() > element.max)
         all_elements.append(rounded.clamp_(-bound, bound))
+        all_codes.append(encode(rounded, element))
     clipped = reference.choose(all_clipped, fmt, scales)
-    all_codes = [
-        encode(rounded, element) for rounded, element in zip(all_elements, fmt.elements, strict=True)
-    ]
     codes = layout.from_blocks(reference.choose(all_codes, fmt, scales))
     codes = pack_nibbles(codes) if fmt.element.bits <= _NIBBLE else codes
     rounded = reference.choose(all_elements, fmt, scales)
