@@ -281,7 +281,8 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    known = fmt.by_class
+    flat = fmt.height == 1 or (fmt.square and fmt.scaling.search == "none")
+    known = flat and fmt.outer_size is None and fmt.scaling.scale in ("e4m3", "ue5m3")
     if device != "cpu":
         known = folds(fmt.scaling, fmt.element) and fmt.scaling.outer == "tensor"
     return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()

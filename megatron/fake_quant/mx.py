@@ -102,9 +102,10 @@ def scale_down(
 ) -> tuple[Tensor, Scales]:
     """Return the blocks scaled to the range of the element type, and one scale byte per block."""
     byte = scale_bytes(blocks.abs().amax(-1), element, scaling)
+    factors = scale_reciprocals(byte)
     if scaling.headroom != "1":
-        blocks = blocks * scaling.share
-    return blocks * scale_reciprocals(byte).unsqueeze(-1), Scales(byte.to(torch.uint8))
+        factors = factors * scaling.share
+    return blocks * factors.unsqueeze(-1), Scales(byte.to(torch.uint8))
 
 
 def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
@@ -126,7 +127,7 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    known = fmt.by_class and isinstance(fmt.scaling, BlockScaling) and fmt.scaling.headroom == "1"
+    known = fmt.height in (1, fmt.block_size) if device == "cpu" else fmt.by_class
     return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
 
 

@@ -45,6 +45,23 @@ NAMES = [
     "mx:e1m6:b32:ceil",
     "mx:e2m1:b600:floor",
 ]
+#: formats with kernels for the CPU only
+CPU_NAMES = [
+    "mxfp4:rceil:top7.25",
+    "mxfp4:head3/4:sr",
+    "mx:e4m3:row:rceil",
+    "nvint4",
+    "nvfp4:outer-none",
+    "nvfp4:head16/17:sr",
+    "amdfp4",
+    "amdfp4:2d:outer-tensor:sr",
+    "fp8_block",
+    "fp8_block:2d:sr",
+    "fp8_rowwise",
+    "nvfp4:4over6-mae",
+    "nvfp4:outer-none:4over6-mse",
+    "nvfp4:4over6-mse:bound448:head16/17:sr",
+]
 
 
 def every_scale() -> Tensor:

@@ -16,10 +16,10 @@ from megatron.fake_quant.fused import dispatch, numba_launch
 from megatron.fake_quant.fused import numba_threads as team
 from megatron.fake_quant.quantize import checked
 
-from .kernel_inputs import INPUTS, NAMES, SEED, bits, layouts
+from .kernel_inputs import CPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
 
 REPO = Path(__file__).parents[2]
-names = pytest.mark.parametrize("name", NAMES)
+names = pytest.mark.parametrize("name", [*NAMES, *CPU_NAMES])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.fake_quant import float8_scales
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.float8_scales import SIXTH
+from megatron.fake_quant.float8_scales import WIDER as RATIO
 from megatron.fake_quant.formats import ElementFormat, Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
@@ -35,6 +36,7 @@ from megatron.fake_quant.mx import carry_bits
 from megatron.fake_quant.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
+WIDER = np.float32(RATIO)
 HALF_POWER = np.int32(1 << 22)  #: bits of 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
 COLUMNS = 512  #: number of columns in a tile, so few that its rows stay in the cache
@@ -47,6 +49,20 @@ E4M3 = Element(
 )
 
 
+UE5M3 = Element(
+    np.int32((127 - 14) << 23),
+    np.int32((127 + 16) << 23 | 6 << 20),
+    np.int32(3 << 23),
+    np.int32(16),
+    SIGN,
+)
+SMALLEST_UE5M3 = np.int32((127 - 17) << 23)
+SMALLEST_NORMAL = np.int32(1 << 23)
+#: Orders of operations: values are multiplied by reciprocals of scales (E8M0, E4M3), divided by
+#: scales (UE5M3), or multiplied by factors that are rounded on their own (float32 scales).
+MULTIPLIED, DIVIDED, FLOAT32 = np.int32(0), np.int32(1), np.int32(2)
+
+
 class Rule(NamedTuple):
     """Constants for computing a block's scale from the block's largest magnitude."""
 
@@ -54,27 +70,44 @@ class Rule(NamedTuple):
     carry_from: np.int32
     encode: np.float32  #: E4M3: a block's maximum times this is its scale; 0 for E8M0
     decode: np.float32  #: E4M3: decode factor of the tensor; 1 for E8M0
-    divisor: np.float32 = ONE  #: E4M3: divisor of a block's maximum, before `encode`
+    #: E4M3 and UE5M3: divisor of a block's maximum; E8M0: factor of values before rounding
+    divisor: np.float32 = ONE
+    kind: np.int32 = MULTIPLIED  #: order of operations: MULTIPLIED, DIVIDED or FLOAT32
+    search: np.int32 = ZERO  #: 0, or the error by which the better scale is chosen: 1 MAE, 2 MSE
+    amax: np.float32 = ONE  #: search: largest finite magnitude of the tensor
+    target: np.float32 = ONE  #: search: number to which `amax` is mapped
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
-    """Return the constants for computing the E8M0 or E4M3 block scales of a format.
+    """Return the constants for computing the block scales of a format.
 
     finite_amax: function that returns the tensor's largest finite magnitude; called only if the
         format has a tensor scale.
     """
-    if fmt.scale_rule is not None:
-        return Rule(np.int32(carry_bits(fmt)), np.float32(0), np.float32(1))
-    assert isinstance(fmt.scaling, BlockScaling)
-    assert isinstance(fmt.element, ElementFormat)
-    divisor = np.float32(float8_scales.top(fmt.scaling, fmt.element))
-    if not fmt.has_outer_scale:
-        return Rule(np.int32(0), np.float32(1), np.float32(1), divisor)
-    whole = divide_by(finite_amax(), float8_scales.target(fmt.scaling, fmt.element))
+    scaling, element = fmt.scaling, fmt.element
+    assert isinstance(scaling, BlockScaling)
+    assert isinstance(element, ElementFormat)
+    if scaling.scale == "e8m0":
+        share = np.float32(scaling.share)
+        carry = np.int32(carry_bits(fmt))
+        return Rule(carry, np.float32(0), np.float32(1 / scaling.share), share)
+    divisor = np.float32(float8_scales.top(scaling, element))
+    if scaling.scale == "fp32":
+        return Rule(ZERO, divisor, ONE, kind=FLOAT32)
+    kind = MULTIPLIED if scaling.scale == "e4m3" else DIVIDED
+    search = np.int32(("none", "mae", "mse").index(scaling.search))
+    if scaling.outer == "none":
+        return Rule(ZERO, ONE, ONE, divisor, kind, search)
+    amax, target = finite_amax(), np.float32(float8_scales.target(scaling, element))
+    if kind == DIVIDED:
+        outer = max(np.float32(amax.item()) / target, np.float32(float8_scales.SMALLEST_OUTER))
+        return Rule(ZERO, outer, ONE, divisor, kind)
+    whole = divide_by(amax, float(target))
     encode, decode = whole, np.float32(whole.reciprocal().item())
-    if float8_scales.folds(fmt.scaling, fmt.element):
+    if float8_scales.folds(scaling, element):
         encode, divisor = whole * SIXTH, ONE
-    return Rule(np.int32(0), np.float32(encode.item()), decode, divisor)
+    encoding = np.float32(encode.item())
+    return Rule(ZERO, encoding, decode, divisor, kind, search, np.float32(amax.item()), target)
 
 
 @inlined
@@ -103,22 +136,83 @@ def power(byte: Any) -> Any:
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
     """Return the factors applied before and after rounding a block, and the mask of its signs.
 
+    If the order of operations is DIVIDED, the first factor is a divisor.
+
     A block with an Inf or a NaN gets NaN factors and a mask of zero.
     """
     if amax >= INFINITY:
         return as_float(NAN), as_float(NAN), ZERO
+    if rule.kind == FLOAT32:
+        encode = max(min(rule.encode / as_float(amax), FLOAT32_MAX), as_float(SMALLEST_NORMAL))
+        encode = ONE if amax == 0 else encode
+        return encode, ONE / encode, SIGN
+    if rule.kind == DIVIDED:
+        wanted = as_bits(np.float32(as_float(amax) / rule.encode) / rule.divisor)
+        clamped = min(max(wanted, SMALLEST_UE5M3), UE5M3.top)
+        factor = np.float32(as_float(nearest_even(clamped, UE5M3)) * rule.encode)
+        return factor, factor, SIGN
     if rule.encode == 0:
         byte = e8m0(amax, element, rule)
-        return power(254 - byte), power(byte), SIGN
-    scaled = min(as_bits(np.float32(as_float(amax) / rule.divisor) * rule.encode), E4M3.top)
-    scale = as_float(nearest_even(scaled, E4M3))
-    return min(ONE / np.float32(scale * rule.decode), FLOAT32_MAX), scale, SIGN
+        return np.float32(power(254 - byte) * rule.divisor), power(byte), SIGN
+    scale = e4m3(np.float32(as_float(amax) / rule.divisor) * rule.encode)
+    return multiplier(scale, rule), scale, SIGN
+
+
+@inlined
+def e4m3(wanted: Any) -> Any:
+    """Return the E4M3 number nearest to `wanted`, at most 448."""
+    return as_float(nearest_even(min(as_bits(wanted), E4M3.top), E4M3))
+
+
+@inlined
+def multiplier(scale: Any, rule: Any) -> Any:
+    """Return the factor of values under an E4M3 scale, before they are rounded."""
+    return min(ONE / np.float32(scale * rule.decode), FLOAT32_MAX)
+
+
+@inlined
+def error(bits: Any, scale: Any, down: Any, element: Any, rule: Any) -> Any:
+    """Return the error of one value under a candidate scale; see `float8_scales._error`."""
+    code = as_float(nearest_even(scaled_down(bits, down, element), element))
+    value = np.float32(np.float32(np.float32(code * scale) * rule.amax) / rule.target)
+    difference = np.float32(value - as_float(np.int32(bits & MAGNITUDE)))
+    return np.float32(difference * difference) if rule.search == 2 else abs(difference)
+
+
+@inlined
+def candidates(amax: Any, rule: Any) -> Any:
+    """Return the two scales between which a search chooses, which map the maximum to 6 and to 4."""
+    wanted = np.float32(np.float32(as_float(amax) / rule.divisor) * rule.encode)
+    return e4m3(wanted), e4m3(np.float32(wanted * WIDER))
+
+
+@inlined
+def searched(block: Any, amax: Any, element: Any, rule: Any) -> Any:
+    """Return the same as `block_scale`, with the better one of two scales."""
+    if amax >= INFINITY:
+        return as_float(NAN), as_float(NAN), ZERO
+    six, four = candidates(amax, rule)
+    down_six, down_four = multiplier(six, rule), multiplier(four, rule)
+    error_six, error_four = np.float32(0), np.float32(0)
+    for j in range(len(block)):
+        bits = widen(block[j])
+        error_six = np.float32(error_six + error(bits, six, down_six, element, rule))
+        error_four = np.float32(error_four + error(bits, four, down_four, element, rule))
+    if error_four < error_six:
+        return down_four, four, SIGN
+    return down_six, six, SIGN
 
 
 @inlined
 def scaled_down(bits: Any, down: Any, element: Any) -> Any:
     """Return the bits of a value's scaled magnitude, clamped to the element type's maximum."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) * down), element.top)
+
+
+@inlined
+def divided(bits: Any, divisor: Any, element: Any) -> Any:
+    """Return the same as `scaled_down` for a scale that is a divisor."""
+    return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) / divisor), element.top)
 
 
 @inlined
@@ -155,7 +249,15 @@ def line(
         drawn = buffer[fill_random(buffer, index, len(src), random) :]
         for j in range(len(src)):
             bits = widen(src[j])
-            rounded = stochastic(scaled_down(bits, down[j], element), element, drawn[j])
+            scaled = scaled_down(bits, down[j], element)
+            if rule.kind == DIVIDED:
+                scaled = divided(bits, down[j], element)
+            rounded = stochastic(scaled, element, drawn[j])
+            dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
+    elif rule.kind == DIVIDED:
+        for j in range(len(src)):
+            bits = widen(src[j])
+            rounded = nearest_even(divided(bits, down[j], element), element)
             dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
     else:
         for j in range(len(src)):
@@ -182,11 +284,37 @@ def rows(
                 for j in range(len(block)):
                     amax = max(amax, np.int32(widen(block[j]) & MAGNITUDE))
                 last = first + size
-                down[first:last], up[first:last], keep[first:last] = block_scale(
-                    amax, element, rule
-                )
+                if rule.search > 0:
+                    scales = searched(block, amax, element, rule)
+                else:
+                    scales = block_scale(amax, element, rule)
+                down[first:last], up[first:last], keep[first:last] = scales
             index = np.int64(row) * n + left
             line(read, written, down, up, keep, element, rule, random, index, buffer)
+
+
+@inlined
+def search_columns(
+    tile: Any, amax: Any, down: Any, up: Any, scratch: Any, element: Any, rule: Any
+) -> Any:
+    """Replace the scales of a tile's columns, each of which is a block, by the better ones of two.
+
+    `scratch` has four rows for the candidates' factors and errors.
+    """
+    for j in range(tile.shape[1]):
+        six, four = candidates(amax[j], rule)
+        scratch[0, j], scratch[1, j], scratch[2, j] = multiplier(four, rule), four, np.float32(0)
+        scratch[3, j] = np.float32(0)
+    for i in range(tile.shape[0]):
+        for j in range(tile.shape[1]):
+            bits = widen(tile[i, j])
+            four = error(bits, scratch[1, j], scratch[0, j], element, rule)
+            scratch[2, j] = np.float32(scratch[2, j] + four)
+            six = error(bits, up[j], down[j], element, rule)
+            scratch[3, j] = np.float32(scratch[3, j] + six)
+    for j in range(tile.shape[1]):
+        if amax[j] < INFINITY and scratch[2, j] < scratch[3, j]:
+            down[j], up[j] = scratch[0, j], scratch[1, j]
 
 
 @kernel
@@ -195,6 +323,7 @@ def columns(
     dst: Any,
     size: Any,
     square: Any,
+    strips: Any,
     element: Any,
     rule: Any,
     random: Any,
@@ -203,19 +332,21 @@ def columns(
 ) -> None:
     """Quantize an `[outer, n, inner]` array in blocks along the middle axis, or in square blocks.
 
-    Square blocks extend over the last two axes. `start` and `stop` count groups of `size` rows; the
-    groups of one matrix come before the groups of the next matrix.
+    Square blocks extend over the last two axes. `start` and `stop` count groups of `size` rows, and
+    each group is cut into `strips` parts. The groups of one matrix come before those of the next.
     """
     n, inner = src.shape[1], src.shape[2]
     blocks = (n + size - 1) // size
     width = max(COLUMNS // size, 1) * size if square else COLUMNS
     amax, keep = np.empty(width, np.int32), np.empty(width, np.int32)
     down, up = np.empty(width, np.float32), np.empty(width, np.float32)
-    buffer = np.empty(width + 7, np.int32)
+    buffer, scratch = np.empty(width + 7, np.int32), np.empty((4, width), np.float32)
+    strip = (inner + width * strips - 1) // (width * strips) * width
     for item in range(start, stop):
-        outer, first = item // blocks, item % blocks * size
+        outer, first = item // strips // blocks, item // strips % blocks * size
         last = min(first + size, n)
-        for left in range(0, inner, width):
+        begin = item % strips * strip
+        for left in range(begin, min(begin + strip, inner), width):
             right = min(left + width, inner)
             amax[:] = 0
             for i in range(first, last):
@@ -227,6 +358,9 @@ def columns(
                     amax[group : group + size] = amax[group : group + size].max()
             for j in range(width):
                 down[j], up[j], keep[j] = block_scale(amax[j], element, rule)
+            if rule.search > 0:
+                tile = src[outer, first:last, left:right]
+                search_columns(tile, amax, down, up, scratch, element, rule)
             for i in range(first, last):
                 read, written = src[outer, i, left:right], dst[outer, i, left:right]
                 index = (np.int64(outer) * n + i) * inner + left

@@ -77,8 +77,9 @@ def _blocks(
     """
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None
-    size = fmt.block_size
+    size = min(fmt.block_size, shape[axis])
     if fmt.square:
+        size = fmt.block_size
         axis = len(shape) - 2
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     work: Callable[[int, int], Any]
@@ -92,14 +93,23 @@ def _blocks(
         numba_threads.run(work, len(src) // width, -(-_LEAST // width))
     else:
         tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+        # Blocks as long as the axis are cut into strips, to give all threads a part.
+        strips = -(-inner // numba_blocks.COLUMNS) if size == n and not fmt.square else 1
         work = functools.partial(
-            numba_blocks.columns, *tensors, size, fmt.square, element, rule, _random(seed)
+            numba_blocks.columns, *tensors, size, fmt.square, strips, element, rule, _random(seed)
         )
-        numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+        items = outer * -(-n // size) * strips
+        numba_threads.run(work, items, -(-_LEAST * strips // (size * inner)))
 
 
 #: Functions that quantize to formats with block scales, by number type of the scale.
-_BLOCK_KERNELS = {"E8M0": _blocks, "E4M3": _blocks, "E6M2": _groups}
+_BLOCK_KERNELS = {
+    "E8M0": _blocks,
+    "E4M3": _blocks,
+    "UE5M3": _blocks,
+    "FP32": _blocks,
+    "E6M2": _groups,
+}
 
 
 def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
