@@ -8,6 +8,7 @@ float32 arithmetic (NVFP4, scales of a tensor), numpy's float32 does each operat
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -56,28 +57,43 @@ CASTS = {"hifp8": "hif8", "hifp8:inf": "hif8", "fp16": "float16"}
 NAMES = (*MX, *TENSOR, *CASTS, "nvfp4", "hifp4")
 
 
+@functools.cache
+def power(exponent: int) -> Fraction:
+    """Return 2^exponent."""
+    return Fraction(2) ** exponent
+
+
 def exponent(x: Fraction) -> int:
     """Return floor(log2 x)."""
     found = x.numerator.bit_length() - x.denominator.bit_length()
-    return found if Fraction(2) ** found <= x else found - 1
+    return found if power(found) <= x else found - 1
+
+
+@functools.cache
+def edge_of(element: str) -> tuple[Fraction, bool]:
+    """Return the edge from which magnitudes round to the number after the largest.
+
+    The second value is true if the edge itself does.
+    """
+    mantissa, largest, away = ELEMENTS[element]
+    step = power(exponent(largest) - mantissa)
+    if element == "hif8":  # 1.5 * 2^15 is the next one; there is one bit of mantissa
+        step = power(14)
+    odd = (largest / step) % 2 == 1
+    return largest + step / 2, away or odd
 
 
 def is_clipped(scaled: Fraction, element: str) -> bool:
     """Return whether a scaled magnitude would round to the number after the largest."""
-    mantissa, largest, away = ELEMENTS[element]
-    step = Fraction(2) ** (exponent(largest) - mantissa)
-    if element == "hif8":  # 1.5 * 2^15 is the next one; there is one bit of mantissa
-        step = Fraction(2) ** 14
-    edge = largest + step / 2
-    odd = (largest / step) % 2 == 1
-    return scaled > edge or (scaled == edge and (away or odd))
+    edge, inclusive = edge_of(element)
+    return scaled >= edge if inclusive else scaled > edge
 
 
 def rounded(x: Fraction, bits: int) -> Fraction:
     """Return the nearest number of so many significant bits, ties to even."""
     if not x:
         return x
-    step = Fraction(2) ** (exponent(x) - bits + 1)
+    step = power(exponent(x) - bits + 1)
     return round(x / step) * step  # Python rounds ties to even
 
 
@@ -86,18 +102,18 @@ def e8m0(amax: Fraction, element: str, rule: str) -> int:
     mantissa, largest, _ = ELEMENTS[element]
     emax, e = exponent(largest), exponent(amax)
     if rule == "ceil":
-        e += amax > Fraction(2) ** e
+        e += amax > power(e)
     elif rule == "rceil":
-        e += amax > largest * Fraction(2) ** (e - emax)
+        e += amax > largest * power(e - emax)
     elif rule == "even":
-        step = Fraction(2) ** (e - mantissa)
+        step = power(e - mantissa)
         e = exponent((amax / step + Fraction(1, 2)).__floor__() * step)
     return min(max(e - emax, -127), 127)
 
 
 def e4m3(x: Fraction) -> Fraction:
     """Return the nearest E4M3 number, saturating."""
-    step = Fraction(2) ** (max(exponent(x), -6) - 3) if x else Fraction(1)
+    step = power(max(exponent(x), -6) - 3) if x else Fraction(1)
     return min(round(x / step) * step, Fraction(448))
 
 
@@ -105,7 +121,7 @@ def hifloat4(block: list[Fraction]) -> list[bool]:
     """Return which of 64 values are clipped."""
     amax = max(block)
     e6m2 = rounded(rounded(amax * rounded(Fraction(1, 7), 8), 8), 3)
-    e6m2 = min(max(e6m2, Fraction(2) ** -48), Fraction(3, 2) * 2**15)
+    e6m2 = min(max(e6m2, power(-48)), Fraction(3, 2) * 2**15)
     scaled = [x * rounded(1 / e6m2, 8) for x in block]
     clipped = []
     for place, value in enumerate(scaled):
@@ -158,7 +174,7 @@ def clipped(x: torch.Tensor, name: str) -> list[bool]:
             found += hifloat4([*exact, *[Fraction(0)] * (64 - len(exact))])[: len(exact)]
         elif any(exact):
             element, _, rule = MX[name]
-            scale = Fraction(2) ** e8m0(max(exact), element, rule)
+            scale = power(e8m0(max(exact), element, rule))
             found += [is_clipped(v / scale, element) for v in exact]
         else:
             found += [False] * len(exact)
@@ -173,7 +189,7 @@ def edges(dtype: torch.dtype) -> torch.Tensor:
     """
     found = []
     for mantissa, largest, _ in ELEMENTS.values():
-        top = Fraction(2) ** exponent(largest)
+        top = power(exponent(largest))
         sixteenths = [float(top * Fraction(k, 128)) for k in range(128, 256)]
         step = top / 2**mantissa
         edge = np.float32(float(largest + step / 2))
