@@ -119,12 +119,14 @@ def start(
     cwd: Path = REPO,
     env: dict[str, str] | None = None,
     file_bytes: int | None = None,
+    unread: bool = False,
 ) -> Program:
     """Start `python WORDS...`: a script, `-c CODE` or `-m MODULE`.
 
     Args:
         ranks: number of torchrun ranks; None starts a single process without torchrun.
         file_bytes: size of the largest file that can be written, as if the disk were full.
+        unread: whether standard output is a pipe whose reader has ended; nothing of it is returned.
     """
     env = environment() if env is None else env
     usual = environment()
@@ -136,6 +138,11 @@ def start(
     request |= {"ranks": ranks, "file_bytes": file_bytes}
     message = json.dumps(request).encode()
     reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
+    if unread:
+        os.close(reads[0])
+        ended, end = os.pipe()  # at its end for us, too
+        os.close(end)
+        reads = (ended, *reads[1:])
     server = _server(_imports(command, env))
     socket.send_fds(server, [len(message).to_bytes(8, "big")], writes)
     server.sendall(message)
@@ -159,8 +166,9 @@ def run(
     cwd: Path = REPO,
     env: dict[str, str] | None = None,
     file_bytes: int | None = None,
+    unread: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as `start` does, and return its output and exit status."""
-    program = start(*words, ranks=ranks, cwd=cwd, env=env, file_bytes=file_bytes)
+    program = start(*words, ranks=ranks, cwd=cwd, env=env, file_bytes=file_bytes, unread=unread)
     output, errors = program.communicate()
     return subprocess.CompletedProcess(list(words), program.returncode, output, errors)
