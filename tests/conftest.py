@@ -8,13 +8,14 @@ import gc
 import re
 import signal
 
-#: Files that take a minute or more. They run first, so that no worker is left with one at the end.
+#: Files that take long. They run first, so that no worker is left with one at the end. The READMEs
+#: come last, because they use the kernels that the files before them have compiled.
 LONGEST_FIRST = (
-    "tests/test_readme.py",
     "tests/fake_quant/test_triton.py",
     "tests/core/test_non_interference.py",
     "tests/training/test_golden.py",
     "tests/script/test_driver_runs.py",
+    "tests/test_readme.py",
 )
 #: The source of a test file that starts processes, which import megatron-core for seconds or train.
 STARTS_PROCESSES = re.compile(
