@@ -109,7 +109,7 @@ def test_observers_and_codes_get_the_rest():
 
 @pytest.mark.parametrize("tokens", [48, 40])
 def test_both_parts_are_transformed(tokens):
-    """With 40 tokens, the transform along tokens pads both parts with zeros."""
+    """The transform along tokens pads both parts of 40 tokens with zeros."""
     a, b, dc = (x.detach() for x in operands())
     a, dc = a[:tokens].requires_grad_(), dc[:tokens]
     b.requires_grad_()
