@@ -67,7 +67,20 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
     if not fmt.corrects_scales:
         fmt = replace(fmt, rounding="stochastic")
     x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0))
-    layout = BlockLayout.of(_SHAPE, fmt, -1)
+    of_scales, of_both = ((1 + gain) ** 2 - 1 for gain in operand_gains(fmt, x))
+    if fmt.corrects_scales:
+        return RoundingBias(0.0, of_scales, of_both - of_scales)
+    return RoundingBias(of_both - of_scales, of_scales)
+
+
+def operand_gains(fmt: Format, x: Tensor) -> tuple[float, float]:
+    """Return the gain of `x` from its scales alone, and from scales and random rounding.
+
+    Args:
+        fmt: format with a random rounding mode.
+        x: float32 matrix, with blocks along its last axis.
+    """
+    layout = BlockLayout.of(tuple(x.shape), fmt, -1)
     blocks, scales = reference.scale_down(x, fmt, layout)
 
     def gain(blocks: Tensor) -> float:
@@ -78,13 +91,9 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
         rounded = reference.round_blocks(blocks, x, fmt, layout, None)
         stored = decode(scales.block(), E4M3)
         mean_scales = eden.corrected_values(blocks, rounded, scales).clamp(max=E4M3.max)
-        return RoundingBias(
-            0.0, 0.0, (1 + gain(rounded * (mean_scales / stored)[..., None])) ** 2 - 1
-        )
+        return gain(blocks), gain(rounded * (mean_scales / stored).unsqueeze(-1))
     parts = [
         blocks.clamp(-element.max, element.max) if element.saturates else blocks
         for element in fmt.elements
     ]
-    clipped = reference.choose(parts, fmt, scales)
-    of_scales, of_both = ((1 + gain(part)) ** 2 - 1 for part in (blocks, clipped))
-    return RoundingBias(of_both - of_scales, of_scales)
+    return gain(blocks), gain(reference.choose(parts, fmt, scales))
