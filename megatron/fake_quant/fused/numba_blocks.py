@@ -295,19 +295,21 @@ def rows(
 
 @inlined
 def search_columns(
-    tile: Any, amax: Any, down: Any, up: Any, scratch: Any, element: Any, rule: Any
+    tile: Any, amax: Any, down: Any, up: Any, wide: Any, scratch: Any, element: Any, rule: Any
 ) -> Any:
     """Replace the scales of a tile's columns, each of which is a block, by the better ones of two.
 
-    `scratch` has four rows for the candidates' factors and errors.
+    `scratch` has four rows for the candidates' factors and errors, and `wide` holds a row of bits.
     """
     for j in range(tile.shape[1]):
         six, four = candidates(amax[j], rule)
         scratch[0, j], scratch[1, j], scratch[2, j] = multiplier(four, rule), four, np.float32(0)
         scratch[3, j] = np.float32(0)
     for i in range(tile.shape[0]):
+        for j in range(tile.shape[1]):  # on its own, so that the next loop has one width of numbers
+            wide[j] = widen(tile[i, j])
         for j in range(tile.shape[1]):
-            bits = widen(tile[i, j])
+            bits = wide[j]
             four = error(bits, scratch[1, j], scratch[0, j], element, rule)
             scratch[2, j] = np.float32(scratch[2, j] + four)
             six = error(bits, up[j], down[j], element, rule)
@@ -360,7 +362,7 @@ def columns(
                 down[j], up[j], keep[j] = block_scale(amax[j], element, rule)
             if rule.search > 0:
                 tile = src[outer, first:last, left:right]
-                search_columns(tile, amax, down, up, scratch, element, rule)
+                search_columns(tile, amax, down, up, buffer, scratch, element, rule)
             for i in range(first, last):
                 read, written = src[outer, i, left:right], dst[outer, i, left:right]
                 index = (np.int64(outer) * n + i) * inner + left

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.stats import chunks, tensor
+from megatron.analysis.stats import chunks, direct, tensor
 from megatron.analysis.stats.format_groups import AXES, group_formats
 from megatron.analysis.stats.kernels import class_tables
 from megatron.analysis.stats.matrix_view import matrix_view_of
@@ -219,6 +219,35 @@ def test_formats_that_are_computed_pair_by_pair(name, dtype):
         numbers = found[name, "row"].numbers()
         assert numbers["axis_disagreement"] == pytest.approx(share)
         assert numbers["axis_sqnr_db"] == pytest.approx(sqnr)
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1 << 10], ids=["whole", "pieces"])
+def test_block_scales_of_every_kind_are_measured(piece, monkeypatch):
+    """Some are counted by class, and the others value by value, in pieces of whole blocks."""
+    monkeypatch.setattr(direct, "PIECE", piece)
+    x = heavy((70, 200), torch.bfloat16)
+    x[3] = 0
+    names = [
+        "fp8_block",
+        "fp8_block:2d",
+        "fp8_rowwise",
+        "amdfp4",
+        "amdfp4:outer-tensor",
+        "nvint4",
+        "nvfp4:outer-none:head16/17",
+        "nvfp4:bound256",
+        "nvfp4:4over6-mae",
+        "nvfp4:outer-row",
+        "nvfp4:outer-1x64",
+        "mx:e2m1:b4x8:rceil",
+        "mxfp4:top7.25",
+        "mxfp4:head3/4",
+    ]
+    _, found = tensor.measure(x, linear(x), group_formats(names))
+    for (name, axis), errors in found.items():
+        error = fake_quantize(x, name, 0 if axis == "column" else -1).double() - x.double()
+        assert errors.numbers()["mse"] == pytest.approx(error.square().mean().item(), rel=1e-10)
+    assert {axis for name, axis in found if name == "fp8_block:2d"} == {"all"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
