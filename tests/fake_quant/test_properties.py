@@ -40,11 +40,17 @@ def tensors(draw: st.DrawFn, rows: int | None = None, columns: int | None = None
     return torch.ldexp(values[places % len(values)], torch.tensor(powers).view(-1, 1))
 
 
-@names
+@pytest.mark.parametrize("name", [name for name in NEAREST if name != "nf4"])
 @examples
 @given(x=tensors())
 def test_it_is_odd(name, x):
     assert torch.equal(fake_quantize(-x, name), -fake_quantize(x, name))
+
+
+def test_nf4_is_not_odd():
+    """Its table has seven negative and eight positive numbers."""
+    y = fake_quantize(torch.tensor([1.0, 0.8, -1.0, -0.8]), "nf4")
+    assert y[1] != -y[3]
 
 
 IDEMPOTENT = [*MX, *MX_VARIANTS, "mxfp8:2d", "hifp8", "hifp8:inf", "fp8_e4m3:pow2", *CASTS]
@@ -78,7 +84,11 @@ def test_it_is_not_idempotent_where_the_scale_or_the_bits_change(name, values):
     assert not torch.equal(fake_quantize(once, name), once)
 
 
-@pytest.mark.parametrize("name", [name for name in NEAREST if name != "hifp4"])
+#: Formats whose blocks have finer scales of their own, and the neighbors that share one.
+FINER = {"hifp4": 4, "mx9": 2, "mx6": 2, "mxfp4_macro": 32, "mxfp4_macro_oas": 32}
+
+
+@pytest.mark.parametrize("name", [name for name in NEAREST if name not in FINER])
 @examples
 @given(x=tensors())
 def test_it_is_monotone_within_a_block(name, x):
@@ -93,6 +103,30 @@ def test_it_is_monotone_within_a_block(name, x):
 def test_hifloat4_is_monotone_within_four_neighbors(x):
     """Other neighbors have exponents of their own."""
     assert (fake_quantize(x.sort(dim=1).values, "hifp4").diff(dim=1) >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["mx9", "mx6"])
+@examples
+@given(x=tensors(columns=2))
+def test_pair_exponents_are_monotone_within_a_pair(name, x):
+    assert (fake_quantize(x.sort(dim=1).values, name).diff(dim=1) >= 0).all()
+
+
+def test_pair_exponents_are_not_monotone_beyond():
+    """The step of mx6 is 1/8 beside the 1, and 1/16 in the other pair."""
+    x = torch.tensor([0.55, 1.0, 0.54, 0.0])
+    y = fake_quantize(x, "mx6")
+    assert x[0] > x[2]
+    assert y[0] < y[2]
+
+
+def test_macro_blocks_are_not_monotone_beyond_a_block():
+    """The step at 0.7 is 1/2 with a 6 in the block, and 1/4 in a block of smaller values."""
+    x = torch.zeros(64)
+    x[0], x[1], x[32] = 6.0, 0.7, 0.69
+    y = fake_quantize(x, "mxfp4_macro")
+    assert x[1] > x[32]
+    assert y[1] < y[32]
 
 
 def test_hifloat4_is_not_monotone_beyond():
@@ -128,7 +162,7 @@ def test_zeros_at_the_end_change_nothing(name, x, count):
     assert (y[:, x.shape[1] :] == 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in NEAREST if name != "hifp4"])
+@pytest.mark.parametrize("name", [name for name in NEAREST if FINER.get(name, 32) == 32])
 @examples
 @given(x=tensors(columns=32), order=st.permutations(range(16)))
 def test_the_order_within_a_block_does_not_matter(name, x, order):
@@ -200,5 +234,8 @@ def test_zeros_stay(name, x, values):
     """Zeros keep their signs if the format has a negative zero."""
     x = torch.cat([torch.tensor(values), x[0]]).view(1, -1)
     zeros = fake_quantize(x, name)[0, :3]
-    has_negative = not name.startswith(("hifp8", "mxint", "nvint"))
+    if name.startswith("if4"):  # only blocks with E2M1 elements have a negative zero
+        assert (zeros == 0).all()
+        return
+    has_negative = not name.startswith(("hifp8", "mxint", "nvint", "mx9", "mx6", "nf4"))
     assert_same(zeros, np.array(values) if has_negative else np.zeros(3))
