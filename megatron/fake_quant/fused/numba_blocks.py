@@ -187,23 +187,6 @@ def candidates(amax: Any, rule: Any) -> Any:
 
 
 @inlined
-def searched(block: Any, amax: Any, element: Any, rule: Any) -> Any:
-    """Return the same as `block_scale`, with the better one of two scales."""
-    if amax >= INFINITY:
-        return as_float(NAN), as_float(NAN), ZERO
-    six, four = candidates(amax, rule)
-    down_six, down_four = multiplier(six, rule), multiplier(four, rule)
-    error_six, error_four = np.float32(0), np.float32(0)
-    for j in range(len(block)):
-        bits = widen(block[j])
-        error_six = np.float32(error_six + error(bits, six, down_six, element, rule))
-        error_four = np.float32(error_four + error(bits, four, down_four, element, rule))
-    if error_four < error_six:
-        return down_four, four, SIGN
-    return down_six, six, SIGN
-
-
-@inlined
 def scaled_down(bits: Any, down: Any, element: Any) -> Any:
     """Return the bits of a value's scaled magnitude, clamped to the element type's maximum."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) * down), element.top)
@@ -266,33 +249,6 @@ def line(
             dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
 
 
-@kernel
-def rows(
-    src: Any, dst: Any, size: Any, element: Any, rule: Any, random: Any, start: Any, stop: Any
-) -> None:
-    """Quantize rows `start` to `stop - 1` of a `[rows, n]` array, in blocks along the last axis."""
-    n = src.shape[1]
-    width = max(COLUMNS // size, 1) * size
-    keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
-    down, up = np.empty(width, np.float32), np.empty(width, np.float32)
-    for row in range(start, stop):
-        for left in range(0, n, width):
-            read, written = src[row, left : left + width], dst[row, left : left + width]
-            for first in range(0, len(read), size):
-                block = read[first : first + size]
-                amax = ZERO
-                for j in range(len(block)):
-                    amax = max(amax, np.int32(widen(block[j]) & MAGNITUDE))
-                last = first + size
-                if rule.search > 0:
-                    scales = searched(block, amax, element, rule)
-                else:
-                    scales = block_scale(amax, element, rule)
-                down[first:last], up[first:last], keep[first:last] = scales
-            index = np.int64(row) * n + left
-            line(read, written, down, up, keep, element, rule, random, index, buffer)
-
-
 @inlined
 def search_columns(
     tile: Any, amax: Any, down: Any, up: Any, wide: Any, scratch: Any, element: Any, rule: Any
@@ -317,6 +273,50 @@ def search_columns(
     for j in range(tile.shape[1]):
         if amax[j] < INFINITY and scratch[2, j] < scratch[3, j]:
             down[j], up[j] = scratch[0, j], scratch[1, j]
+
+
+@kernel
+def rows(
+    src: Any, dst: Any, size: Any, element: Any, rule: Any, random: Any, start: Any, stop: Any
+) -> None:
+    """Quantize rows `start` to `stop - 1` of a `[rows, n]` array, in blocks along the last axis."""
+    n = src.shape[1]
+    width = max(COLUMNS // size, 1) * size
+    keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
+    down, up = np.empty(width, np.float32), np.empty(width, np.float32)
+    # A search takes the blocks of a tile as columns, which are computed with vectors.
+    count = width // size
+    maxima, scratch = np.empty(count, np.int32), np.empty((6, count), np.float32)
+    turned, wide = np.zeros((size, count), np.int32), np.empty(count, np.int32)
+    for row in range(start, stop):
+        for left in range(0, n, width):
+            read, written = src[row, left : left + width], dst[row, left : left + width]
+            for first in range(0, len(read), size):
+                block = read[first : first + size]
+                amax = ZERO
+                for j in range(len(block)):
+                    amax = max(amax, np.int32(widen(block[j]) & MAGNITUDE))
+                last = first + size
+                scales = block_scale(amax, element, rule)
+                down[first:last], up[first:last], keep[first:last] = scales
+                if rule.search > 0:
+                    number = first // size
+                    maxima[number], scratch[4, number], scratch[5, number] = (
+                        amax,
+                        scales[0],
+                        scales[1],
+                    )
+                    for j in range(size):
+                        turned[j, number] = widen(block[j]) if j < len(block) else ZERO
+            if rule.search > 0:
+                tile = turned[:, : (len(read) + size - 1) // size]
+                search_columns(tile, maxima, scratch[4], scratch[5], wide, scratch, element, rule)
+                for number in range(tile.shape[1]):
+                    first = number * size
+                    down[first : first + size] = scratch[4, number]
+                    up[first : first + size] = scratch[5, number]
+            index = np.int64(row) * n + left
+            line(read, written, down, up, keep, element, rule, random, index, buffer)
 
 
 @kernel
