@@ -12,7 +12,10 @@ from .inputs import assert_same, every_bfloat16, every_float16, random_bit_patte
 
 NAMES = [*FORMATS, "mx:e3m4:b16:rceil"]
 BLOCKED = ["mxfp8", "mxfp4", "mxint8", "mx:e3m4:b16:rceil", "hifp4", "nvfp4"]
-ROUNDED_TO_THE_DTYPE = ["nvfp4", "nvint4", "fp8_e4m3", "fp8_e5m2", "fp8_block", "fp8_rowwise"]
+ROUNDED_TO_THE_DTYPE = [
+    *("nvfp4", "nvint4", "fp8_e4m3", "fp8_e5m2", "fp8_block", "fp8_rowwise"),
+    *("nf4", "if4", "if4_mae", "mixfp4", "mxfp4_macro", "mxfp4_macro_oas"),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 names = pytest.mark.parametrize("name", NAMES)
 blocked = pytest.mark.parametrize("name", BLOCKED)
