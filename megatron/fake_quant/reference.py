@@ -2,8 +2,8 @@
 
 `split` takes a tensor apart into element values and scales, and `join` puts it together again.
 `fake_quantize` does both; `packing.py` stores the parts in between. All arithmetic is float32. Each
-step is either exact or one correctly rounded operation, and no step depends on an order of
-summation, so the result is the same on every device.
+step is either exact or one correctly rounded operation, and sums (in `float8_scales.py`) have a
+fixed order, so the result is the same on every device.
 """
 
 from collections.abc import Sequence

@@ -248,7 +248,7 @@ def test_a_tie_of_a_search_goes_to_six():
 #: Codes and scales, as hexadecimal bytes, that the oracles computed for `pinned_input`:
 #: Transformer Engine d0067d0, fouroversix dadfad6 and ALTO 74e251d.
 PINNED = {
-    "nvfp4:4over6-mae": (  # Transformer Engine, reference_nvfp4.py
+    "nvfp4:4over6-mae": (  # Transformer Engine, reference quantizer for NVFP4
         "aed4581cb6e34a0dc5623b9ed4502ca6f5692ed7f45b8ee6613b9ed4502ca6d4691ed7f45b8ee672"
         "3b9ed4502cb6e3591ed7f35b9ee6724caed4502cb6e4591d",
         "7c7c777c42474246",
@@ -263,7 +263,7 @@ PINNED = {
         "4cafe5603dc7f5691ed6f35b9ee6724cbfe6603ec7f56a1e",
         "7e7e7d7e49494948",
     ),
-    "nvint4": (  # fouroversix, quantize/pytorch/reference.py
+    "nvint4": (  # fouroversix, PyTorch path
         "e9a3501cd6924f0bc5713efab4602de7a35f1bd6924e0ac5613dfab4502ce7a34f1cd6923e0bc561"
         "3dfab4502ce7a34f1bd6923e0ac5612de9a4602cd7935f0b",
         "7e7e7d7e49494948",
@@ -273,7 +273,7 @@ PINNED = {
         "3b9ed4502cb6e3591dc5e24a8dc5613baed4502cb6e4591d",
         "7c7c7c7c42474746",
     ),
-    "amdfp4": (  # ALTO, tests/unittest/nvfp4/utils.py and ue5m3_ops.py
+    "amdfp4": (  # ALTO, PyTorch references
         "bfe5692ec7f45a0ed6724cafe6613dc7f5692ed7f45b8ee6724cafe6603dc7f5691ed7f45b9ee672"
         "4cafe6603dc7f56a1ed6f35b9ed6724cbfe5603dc7f56a1e",
         "7878787842424342",
@@ -283,7 +283,7 @@ PINNED = {
         "4cafe5603dc7f5691ed6f35b9ee6724cbfe6603ec7f56a1e",
         "fefefdfec9c9c9c8",
     ),
-    "fp8_block": (  # Transformer Engine, blockwise_quantizer_reference.py
+    "fp8_block": (  # Transformer Engine, reference of its blockwise tests
         "feef75fbdd7af8687cf372fdeb77fa007af76b7df273fce878fa5d7bf56f7ef075fbe179f9657cf4"
         "71fdec77fbd17af86a7df273fde978fa597bf66d7ef074fcae43c32e47c03bc9b941c6a345c23348"
         "be3dc8b542c51b46c13849bb3fc7b143c42b47c03ac9b941c6a944c33248be3cc8b642c50045c236"
