@@ -174,7 +174,7 @@ class Worker:
             self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # The process has ended; `answer` reports why.
+            pass  # The process has ended; the call of `answer` below reports why.
         return json.loads(self.answer("{"))
 
     def end(self) -> None:

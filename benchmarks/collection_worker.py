@@ -203,7 +203,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         numbers = {"step": time.perf_counter() - started} | collector.end()
-        # The plain copies are not part of the step.
+        # The plain copies were made only for comparison, so subtract their time.
         numbers["step"] -= numbers.get("copies", 0.0)
         numbers["tensors"], numbers["bytes"] = dumped(options.folder)
         numbers["peak"] = training.peak()

@@ -156,7 +156,8 @@ def run_worker(
     environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads} | memory
     events = []
     with (
-        tempfile.TemporaryDirectory() as elsewhere,  # Some peers write to the current folder.
+        # Some of the compared packages write files to the current folder.
+        tempfile.TemporaryDirectory() as elsewhere,
         tempfile.TemporaryFile("w+") as log,
         tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
     ):

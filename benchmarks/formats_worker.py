@@ -69,7 +69,7 @@ def load_peers(device: str) -> dict[str, peers.Finder]:
         missing = None
         try:
             finders[name] = load()
-        except Exception as error:  # An import may raise any error; continue with the next peer.
+        except Exception as error:  # An import may raise any error; continue with the next package.
             missing = reason(error)
         report("peer", name=name, release=release(distribution), missing=missing)
     return finders
@@ -151,7 +151,7 @@ def run_case(
     for name, call in calls.items():
         try:
             compared[name] = {on: differences(call(x), expected[on]) for on, x in tensors.items()}
-        except Exception as error:  # A peer may raise any error; continue with the others.
+        except Exception as error:  # A package may raise any error; continue with the others.
             failed[name] = reason(error)
     unlike_cpu = None
     if device != "cpu":

@@ -186,7 +186,8 @@ def torch_cast() -> Finder:
     return find
 
 
-#: By the name of each peer: the function that loads it, and the distribution that contains it.
+#: Other packages (peers) to compare with, by name: the function that loads the peer, and the
+#: distribution that contains it.
 PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "torch": (torch_cast, "torch"),
     "torchao": (torchao, "torchao"),
@@ -196,7 +197,7 @@ PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "ml_dtypes": (ml_dtypes, "ml_dtypes"),
     "en_dtypes": (en_dtypes, "en_dtypes"),
 }
-#: Peers based on numpy, which cannot access a GPU's memory.
+#: Other packages (peers) that are based on numpy and cannot access a GPU's memory.
 ONLY_ON_CPU = ("ml_dtypes", "en_dtypes")
 
 
@@ -217,7 +218,8 @@ OTHER_ORDER = (
     "multiplies the scales in another order: last bits differ, and a value or a block's scale "
     "halfway between two codes can be rounded to the other one"
 )
-#: Reason why a peer's values differ from ours, by peer and format; "mx" means all MX formats.
+#: Reasons why values of peers (other packages) differ from ours, by peer and format; "mx" means all
+#: MX formats.
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
         "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "

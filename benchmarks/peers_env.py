@@ -16,8 +16,9 @@ VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
 #: Packages that the library needs; setup.py pins their releases.
 ESSENTIAL = ("torch", "numpy", "numba")
-#: Other packages whose releases setup.py pins. ml_dtypes and en_dtypes are peers. quark needs
-#: transformers. mindstudio-probe dumps a model of megatron-core, which needs einops and psutil.
+#: Other packages whose releases setup.py pins: ml_dtypes and en_dtypes are compared with our code,
+#: quark imports transformers, and mindstudio-probe is measured on a model of megatron-core, which
+#: needs einops and psutil.
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
 PROBE = """
 import importlib.metadata, json

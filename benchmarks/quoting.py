@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Options that are left out, because they take paths that do not affect the measurement.
+#: Options that a quoted command omits, because they take paths that do not affect the measurement.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
 FILES = ("--text", "--tokenizer-model")  #: options whose values are shortened to the file name
 

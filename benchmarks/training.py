@@ -113,7 +113,7 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        #: Peak memory in MiB: when the model was built, and in all steps so far.
+        #: Peak memory of the worker in MiB: after it built the model, and over all steps so far.
         self.built = self.peak = 0.0
 
     def answer(self) -> str:
@@ -130,7 +130,7 @@ class Worker:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # The process has ended; `answer` reports why.
+            pass  # The process has ended; the call of `answer` below reports why.
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
         self.losses.append(loss)

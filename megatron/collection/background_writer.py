@@ -37,7 +37,7 @@ class Writer:
     slow: str | None = None  #: reason why training no longer waits for the disk in this iteration
     disk: Disk | None = None  #: disk usage after the last write; None before the first write
     records: int = 0  #: number of records that are written or pending
-    bytes: int = 0  #: size of the written files plus an upper bound for pending ones, in bytes
+    bytes: int = 0  #: size of the written files plus `pending_bytes`
     pending: int = 0  #: number of records that are queued or being written
     pending_bytes: int = 0  #: upper bound on the size of the pending files, in bytes
 

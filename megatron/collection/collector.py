@@ -142,7 +142,8 @@ class Collector:
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
-            if self.is_first:  # a warning, because Python shows it even if logging is not set up
+            if self.is_first:
+                # use the level WARNING, because Python shows it even if logging is not set up
                 logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()

@@ -30,7 +30,8 @@ class Topic(Enum):
     WHAT = "What to collect"
     WHEN = "When"
     HOW_MUCH = "How much"
-    NONE = ""  #: topic of the flags that the manual omits, because the script sets them itself
+    #: topic of the flags that the manual omits, because run_tensor_collection.sh sets them itself
+    NONE = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
             f"--control-iter {control_iter} is never reached: {iterations.source} names {named} "
             "iteration(s); lower it, or leave it out to collect all of them"
         )
-    # The selected iterations up to `done` were collected before this run was resumed.
+    # If this run resumes another, the earlier run collected the selected iterations up to `done`.
     return min(control_iter, remaining) if remaining else control_iter
 
 
@@ -156,7 +156,8 @@ def check_in_run(
         )
     if count is None or count >= control_iter:
         return
-    # The selected iterations up to `done` may have been collected before a resume.
+    # Count the selected iterations up to `done` as well: if this run resumes another, the earlier
+    # run may have collected them.
     whole = iterations if train_iters is None else iterations.until(train_iters)
     named = whole.count()
     if named is not None and named < control_iter:

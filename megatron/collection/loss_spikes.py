@@ -30,9 +30,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: number of values in the long median; this many unusual values in a row become normal
-RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values; with fewer, a jump must exceed their median by more
+#: maximum number of normal values over which the long median is taken; as many unusual values in a
+#: row become the new normal values
+WINDOW = 32
+RECENT = 5  #: maximum number of normal values over which the short median is taken
+ENOUGH = 8  #: number of normal values below which a jump must exceed their median by more
 NOISE = 12  #: multiple of the noise by which a jump must exceed the median of normal values
 
 LOSS, GRAD_NORM = "loss", "gradient norm"

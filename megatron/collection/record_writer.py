@@ -57,7 +57,7 @@ class CardFile:
     disk.
     """
 
-    ROOM = 64 << 10  #: disk space reserved for the final card, in bytes
+    ROOM = 64 << 10  #: disk space reserved for the final run card, in bytes
 
     def __init__(self, path: Path):
         self._path = path
@@ -84,7 +84,8 @@ class CardFile:
                 self._partial.unlink(missing_ok=True)
             raise
         if not last:
-            with contextlib.suppress(OSError):  # on a full disk, writing the first tensor fails
+            # if the disk is full, the error is reported when the first tensor is written
+            with contextlib.suppress(OSError):
                 self._partial.write_bytes(bytes(self.ROOM))
 
 

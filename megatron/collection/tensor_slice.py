@@ -34,7 +34,7 @@ LETTERS = {
 class Slices:
     """Ranges of indices to keep in each dimension; a dimension without a range is kept whole."""
 
-    #: Ranges by the letter of their dimension; see `LETTERS`.
+    #: Ranges of indices to keep, by the letter that stands for the dimension; see `LETTERS`.
     by_letter: dict[str, range] = field(default_factory=dict)
 
     def cut(

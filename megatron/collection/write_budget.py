@@ -20,7 +20,7 @@ class WriteBudget:
 
     def __init__(self, settings: Settings, writer: Writer, rank: int):
         self.limit: str | None = None  #: message about the first limit that was reached
-        self.full: str | None = None  #: limit that ended writing; None while it continues
+        self.full: str | None = None  #: limit that ended writing; None while writing continues
         self.dropped = 0  #: number of tensors left out because of a limit
         self.dropped_bytes = 0  #: total size of the left-out tensors, in bytes
         self.outside_slice = 0  #: number of tensors of which --collect-slice keeps nothing

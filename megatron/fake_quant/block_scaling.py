@@ -56,8 +56,8 @@ class BlockScaling:
     #: factor by which values are multiplied before they are rounded
     headroom: str = "1"
     outer: Outer = "none"
-    #: block scale that the largest block maximum under an outer scale gets; None for the largest
-    #: number of the scale's type, or for 256 if there is a search
+    #: largest block scale under an outer scale, that of the block with the largest maximum; None
+    #: for the largest number of the scale's type, or for 256 if `search` is not "none"
     bound: float | None = None
     search: Search = "none"
 

@@ -53,7 +53,10 @@ _LARGEST_INTEGER = 7.0
 
 
 def _divided(x: Tensor, divisor: float) -> Tensor:
-    """Return x / divisor; torch might multiply by the reciprocal of a divisor that is a number."""
+    """Return x / divisor, correctly rounded.
+
+    If the divisor were a Python scalar, torch might multiply by its reciprocal instead.
+    """
     return torch.div(x, torch.full_like(x, divisor))
 
 

@@ -1,4 +1,7 @@
-"""Compute block scales of 8-bit floating-point types, as in NVFP4, and their outer scales.
+"""Compute block scales stored as 8-bit floats, as in NVFP4, and the outer (second-level) scales.
+
+The 8-bit floating-point types are E4M3, UE5M3 and E6M2. An outer scale is shared by many blocks, on
+top of their block scales; in NVFP4, it is the tensor scale.
 
 Let a be the largest magnitude of the values that share an outer scale (in NVFP4, the tensor), b the
 largest magnitude of a block, top the largest number of the element type times the headroom, and
@@ -62,9 +65,11 @@ from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by
 SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32)
 E4M3_NAN = 0x7F
 NAN_BYTE = 0xFF  #: byte for NaN in the unsigned scale types
-SEARCH_BOUND = 256.0  #: bound if there is a search; E4M3 also has 1.5 times this
-WIDER = 1.5  #: ratio of a search's two candidates: 6 / 4
-SMALLEST_OUTER = 1e-30  #: smallest outer scale in ALTO's order
+#: Largest first candidate if each block scale is chosen between two candidates ("4/6"). The second
+#: candidate is 1.5 times as large: at most 384, which is also an E4M3 number.
+SEARCH_BOUND = 256.0
+WIDER = 1.5  #: ratio of the two candidates for a block scale ("4/6"): 6 / 4
+SMALLEST_OUTER = 1e-30  #: smallest outer scale if the block scales are UE5M3, as in AMD's ALTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Float8:
 
     element: ElementFormat
     lowest: float = 0.0  #: minimum of a scale; 0 if scales may underflow
-    first: int = 0  #: code of the element that is stored as byte 0
+    first: int = 0  #: code in `element` of the number that byte 0 stands for
 
 
 FLOAT8: Mapping[str, Float8] = MappingProxyType(

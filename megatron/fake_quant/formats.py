@@ -36,8 +36,8 @@ Ties = Literal["even", "away", "down"]
 Rounding = Literal["nearest", "stochastic", "hybrid", "eden"]
 ErrorMeasure = Literal["mse", "mae"]
 
-EDEN_GROUP = 128  #: number of neighbors whose scales MS-EDEN corrects by the same factor
-EDEN_BOUND = 255.99  #: bound of MS-EDEN's block scales before the correction
+EDEN_GROUP = 128  #: number of neighboring values whose block scales MS-EDEN corrects by one factor
+EDEN_BOUND = 255.99  #: largest block scale in MS-EDEN before the correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +383,8 @@ class MacroScaling:
     """A scaling with E8M0 scales per 32 values and a mantissa of 8 bits per 128 values."""
 
     rule: ScaleRule = "even"
-    top: float | None = None  #: number that no scaled magnitude exceeds; None for the rule alone
+    #: number that no scaled magnitude exceeds; None if only `rule` determines the scales
+    top: float | None = None
 
     method: ClassVar[str] = "macro_blocks"
     size: ClassVar[int] = 128

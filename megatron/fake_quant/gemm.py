@@ -137,7 +137,8 @@ AS_IT_IS = Operand()
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
-#: Slots of the backward pass whose tensor the forward pass also multiplies, and its slots there.
+#: Slots of the backward pass whose tensors the forward pass also multiplies, mapped to the slots of
+#: these tensors in the forward pass.
 OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
 
 
@@ -444,7 +445,8 @@ def quantized_matmul(
             "expand the smaller one first, so that autograd sums its gradient there"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
-    if seed is None and formats.random_signs:  # Operands and passes share the signs.
+    # Both operands and both passes need the same random signs, so draw their seed once.
+    if seed is None and formats.random_signs:
         seed = draw_seed(None) if operators.is_direct(a_MK) else operators.drawn(None)
     tensor_seed, int_seed = (seed, None) if isinstance(seed, Tensor) else (None, seed)
     call = _Call(formats, alpha, int_seed, observe)

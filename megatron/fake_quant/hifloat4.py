@@ -84,7 +84,10 @@ def _group_scales(blocks: Tensor) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """Return the sum of the exponent bits, e8 + e16, for each of the 64 values, as int32."""
+    """Return e8 + e16, the sum of the two exponent bits, for each of a group's 64 values, as int32.
+
+    e8 is the bit shared by 8 values, and e16 is the bit shared by 4.
+    """
     bits = (scales[..., 1:].unsqueeze(-1) & _BITS.to(scales.device)) > 0
     e8, e16 = bits.flatten(-2).int().tensor_split([8], dim=-1)
     return (e8.repeat_interleave(2, -1) + e16).repeat_interleave(4, -1)

@@ -94,7 +94,8 @@ class Position(NamedTuple):
     """
 
     magnitude: Tensor  #: bits of the value's magnitude
-    way: Tensor  #: distance from the neighbor below, in units of 2^-24 of the spacing
+    #: distance of the value from the HiFloat8 value below, in units of 2^-24 of the spacing
+    way: Tensor
     small: Tensor  #: mask of magnitudes below 2^-22, HiFloat8's smallest positive number
 
 

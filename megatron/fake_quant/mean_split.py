@@ -26,8 +26,10 @@ class SplitMatrix(NamedTuple):
     """Matrix that is stored in two parts; it is their sum, `values + column @ row`."""
 
     values: Tensor
-    column: Tensor | None = None  #: `[..., rows, 1]` in float32; None if there is no outer product
-    row: Tensor | None = None  #: `[..., 1, columns]` in float32; None if there is no outer product
+    #: factors of an outer product, `[..., rows, 1]` and `[..., 1, columns]` in float32; both are
+    #: None if the matrix has no such part
+    column: Tensor | None = None
+    row: Tensor | None = None
 
     def t(self) -> "SplitMatrix":
         """Return the transposed matrix, also in two parts."""

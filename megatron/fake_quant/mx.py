@@ -64,7 +64,7 @@ def carry_from(fmt: Format) -> float:
 
 def _threshold(element: ElementFormat, scaling: BlockScaling) -> float:
     assert scaling.rule is not None
-    if scaling.top is not None:  # `top` is in the binade of the largest number.
+    if scaling.top is not None:  # `top` is in the same binade as the type's largest number.
         element = replace(element, max=scaling.top)
     return CARRY_FROM[scaling.rule](element)
 

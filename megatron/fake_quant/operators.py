@@ -134,7 +134,7 @@ def constant(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
 
 
-# Quantizing and dequantizing
+# Operators that quantize and dequantize a tensor in one step
 
 
 @torch.library.custom_op(f"{NAMESPACE}::fake_quantize", mutates_args=())
@@ -173,7 +173,7 @@ def _(
 fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=constant)
 
 
-# Codes and scales; see `packing_parts.py`
+# Operators that store a tensor as codes and scales, and that read it; see `packing_parts.py`
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())

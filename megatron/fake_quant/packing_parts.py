@@ -54,7 +54,8 @@ def _codes(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -
     encoded = []
     for element in fmt.elements:
         assert not element.is_cast
-        # The values of another element type need not exist in this one; their codes are not chosen.
+        # Blocks with another element type may exceed this one's range. Their values are clamped
+        # here, and `choose` discards the resulting codes.
         several = len(fmt.elements) > 1
         values = elements.clamp(-element.max, element.max) if several else elements
         encoded.append(encode(values, element))

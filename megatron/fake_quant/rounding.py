@@ -115,7 +115,8 @@ def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Te
     if element.ties == "even":
         return steps.round_()
     whole = steps.trunc()
-    # This difference is exact. Adding 1/2 and truncating would be wrong just below 1/2.
+    # The difference `steps - whole` is exact. Adding 1/2 and then truncating would round the
+    # float32 just below 1/2 up to 1.
     up = (steps - whole).abs_() >= 0.5
     return torch.where(up, whole + steps.sign(), whole)
 
@@ -128,7 +129,7 @@ def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) ->
     return torch.where(up, whole + steps.sign(), whole)
 
 
-#: By class of element types: the rounding function, and its rule for each rounding mode.
+#: Rounding function and its rule for each rounding mode, keyed by the class of the element type.
 _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = MappingProxyType(
     {
         ElementFormat: (

@@ -154,8 +154,8 @@ def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
             config=run.transformer,
             ddp_config=run.ddp,
             module=chunk,
-            # Even without buckets, the gradient reduction of every chunk except the first overlaps
-            # with computation.
+            # Even without buckets, the gradient reduction of every model chunk except the first
+            # overlaps with computation.
             disable_bucketing=index > 0 or bool(run.args.overlap_param_gather_with_optimizer_step),
         )
         for index, chunk in enumerate(chunks)

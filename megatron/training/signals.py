@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM: every rank stops on its own, without a traceback.
+"""Handle Ctrl-C and SIGTERM so that every rank stops on its own, without a traceback.
 
 torchrun passes the signal to all ranks, so the ranks need no communication to stop. While a rank
 waits in a collective operation, its Python signal handler cannot run. The handler runs as soon as

@@ -97,7 +97,7 @@ def data(options: argparse.Namespace) -> list[str]:
 def preset(options: argparse.Namespace) -> list[str]:
     """Return --preset, or "1b" if there are a GPU and the data, otherwise "tiny"."""
     if options.preset is None:
-        options.preset = _fitting_preset(options)  # the query `data` reads it, too
+        options.preset = _fitting_preset(options)  # the function `data` also reads this option
     return [options.preset]
 
 
@@ -130,7 +130,7 @@ def nearest(options: argparse.Namespace) -> list[str]:
 
 
 def size(options: argparse.Namespace) -> list[str]:
-    from configs.announce import announce  # takes as long to import as everything else
+    from configs.announce import announce  # slow to import, and needed only here
 
     yes = options.yes or is_set("COLLECT_YES")
     words = shlex.split(options.command)

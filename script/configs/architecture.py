@@ -64,7 +64,7 @@ class LatentAttention:
     def flags(self) -> list[str]:
         return [
             *("--multi-latent-attention", "--kv-lora-rank", str(self.kv_lora_rank)),
-            "--qk-layernorm",  # normalizes the compressed keys and values: `kv_a_layernorm`
+            "--qk-layernorm",  # norm of the compressed keys and values (`kv_a_layernorm`)
             *("--qk-head-dim", str(self.qk_nope_head_dim)),
             *("--qk-pos-emb-head-dim", str(self.qk_rope_head_dim)),
             *("--v-head-dim", str(self.v_head_dim)),

@@ -36,7 +36,8 @@ class Size:
     #: number of collected iterations; None for `--control-iter 0` without `--train-iters`
     iterations: int | None
     limited: bool  #: whether the user has set a maximum number of files or bytes
-    #: whether tensors are written only after an event (with a ring buffer) or with a flag file
+    #: whether tensors are written only after an event (with a ring buffer) or while a flag file
+    #: exists
     optional: bool
     codes: bool  #: whether quantized codes are also collected; `files` and `bytes` exclude them
 

@@ -198,7 +198,7 @@ def tokenizer_type(path: str) -> str:
         return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
     if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    # In a dry run, the tokenizer may be missing. The published tokenizers have this type.
+    # In a dry run, the tokenizer may be missing. The published ones are in Hugging Face's format.
     return "HuggingFaceTokenizer"
 
 

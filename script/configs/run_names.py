@@ -24,9 +24,9 @@ FORMAT_FLAGS = {
     "recipe": "--quant-recipe",
 }
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
-#: Environment variable in which a driver script passes on the effective type that it has resolved.
+#: Environment variable in which a driver script passes on the effective quantization type.
 RESOLVED_VARIABLE = "LAB_EFFECTIVE_TYPE"
-#: Environment variable with the canonical name of a type that a driver script has checked.
+#: Environment variable with the canonical name of a quantization type that a driver has checked.
 CHECKED_VARIABLE = "LAB_CHECKED_TYPE"
 
 

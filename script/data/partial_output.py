@@ -68,7 +68,8 @@ class PartialOutput:
         # The current resume point, and the one at the start of the current input file. A single
         # assignment replaces both, so that an interrupt during `add` cannot leave only one updated.
         self.points = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
-        self.inputs: list[list[Any]] = []  # see `identity`; one entry per input file so far
+        # identity of each input file so far, as the function `identity` returns it
+        self.inputs: list[list[Any]] = []
         self.resumed = False
         self.complete = False  # whether the output is ready to be published
         self.files: dict[str, BinaryIO] = {}
@@ -95,7 +96,8 @@ class PartialOutput:
         try:
             self._resume()
             if not self.complete:
-                self.settings.check_free()  # Another run may have published its output.
+                # Another run may have published its output under the same prefix.
+                self.settings.check_free()
                 self._open()
         except BaseException:
             if not (self.folder / "progress.json").exists():
@@ -116,7 +118,8 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                raise  # Otherwise, raise the original error, which probably has the same cause.
+                # With an earlier error, that error is raised; both probably have the same cause.
+                raise
         finally:
             self._close()
 

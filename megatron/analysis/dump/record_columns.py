@@ -183,7 +183,7 @@ class Columns:
             del values[length:]
 
     def order(self, positions: Iterable[int]) -> list[int]:
-        """Return the given row numbers, sorted by the run, time of writing and path of the rows."""
+        """Return the given row numbers, sorted by run, then by time of writing, then by path."""
         columns = [self.of[name] for name in ("run_id", "timestamp", "counter", "path")]
         keys = [(a or "", b or "", c or 0, d) for a, b, c, d in zip(*columns, strict=True)]
         return sorted(positions, key=keys.__getitem__)

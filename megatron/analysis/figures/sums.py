@@ -20,7 +20,7 @@ from megatron.fake_quant import get_format
 from megatron.fake_quant.code_points import code_values
 from megatron.fake_quant.inspect import format_properties
 
-#: Layer index, place (module and tensor name), and either format or quantization type.
+#: Key of a sum: layer index, place (module and tensor name), and format or quantization type.
 Key = tuple[int, str, str]
 
 

@@ -103,7 +103,7 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
         same = _of(drawn, part.name) == str(dump.resolve())
         for old in _files(drawn, part.name) if same else ():
             path = output / old
-            # the output's folder may be a link; never delete files outside the output folder
+            # `output / part.name` may be a link; never delete files that lie outside `output`
             if old not in new and path.resolve().is_relative_to(output.resolve() / part.name):
                 path.unlink(missing_ok=True)
         drawn[part.name] = {

@@ -219,6 +219,7 @@ def picture(figure: Figure, image: str) -> bytes:
     if (layout := figure.get_layout_engine()) is not None:
         figure.set_dpi(DPI)
         layout.execute(figure)
-        figure.set_layout_engine("none")  # savefig would draw everything once more for it
+        # with a layout engine, savefig would draw the whole figure an additional time
+        figure.set_layout_engine("none")
     figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
     return content.getvalue()

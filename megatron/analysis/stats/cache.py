@@ -115,7 +115,7 @@ class Cache:
         """
         ids = self._ids(base)
         if ids[0] == APPLICATION_ID and ids[1] != _SCHEMA and _tables(base).keys() <= {*_TABLES}:
-            # these tables were created by another version of this program
+            # another version of this program created the tables, so replace them
             drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)
             reset = "PRAGMA application_id=0; PRAGMA user_version=0; COMMIT"
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
@@ -132,7 +132,7 @@ class Cache:
                 base.execute(f"PRAGMA user_version={_SCHEMA}")
             base.execute("COMMIT")
         self._refuse_foreign(base, created=True)
-        # this setting is faster, but a power failure may lose the last results
+        # NORMAL is faster than FULL, but a power failure may lose the last results
         base.execute("PRAGMA synchronous=NORMAL")
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:

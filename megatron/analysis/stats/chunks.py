@@ -60,6 +60,7 @@ def is_mapped(address: int) -> bool:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
-            # ignore the permissions: torch maps files as private and writable, but does not write
+            # do not check whether the mapping is read-only: torch maps files as private and
+            # writable, but does not write
             return len(fields) == 6 and fields[4] != "0" and fields[5].endswith(".pt")
     return False

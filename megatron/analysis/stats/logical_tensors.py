@@ -39,7 +39,7 @@ class Part:
     """Part of a tensor that is measured as a unit: one file, or the sum of several files."""
 
     paths: tuple[str, ...]
-    replicas: tuple[tuple[str, ...], ...]  #: for each path, other files that should be identical
+    replicas: tuple[tuple[str, ...], ...]  #: for each path, files that should be identical to it
     matrix: MatrixView
     blocks: bool  #: whether formats with block scales apply; False for a slice
     nbytes: int  #: size of the first file, in bytes; 0 if unknown

@@ -33,7 +33,7 @@ class MatrixView:
     outer: int
     rows: int
     columns: int
-    run: int  #: size of a run (the last dimension or one head), a divisor of `columns`
+    run: int  #: number of columns per head, or `columns` if a row is not divided into heads
     token_dims: int  #: number of leading dimensions that index tokens; the others index channels
 
     @property

@@ -68,8 +68,8 @@ class ResultColumns:
         self._values = array("d")
         self._numbers = array("d")
         self._names: list[tuple[str, str, str]] = []
-        self._tensor_of_format: list[int] = []  # tensor number of each row of `formats`
-        self._order: list[int] = []  # tensor number of each row of `tensors`
+        self._tensor_of_format: list[int] = []  # number of the tensor in each row of `formats`
+        self._order: list[int] = []  # number of the tensor in each row of `tensors`
 
     def add(
         self,
@@ -92,9 +92,10 @@ class ResultColumns:
             self._numbers.extend(row[column] for column in _NUMBERS)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-        """Return the tables `tensors` and `formats`, and the tensor number of each `tensors` row.
+        """Return the tables `tensors` and `formats`, and a list of the tensors' numbers.
 
-        Both tables are sorted by tensor number.
+        The numbers are those with which the rows of `tensors` were added. Both tables are sorted by
+        them.
         """
         order = np.argsort(np.array(self._order, np.int64), kind="stable")
         numbers = [self._order[row] for row in order]

@@ -124,8 +124,8 @@ def _operands(
         if name == "grad_input"
         else of("wgrad_c", first, -2, fill=True).t()
     )
-    # a straight-through backward pass uses the operands that the forward pass saved, each as one
-    # matrix
+    # a straight-through backward pass multiplies the gradient by a quantized operand of the forward
+    # pass; if the mean of the operand's rows was split off, it is added back first
     if straight:
         slot = "fprop_b" if name == "grad_input" else "fprop_a"
         return gradient, SplitMatrix(of(slot, second, -1).dense())
@@ -210,7 +210,8 @@ def _compare(
     wide_b, size_b = _wide(b, slice(None))
     length = a.values.shape[1]
     gamma = length * _FLOAT32 / (1 - length * _FLOAT32)
-    # if a mean was split off, the product of the rest is rounded before the other terms are added
+    # if the mean of an operand's rows was split off, the product without the mean is rounded before
+    # the terms with the mean are added
     if a.row is not None or b.row is not None:
         gamma += torch.finfo(saved.dtype).eps / 2
     for start in range(0, len(saved), _ROWS):
@@ -218,7 +219,8 @@ def _compare(
         wide_a, size_a = _wide(a, rows)
         exact, allowed = wide_a @ wide_b, gamma * (size_a @ size_b)
         if hadamard is not None:
-            # the inverse transform adds `hadamard.size` values, each rounded to the saved dtype
+            # the inverse Hadamard transform adds `hadamard.size` values, each rounded to the saved
+            # dtype
             allowed += torch.finfo(saved.dtype).eps * exact.abs()
             root = torch.tensor(float(hadamard.size)).sqrt().double()
             turn = hadamard.matrix().double().t() / root

@@ -20,12 +20,13 @@ CORE_ATTENTION = "core_attention"
 class Bypass(NamedTuple):
     """A flag that makes some matmuls bypass quantization and collection."""
 
-    harmless: tuple[Any, ...]  #: values of the flag with which no matmul is bypassed
-    advice: str  #: text that says why matmuls are bypassed and what to do
+    harmless: tuple[Any, ...]  #: values of the flag with which no matmul bypasses quantization
+    advice: str  #: text that says why some matmuls bypass quantization and what to do
     in_model: bool = False  #: True to check the flag in the model's configuration
 
 
-#: Bypasses by flag. A bypass without `in_model` is detected from the classes of the layers.
+#: Flags that can make matmuls bypass quantization and collection. For a flag without `in_model`,
+#: the check looks at the classes of the layers instead of the flag.
 BYPASSES = {
     "transformer_impl": Bypass(
         ("local",), "its layers are not ours; give --transformer-impl local"

@@ -46,7 +46,8 @@ class MLASelfAttention(_upstream.MLASelfAttention):
         combined, bias = output
         combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
         if self.config.sequence_parallel:
-            # megatron-core then gathers the keys' RoPE part along s and sums the part's gradient.
+            # After this, megatron-core gathers the positional (RoPE) part of the keys along s. The
+            # backward pass of that gather sums the gradient over the ranks.
             return scatter_to_sequence_parallel_region(combined, group=self.tp_group), bias
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, position = combined.split(sizes, dim=-1)

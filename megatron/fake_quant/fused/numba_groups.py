@@ -28,7 +28,8 @@ LARGEST_BYTE = 254
 MANTISSA = 52  #: number of mantissa bits of a float64
 DOUBLE_BIAS = 1023
 SEVENTH = 73 / 512  #: 1 / 7, rounded to bfloat16
-RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: 1 / (1 + m / 4), rounded to bfloat16
+#: 1 / (1 + m / 4) for m = 0, 1, 2 and 3, rounded to bfloat16
+RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)
 
 
 @inlined

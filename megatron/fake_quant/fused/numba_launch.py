@@ -138,7 +138,7 @@ class _Memory:
     """
 
     def __init__(self, flat: Tensor) -> None:
-        self.tensor = flat  # keeps the memory alive as long as the array
+        self.tensor = flat  # keeps the tensor's memory alive as long as the array exists
         self.__array_interface__ = {
             "data": (flat.data_ptr(), False),
             "shape": (flat.numel(),),

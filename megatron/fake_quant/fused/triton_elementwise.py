@@ -89,7 +89,7 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
     # `square` is at least 8, 32, 128 or 512 if HiFloat8's mantissa has 3, 2, 1 or 0 bits at this
     # exponent. On a GPU, float32 arithmetic is twice as fast as comparing and adding integers.
     square = (exponent + exponent) * exponent + 8.0
-    shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # from 2^20 to 2^23
+    shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # 2^20 to 2^23
     return round_by(lifted, as_float(lifted & INFINITY) * shift)
 
 

@@ -34,10 +34,10 @@ from megatron.fake_quant.scalings import kernel_roundings, target
 #: Number of bytes in the tile that a program holds in registers, unless a block is larger.
 TILE = 1 << 14
 _PER_WARP = TILE // 4  #: bytes of a tile per warp: 8 loads of 16 bytes per thread
-_WIDE = 32  #: desired number of columns in a tile, unless it would exceed `_MOST` values
+_WIDE = 32  #: desired number of columns in a tile, unless the tile would exceed `_MOST` values
 _MOST = 1 << 15
 LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: bits of HiFloat8's largest number
-_REPEATS = 8  #: number of tiles that a program searches for the maximum
+_REPEATS = 8  #: number of tiles that a program searches for the tensor's maximum
 
 Constants = dict[str, Any]
 

@@ -58,7 +58,8 @@ class Binades:
     first: int  #: lowest E
     last: int  #: highest E
     count: int  #: number of values in each binade
-    relative: float | None  #: spacing divided by 2^E; None without a larger value
+    #: distance between neighboring values divided by 2^E; None if no larger value exists
+    relative: float | None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Correct the optimizer state before and after loading a checkpoint.
+"""Make checkpoints of the optimizer state load correctly with torch's Adam.
 
 megatron-core's distributed optimizer was written for the Adam implementations of Transformer Engine
 and Apex. With Adam from torch, it needs the three corrections in this module. The module also

@@ -14,7 +14,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Fields for which transformers supports only one value; any other value is an error.
+#: Configuration fields for which transformers supports only one value; other values are errors.
 FIXED = frozenset(BLOCKS) | _names("""
     activation_func gated_linear_unit
     moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups
@@ -22,7 +22,7 @@ FIXED = frozenset(BLOCKS) | _names("""
     qk_layernorm
 """)
 
-#: Fields that the config.json of at least one architecture expresses.
+#: Configuration fields that the config.json of at least one architecture expresses.
 EXPRESSED = _names("""
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
     layernorm_epsilon multi_latent_attention
@@ -34,7 +34,7 @@ EXPRESSED = _names("""
     untie_embeddings_and_output_weights
 """)
 
-#: Fields that change training or its initialization, but not the logits in evaluation.
+#: Configuration fields that change training or initialization, but not the logits in evaluation.
 TRAINING = _names("""
     attention_dropout hidden_dropout calculate_per_token_loss mtp_loss_scaling_factor
     perform_initialization use_cpu_initialization init_method init_method_std
@@ -49,7 +49,8 @@ TRAINING = _names("""
     barrier_with_L1_time use_mcore_models
 """)
 
-#: Fields that choose dtypes, kernels or an order of summation; results differ only by rounding.
+#: Configuration fields that choose dtypes, kernels or an order of summation; they affect results
+#: only by rounding.
 NUMERICS = _names("""
     fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype deterministic_mode
     batch_invariant_mode fp32_residual_connection attention_softmax_in_fp32
@@ -68,7 +69,7 @@ NUMERICS = _names("""
     disable_parameter_transpose_cache
 """)
 
-#: Fields that partition the model among ranks, schedule its work or save memory.
+#: Configuration fields that partition the model among ranks, schedule its work or save memory.
 LAYOUT = _names("""
     tensor_model_parallel_size pipeline_model_parallel_comm_backend pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size sequence_parallel context_parallel_size
@@ -98,7 +99,7 @@ LAYOUT = _names("""
     make_vocab_size_divisible_by moe_enable_routing_replay
 """)
 
-#: Fields that no code of a GPT model reads in training or evaluation.
+#: Configuration fields that no code of a GPT model reads in training or evaluation.
 ELSEWHERE = (
     _names("""
     apply_residual_connection_post_layernorm

@@ -34,9 +34,9 @@ class Piece:
 
     source: Source
     dim: int  #: dimension along which the tensor is divided: 0 for rows, 1 for columns
-    start: int  #: index in the source tensor at which the piece starts
-    stop: int  #: index in the source tensor at which the piece ends, exclusive
-    offset: int  #: index in the rank's shard at which the piece starts
+    start: int  #: index in the source tensor at which this part starts
+    stop: int  #: index in the source tensor at which this part ends, exclusive
+    offset: int  #: index in the rank's shard at which this part starts
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Layout:
     """The rule by which a model tensor is built from checkpoint tensors and divided among ranks."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: strips, as a function of the number of ranks
+    #: function that returns the strips (ranges of rows or columns) for a number of ranks
+    strips: Callable[[int], list[Strip]]
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
     padded: bool = False  #: whether the shards of the last ranks may end with padding

@@ -54,7 +54,8 @@ class PairTable:
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
         self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
-        #: [planes, 2] scale classes of the row block and the column block that each plane counts
+        #: [planes, 2] for each plane, the scale classes (row block, column block) of the values
+        #: counted in it
         self.pairs = np.zeros((planes, 2), np.int32)
         self.used = 0
 
@@ -174,10 +175,10 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # [scale class of a row block, column] index in `flat` at which the counts begin for this class
-    # together with the class of the column's block
+    # [scale class of a row block, column] index in `flat` at which the counts of the pair begin
+    # that this class forms with the scale class of the column block
     bases = np.empty((CLASSES, width), np.uint32)
-    # [scale class, row block] number of the row of tiles for which `bases` was last computed
+    # [scale class, row block] number of the row of tiles for which `bases` was last updated
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:

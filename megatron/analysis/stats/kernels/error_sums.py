@@ -170,7 +170,7 @@ def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, tota
     """
     a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
-        if a != b:  # both results have the same sign, so magnitudes are compared
+        if a != b:  # a and b have the same sign, so compare magnitudes
             counts[0] += n
             difference = np.float64(as_float(a)) - np.float64(as_float(b))
             totals[0] += n * (difference * difference)

@@ -84,7 +84,8 @@ def account_counted_simd(
         down, up = quantizer.down[classes[row]], quantizer.up[classes[row]]
         for first in range(0, len(patterns), TILE):
             n, tile = cells[row, first : first + TILE], magnitudes[first : first + TILE]
-            highest = np.int32(-1)  # bits of the largest magnitude that occurs with this class
+            # bits of the largest magnitude that occurs with this scale class
+            highest = np.int32(-1)
             for k in range(len(n)):
                 highest = max(highest, tile[k] if n[k] > 0 else np.int32(-1))
             if highest < 0:

@@ -77,10 +77,10 @@ class ScalarQuantizer(NamedTuple):
     dtype: Any  #: dtype of the result: AS_FLOAT32, AS_BFLOAT16 or AS_FLOAT16
     element: ElementBits
     rule: Rule  #: rule that determines the scale of a block from its largest magnitude
-    overflow: Any  #: float32 bits of the number to which HiFloat8 overflows
+    overflow: Any  #: float32 bits of the result of an overflow in HiFloat8
     limit: Any  #: float32 bits of the largest scaled magnitude that is not clipped
-    down: Any  #: [classes] float32 factor of each scale class before rounding
-    up: Any  #: [classes] float32 factor of each scale class after rounding
+    down: Any  #: [classes] float32 factor by which values are multiplied before rounding
+    up: Any  #: [classes] float32 factor by which rounded values are multiplied
     bytes: Any  #: [classes] byte that the format stores for each scale class
     codes: Any  #: [65536] codes, indexed by the upper half of an element's float32 bits
 
@@ -113,7 +113,7 @@ def code_table(element: Element) -> NDArray[np.int32]:
     values = element_codes.code_values(element)
     largest = values[
         values.isfinite()
-    ].max()  # the lowest number of int8 is less than -largest and is not used
+    ].max()  # int8's lowest number, which is less than -largest, is not used
     values = torch.cat([values[values.abs() <= largest], torch.tensor([-0.0])])
     upper = values.view(torch.int32).numpy() >> 16 & 0xFFFF
     table[upper] = element_codes.encode(values, element).numpy()

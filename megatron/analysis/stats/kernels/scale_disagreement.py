@@ -111,7 +111,8 @@ def _spread(
         classes: scale classes of the blocks in the row.
         down, up: output arrays for the factors of each column before and after rounding.
     """
-    offset = left % run  # distance of column `left` from the start of its run
+    # distance of column `left` from the start of its run (a head, or the whole row)
+    offset = left % run
     block = left // run * blocks_in_run + offset // size
     first, end = left, left - offset + run
     last = min(left - offset % size + size, end)
