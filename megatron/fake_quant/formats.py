@@ -388,7 +388,7 @@ class MacroScaling:
 
     method: ClassVar[str] = "macro_blocks"
     size: ClassVar[int] = 128
-    blocks: ClassVar[int] = 4  #: number of blocks with an E8M0 scale
+    blocks: ClassVar[int] = 4  #: number of blocks in 128 values, each with an E8M0 scale
     height: ClassVar[int] = 1
     square: ClassVar[bool] = False
     block_scale: ClassVar[str] = "E8M0"

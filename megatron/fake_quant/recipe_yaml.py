@@ -118,7 +118,7 @@ class _Builder:
 
     def __init__(self) -> None:
         self._nodes = 0
-        self._open: set[int] = set()  # `id` of each PyYAML node around the current one
+        self._open: set[int] = set()  # `id` of each PyYAML node that contains the current node
 
     def node(self, node: yaml.Node, line: int) -> Node:
         self._nodes += 1

@@ -72,8 +72,10 @@ class Tokens:
     end: Position
     last: bool
     bytes_read: int
-    ids: dict[str, Any] = field(default_factory=dict)  #: numpy arrays of the output's dtype
-    lengths: dict[str, Any] = field(default_factory=dict)  #: numpy arrays of int32
+    #: token ids by key; each value is an array of the output's dtype
+    ids: dict[str, Any] = field(default_factory=dict)
+    #: lengths of the documents by key; each value is an array of int32
+    lengths: dict[str, Any] = field(default_factory=dict)
     text_bytes: dict[str, int] = field(default_factory=dict)
     read: int = 0  #: number of valid documents, including those without text
     bad: list[tuple[int, str]] = field(

@@ -89,7 +89,8 @@ def unpack_result(
     """Deserialize the statistics of a tensor part from the contents of a `JobResult`."""
     errors_of_formats: FormatErrors = {}
     for name in formats:
-        # `measure` returns no errors for unsupported dtypes, and for block scales on a slice
+        # `measure` returns no quantization errors for unsupported dtypes, nor for block formats if
+        # only a slice of the tensor was collected
         if not contents[name]:
             continue
         fmt = get_format(name)

@@ -41,7 +41,7 @@ class Part:
     paths: tuple[str, ...]
     replicas: tuple[tuple[str, ...], ...]  #: for each path, files that should be identical to it
     matrix: MatrixView
-    blocks: bool  #: whether formats with block scales apply; False for a slice
+    blocks: bool  #: whether formats with block scales can be measured; False for a slice
     nbytes: int  #: size of the first file, in bytes; 0 if unknown
 
 

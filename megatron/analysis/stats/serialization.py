@@ -19,7 +19,7 @@ from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
 MOST = 1 << 32  #: maximum number of elements in one array
-VALUES = "values"  #: key of a part's `Values`; errors are keyed by format name
+VALUES = "values"  #: key of the `Values` of a tensor part; errors have the format name as key
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:

@@ -31,7 +31,8 @@ _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, 
 #: Attention is checked jointly on all ranks that share its sequences.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
 _ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
-CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record, and outcome of a result
+#: layer type and record of a matmul result, and the outcome of its check
+CheckedResult = tuple[str, Any, Outcome]
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,14 +68,19 @@ class Rule(NamedTuple):
 
     #: E8M0: if the mantissa of a block's maximum is at least this large, the scale is doubled
     carry_from: np.int32
-    encode: np.float32  #: E4M3: a block's maximum times this is its scale; 0 for E8M0
-    decode: np.float32  #: E4M3: decode factor of the tensor; 1 for E8M0
-    #: E4M3 and UE5M3: divisor of a block's maximum; E8M0: factor of values before rounding
+    #: E8M0: 0; E4M3: factor that turns a block's maximum, divided by `divisor`, into the scale;
+    #: UE5M3: outer scale; float32: number to which a block's maximum is mapped
+    encode: np.float32
+    #: factor by which scaled results are multiplied; E4M3: outer scale, or 1 if there is none;
+    #: E8M0: 1 / headroom; other scales: 1
+    decode: np.float32
+    #: E4M3 and UE5M3: divisor of a block's maximum; E8M0: headroom, the factor by which values are
+    #: multiplied before rounding
     divisor: np.float32 = ONE
     kind: np.int32 = MULTIPLIED  #: order of operations: MULTIPLIED, DIVIDED or FLOAT32
-    search: np.int32 = ZERO  #: 0, or the error by which the better scale is chosen: 1 MAE, 2 MSE
-    amax: np.float32 = ONE  #: search: largest finite magnitude of the tensor
-    target: np.float32 = ONE  #: search: number to which `amax` is mapped
+    search: np.int32 = ZERO  #: 0, or the error that chooses between two scales: 1 MAE, 2 MSE
+    amax: np.float32 = ONE  #: largest finite magnitude of the tensor, if there is a search
+    target: np.float32 = ONE  #: number to which `amax` is mapped, if there is a search
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
@@ -166,7 +171,7 @@ def e4m3(wanted: Any) -> Any:
 
 @inlined
 def multiplier(scale: Any, rule: Any) -> Any:
-    """Return the factor of values under an E4M3 scale, before they are rounded."""
+    """Return the factor by which values with an E4M3 scale are multiplied before rounding."""
     return min(ONE / np.float32(scale * rule.decode), FLOAT32_MAX)
 
 
@@ -194,7 +199,7 @@ def scaled_down(bits: Any, down: Any, element: Any) -> Any:
 
 @inlined
 def divided(bits: Any, divisor: Any, element: Any) -> Any:
-    """Return the same as `scaled_down` for a scale that is a divisor."""
+    """Return the bits of a magnitude over its scale, clamped to the element type's maximum."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) / divisor), element.top)
 
 
@@ -253,7 +258,7 @@ def line(
 def search_columns(
     tile: Any, amax: Any, down: Any, up: Any, wide: Any, scratch: Any, element: Any, rule: Any
 ) -> Any:
-    """Replace the scales of a tile's columns, each of which is a block, by the better ones of two.
+    """Replace the scale of each column of a tile (one block) by the better of two candidates.
 
     `scratch` has four rows for the candidates' factors and errors, and `wide` holds a row of bits.
     """
@@ -262,7 +267,8 @@ def search_columns(
         scratch[0, j], scratch[1, j], scratch[2, j] = multiplier(four, rule), four, np.float32(0)
         scratch[3, j] = np.float32(0)
     for i in range(tile.shape[0]):
-        for j in range(tile.shape[1]):  # on its own, so that the next loop has one width of numbers
+        # a separate loop, so that the next loop handles numbers of a single width
+        for j in range(tile.shape[1]):
             wide[j] = widen(tile[i, j])
         for j in range(tile.shape[1]):
             bits = wide[j]
@@ -284,7 +290,7 @@ def rows(
     width = max(COLUMNS // size, 1) * size
     keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
     down, up = np.empty(width, np.float32), np.empty(width, np.float32)
-    # A search takes the blocks of a tile as columns, which are computed with vectors.
+    # A search arranges blocks as columns, so that vector instructions compute several at once.
     count = width // size
     maxima, scratch = np.empty(count, np.int32), np.empty((6, count), np.float32)
     turned, wide = np.zeros((size, count), np.int32), np.empty(count, np.int32)

@@ -93,7 +93,7 @@ def _blocks(
         numba_threads.run(work, len(src) // width, -(-_LEAST // width))
     else:
         tensors = (array.reshape(outer, n, inner) for array in (src, dst))
-        # Blocks as long as the axis are cut into strips, to give all threads a part.
+        # If blocks are as long as the axis, divide the columns into strips, one or more per thread.
         strips = -(-inner // numba_blocks.COLUMNS) if size == n and not fmt.square else 1
         work = functools.partial(
             numba_blocks.columns, *tensors, size, fmt.square, strips, element, rule, _random(seed)

@@ -161,7 +161,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         A tuple as a key is an error, because computing the hash of nested tuples can take forever.
         """
         target = self.stack[-1]
-        if type(target) is Record:  # an OrderedDict, for example; its items are not needed
+        if type(target) is Record:  # for example, an OrderedDict, whose items are not needed
             return
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, _KEYS):

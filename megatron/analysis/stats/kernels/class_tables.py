@@ -24,7 +24,7 @@ PATTERNS = 1 << 16
 PLANES = 256
 TABLE_BYTES = PLANES * PATTERNS * 4
 
-#: [scale classes or pairs of scale classes, bit patterns] counts; exact up to 2^53
+#: [scale classes or pairs of scale classes, bit patterns] numbers of values; exact up to 2^53
 Cells = NDArray[np.float64]
 
 
@@ -175,8 +175,8 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # [scale class of a row block, column] index in `flat` at which the counts of the pair begin
-    # that this class forms with the scale class of the column block
+    # [scale class of a row block, column] index in `flat` of the first count of a pair: this class
+    # and the scale class of the column block
     bases = np.empty((CLASSES, width), np.uint32)
     # [scale class, row block] number of the row of tiles for which `bases` was last updated
     known = np.full((CLASSES, across), -1, np.int64)
