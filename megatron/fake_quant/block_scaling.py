@@ -94,7 +94,7 @@ class BlockScaling:
 
     @property
     def share(self) -> float:
-        """Field `headroom` as a number."""
+        """Fraction in the field `headroom`, such as 16/17, as a float."""
         whole, _, part = self.headroom.partition("/")
         return int(whole) / int(part or 1)
 

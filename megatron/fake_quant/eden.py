@@ -56,7 +56,7 @@ def corrected_values(blocks: Tensor, elements: Tensor, scales: Scales) -> Tensor
 
 
 def _group_sums(values: Tensor) -> Tensor:
-    """Return the sums over groups of blocks, added in halves."""
+    """Return the sum of each group of 128 values, computed by adding its halves repeatedly."""
     row = values.flatten(-2)
     row = torch.nn.functional.pad(row, (0, -row.shape[-1] % EDEN_GROUP))
     total = torch.unflatten(row, -1, (-1, EDEN_GROUP))

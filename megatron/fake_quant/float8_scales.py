@@ -105,7 +105,7 @@ def top(scaling: BlockScaling, element: ElementFormat) -> float:
 
 
 def bound(scaling: BlockScaling) -> float:
-    """Return the block scale that the largest block maximum under an outer scale gets."""
+    """Return the block scale of the block with the largest maximum under an outer scale."""
     if scaling.bound is not None:
         return scaling.bound
     return FLOAT8[scaling.scale].element.max if scaling.search == "none" else SEARCH_BOUND

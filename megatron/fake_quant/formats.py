@@ -495,7 +495,7 @@ class Format:
 
     @property
     def elements(self) -> tuple[Element, ...]:
-        """Element types that a block may have: one, or two of which each block has either."""
+        """Element types that a block may have: one, or two between which each block chooses."""
         alternative = None if self.scaling is None else self.scaling.alternative
         return (self.element,) if alternative is None else (self.element, alternative)
 

@@ -38,7 +38,7 @@ def _block_scaling(scaling: MacroScaling) -> BlockScaling:
 
 
 def _factors(mantissa: Tensor) -> Tensor:
-    """Return f of each macro block for k, given as an integer tensor."""
+    """Return the factor f = 1 + k / 256 of each macro block; `mantissa` holds the integers k."""
     return 1 + mantissa.float().unsqueeze(-1) / _STEPS
 
 
@@ -60,7 +60,7 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales, scaling: MacroScaling) -> Tensor:
-    """Multiply the elements by the scales of their blocks, and divide them by f."""
+    """Multiply elements by the scales of their blocks, and divide by their macro block's factor."""
     stored = scales.block()
     parts = torch.unflatten(elements, -1, (scaling.blocks, -1))
     values = mx.scale_up(parts, Scales(stored[..., :-1]), _block_scaling(scaling))
@@ -68,7 +68,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: MacroScaling) -> Tensor:
 
 
 def stored_scales(scaling: MacroScaling) -> Tensor:
-    """Return the factor of each E8M0 byte, first with the smallest f, then with the largest.
+    """Return scale / f for each E8M0 byte: first with f = 1, then with the largest f, 2 - 1/256.
 
     The result has 512 entries.
     """

@@ -66,7 +66,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: PairScaling) -> Tensor:
 
 
 def stored_scales(scaling: PairScaling) -> Tensor:
-    """Return the factor for each exponent byte with all bits d clear, then with all set.
+    """Return the factor for each exponent byte, first with all pair bits d clear, then all set.
 
     The result has 512 entries.
     """

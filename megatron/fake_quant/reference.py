@@ -37,7 +37,7 @@ def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tupl
 
 
 def choose(results: Sequence[Tensor], fmt: Format, scales: Scales) -> Tensor:
-    """Return the results for the element type that each block has.
+    """Select, for each block, the result for the block's element type.
 
     Args:
         results: one tensor of blocks for each of `fmt.elements`.

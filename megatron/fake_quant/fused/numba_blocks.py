@@ -139,7 +139,7 @@ def power(byte: Any) -> Any:
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """Return the factors applied before and after rounding a block, and the mask of its signs.
+    """Return the factors applied before and after rounding a block, and a mask for sign bits.
 
     If the order of operations is DIVIDED, the first factor is a divisor.
 
@@ -199,7 +199,7 @@ def scaled_down(bits: Any, down: Any, element: Any) -> Any:
 
 @inlined
 def divided(bits: Any, divisor: Any, element: Any) -> Any:
-    """Return the bits of a magnitude over its scale, clamped to the element type's maximum."""
+    """Return the bits of a value's magnitude / `divisor`, clamped to the type's largest number."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) / divisor), element.top)
 
 

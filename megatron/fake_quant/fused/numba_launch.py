@@ -131,7 +131,7 @@ def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) 
 
 
 class _Memory:
-    """The memory of a tensor, as numpy reads it.
+    """Wrapper through which numpy reads the memory of a tensor without `Tensor.numpy`.
 
     `Tensor.numpy` would forbid to resize the tensor's storage from then on. Selective recomputation
     frees the memory of an activation by resizing its storage to zero.
