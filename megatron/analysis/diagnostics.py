@@ -28,7 +28,9 @@ SQNR = 10.0
 BIAS = 0.01  #: a format gets a warning if its |mean error| / mean magnitude exceeds this value
 GAIN = 0.05  #: a format gets a warning if its |gain| exceeds this value
 NAMED = 3  #: maximum number of tensors that a warning lists
-NOTES = 6  #: maximum number of notes with a warning of their own; the others share one warning
+#: maximum number of notes (on what was not measured, and why) that get a warning of their own; all
+#: other notes share one warning
+NOTES = 6
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ SMALLEST_EXPONENT = -22
 #: (SR). For a smaller |E|, it rounds to nearest, with ties away from zero (TA).
 HYBRID_FROM = 4
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
-_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: bits of 1.25 * 2^15, where TA's overflow starts
+#: bits of 1.25 * 2^15, the smallest magnitude that overflows if it is rounded to nearest (TA)
+_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)
 _BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: bits of 2^16, which always overflows
 _SMALLEST = power_of_two_bits(SMALLEST_EXPONENT)
 _UNITS = 1 << RANDOM_BITS

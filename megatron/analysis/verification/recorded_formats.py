@@ -101,8 +101,8 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
     (fprop_a, wgrad_a), (fprop_b, dgrad_b), (dgrad_c, wgrad_c) = uses(a), uses(b), uses(c)
     candidates = []
     slots = (fprop_a, fprop_b, dgrad_c, dgrad_b, wgrad_c, wgrad_a)
-    # GemmFormats raises ValueError if the two operands of a GEMM have different transforms. A
-    # matmul with such records must have been straight-through.
+    # GemmFormats raises ValueError if the two operands of a GEMM have different transforms. If the
+    # recorded transforms differ, only a straight-through matmul is possible.
     with contextlib.suppress(ValueError):
         candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):

@@ -22,7 +22,8 @@ SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
-#: Float32 bits of 2^127. This minus the bits of a power of two is the bits of its reciprocal.
+#: Bits of 2^127 (float32). Subtracting the bits of a power of two from them gives the bits of its
+#: reciprocal.
 POWER_254 = np.int32(254 << 23)
 ZERO, ONE = np.int32(0), np.float32(1)
 UNITS = np.float32(1 << RANDOM_BITS)

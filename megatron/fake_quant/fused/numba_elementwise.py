@@ -177,7 +177,7 @@ def hifloat8(
     `beyond` holds the bits of the magnitude that replaces an overflow.
     """
     read, written = src[start:stop], dst[start:stop]
-    # Clamping at twice the largest number is safe, because that overflows in every mode.
+    # Clamp at twice the largest number at most, because this magnitude overflows in every mode.
     limit = np.int32(min(beyond, np.int32(LARGEST + (1 << 23))))
     if rounding == NEAREST:
         for i in range(len(read)):

@@ -166,7 +166,7 @@ def hifloat8(
     If ROUNDING is "nearest", the result for a magnitude below 2^-23 is undefined, and the caller
     must replace it by zero.
     """
-    # Clamping at twice the largest number is safe, because that overflows in every mode.
+    # Clamp at twice the largest number at most, because this magnitude overflows in every mode.
     LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
     if ROUNDING == "nearest":
         rounded = nearest_hifloat8(magnitude, LIMIT)
