@@ -35,7 +35,7 @@ from typing import Any
 WINDOW = 32
 RECENT = 5  #: maximum number of normal values over which the short median is taken
 ENOUGH = 8  #: number of normal values below which a jump must exceed their median by more
-NOISE = 12  #: multiple of the noise by which a jump must exceed the median of normal values
+NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of the two medians
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 

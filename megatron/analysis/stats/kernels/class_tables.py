@@ -175,10 +175,11 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # [scale class of a row block, column] index in `flat` of the first count of a pair: this class
-    # and the scale class of the column block
+    # bases[c, j]: index in `flat` at which the counts begin for the scale class c of a row block
+    # together with the scale class of the column block in column j
     bases = np.empty((CLASSES, width), np.uint32)
-    # [scale class, row block] number of the row of tiles for which `bases` was last updated
+    # known[c, k]: number of the row of tiles for which `bases[c]` was last updated in the columns
+    # of the row block k
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
