@@ -73,7 +73,7 @@ class SettingsFile:
             _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def restore(self) -> bool:
-        """Restore the settings before the first change; return False if there was no change.
+        """Restore the settings from before the first change; return False if nothing was changed.
 
         Raises:
             ValueError: if the backup file was not written by this script.
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        raise  # The reader of the output has exited; the change was made.
+        raise  # The reader of the output has exited; any change has already been made.
     except (OSError, ValueError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1

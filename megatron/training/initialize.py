@@ -20,8 +20,8 @@ from megatron.training.printing import print_rank_0
 #: number of open files that a rank needs regardless of the number of ranks; 90 to 99 were
 #: measured with one and two ranks
 OPEN_FILES = 128
-#: number of additional open files per rank, for gloo's sockets; with four ranks, a rank needed 7
-#: more files than with two
+#: number of further open files that a rank needs for each rank of the run, for gloo's sockets;
+#: with four ranks, a rank needed 7 more files than with two
 OPEN_FILES_PER_RANK = 4
 MOST_OPEN_FILES = 1 << 16  #: maximum value to which the soft limit on open files is raised
 

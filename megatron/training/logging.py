@@ -37,7 +37,7 @@ class TrainingProgress:
     consumed_valid_samples: int = 0
     #: number of iterations skipped since iteration 0, as in Megatron-LM's checkpoints
     skipped_iterations: int = 0
-    #: recent normal losses and gradient norms, with which a possible loss spike is compared
+    #: recent normal losses and gradient norms, with which new values are compared to detect spikes
     levels: Levels = field(default_factory=dict)
 
 

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _POLL = 0.05  #: time in seconds between two checks while waiting for processes to end
-_BUSY = 20  #: maximum time to wait for busy processes, in grace periods
+_BUSY = 20  #: maximum time to wait for busy processes, as a multiple of the grace period
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,8 @@ def watch(
             status = tree.wait(TICK)
             before, logged = logged, log.size()
             if follower.poll(last=status is not None) or logged != before:
-                latest = time.monotonic()  # the log also grows in iterations without collection
+                # A growing log also counts, because some iterations collect no tensors.
+                latest = time.monotonic()
             progress.update(follower.tally)
             if interrupts.number is not None:
                 name = signal.Signals(interrupts.number).name

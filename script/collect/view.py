@@ -85,7 +85,7 @@ def _shown_lines(text: bytes) -> list[str]:
 
 
 class ProgressLine:
-    """Display of a collection's progress; as a context manager, it always closes its bar."""
+    """Context manager that shows a collection's progress, and closes the progress bar on exit."""
 
     def __init__(self, name: str, expected: int, log: LogFile, *, verbose: bool):
         self.name = name

@@ -71,7 +71,7 @@ def build_parser() -> ArgumentParser:
 
 
 def request_of(options: argparse.Namespace) -> DataRequest:
-    """Return the user's tokenizer and data, with defaults for Llama 3.2 1B and Wikipedia."""
+    """Return the user's tokenizer and data, with Llama 3.2 1B's and Wikipedia as the defaults."""
     model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
     default = Files(
         tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))
@@ -95,7 +95,7 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def preset(options: argparse.Namespace) -> list[str]:
-    """Return --preset, or "1b" if there are a GPU and the data, otherwise "tiny"."""
+    """Return --preset or, by default, "1b" if a GPU and data are available, and "tiny" if not."""
     if options.preset is None:
         options.preset = _fitting_preset(options)  # the function `data` also reads this option
     return [options.preset]

@@ -10,7 +10,7 @@ Entry = TypeVar("Entry")
 
 
 class ConfigError(Exception):
-    """Error in a command line; the message states the problem, then a semicolon and what to do."""
+    """Error in a command line; its message states the problem and, after a semicolon, a remedy."""
 
     status = 2  #: exit status, the same as argparse's
 

@@ -83,10 +83,10 @@ class Launch:
             )
 
     def words(self, python: str, parallelism: Parallelism) -> list[str]:
-        """Return the command-line arguments before `pretrain_gpt.py`.
+        """Return the part of the training command that precedes `pretrain_gpt.py`.
 
-        They are the interpreter, followed by torchrun and its options unless there is only one
-        process.
+        It consists of the interpreter, followed by torchrun and its options unless there is only
+        one process.
         """
         torchrun = [python, "-m", "torch.distributed.run"]
         processes = ["--nproc-per-node", str(parallelism.nproc_per_node)]

@@ -19,7 +19,7 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """Return three quantization types of a format: its name after FA_, linear_ and FA_linear_."""
+    """Return the quantization types of format `name` with prefixes FA_, linear_ and FA_linear_."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 

@@ -111,7 +111,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         data = data.removesuffix(suffix)
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
     if dry_run:
-        # In a dry run, a driver script passes the default corpus before it exists.
+        # In a dry run, a driver script passes the paths of the default corpus before it exists.
         if files != default_corpus() and not files.there() and not is_set(MISSING_SAID):
             say(f"Missing: {_missing(files, request, python)}.")
         return files
@@ -198,7 +198,8 @@ def tokenizer_type(path: str) -> str:
         return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
     if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    # In a dry run, the tokenizer may be missing. The published ones are in Hugging Face's format.
+    # In a dry run, the tokenizer may be missing. Hugging Face's format is then assumed, because
+    # published tokenizers have it.
     return "HuggingFaceTokenizer"
 
 
@@ -260,7 +261,7 @@ def interpreter(*, dry_run: bool) -> str:
 
 
 def enter_environment() -> None:
-    """Restart this program in the Python of `interpreter`, unless this one has torch and yaml.
+    """If this Python lacks torch or yaml, restart this program in the Python for training.
 
     Raises:
         ConfigError: if the other Python lacks them too, or if `interpreter` raises it.

@@ -78,9 +78,9 @@ def _given(flags: Sequence[str]) -> dict[str, str]:
 def _plain(given: Mapping[str, str]) -> str | None:
     """Return the effective type in the usual cases, without torch, whose import takes seconds.
 
-    They are: nothing sets a format; or only plain types do, or a type that a driver has checked. A
-    flag has precedence over CUSTOM_QUANT_TYPE. Return None in all other cases, and for everything
-    that may be an error.
+    These cases are: no format is set; or each type that is set is one that `plain_type` knows, or
+    one that a driver has checked. A flag has precedence over CUSTOM_QUANT_TYPE. Return None in all
+    other cases, and for everything that may be an error.
 
     Args:
         given: the values of the format flags.
@@ -99,7 +99,7 @@ def _plain(given: Mapping[str, str]) -> str | None:
 
 
 def _settings_are_plain() -> bool:
-    """Return whether the settings file has only plain formats, so that training accepts it."""
+    """Return whether all settings are formats of the matrix or `none`, which training accepts."""
     try:
         settings = read_json(settings_file(), limit=1 << 16)
     except (OSError, UnusableFileError):

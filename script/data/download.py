@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-#: By corpus: the name of the dataset on the hub, and the part that is used by default.
+#: For each corpus: the dataset's name on the hub, and the part that is used by default.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
     "dolma": ("allenai/dolma", "v1_6-sample"),

@@ -66,7 +66,7 @@ def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
 
 
 def _is_unfinished(file: Path) -> bool:
-    """Return whether a file is in the folder of any run's unfinished output."""
+    """Return whether a file is in a folder that holds the unfinished output of a run."""
     return any(path.suffix == ".partial" and (path / "lock").is_file() for path in file.parents)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from batch import Batch, Position
 
 ROWS = 32  #: number of rows that are decoded at a time
-LARGEST_CELL = 256 << 20  #: maximum number of bytes in a cell, the same as in a document of text
+#: Maximum size of a cell, in bytes; documents in other input formats have the same limit.
+LARGEST_CELL = 256 << 20
 
 
 def read_parquet(

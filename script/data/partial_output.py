@@ -36,7 +36,8 @@ from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
 STATE_LIMIT = 256 << 20  #: maximum size in bytes of progress.json, which lists all input files
-HOPELESS = 1000  #: number of bad documents at the start of a file that cause its refusal
+#: Number of bad documents, with no valid one before them, after which an input file is refused.
+HOPELESS = 1000
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
@@ -44,7 +45,7 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 class DamagedStateError(ValueError):
-    """Error for a saved state of an interrupted run from which no run can resume."""
+    """Error raised if an interrupted run cannot be resumed because its saved state is damaged."""
 
 
 class PartialOutput:
@@ -108,7 +109,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Commit unfinished output for a later run, or remove its folder if it has no document."""
+        """Commit unfinished output for a later run; if it has no documents, remove its folder."""
         try:
             if self.complete:
                 return
@@ -118,7 +119,7 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                # With an earlier error, that error is raised; both probably have the same cause.
+                # An earlier error is raised instead of this one; both probably have the same cause.
                 raise
         finally:
             self._close()
@@ -133,7 +134,9 @@ class PartialOutput:
                     f"{self.folder} to start over"
                 )
         if self.resumed:
-            self.commit()  # The truncation below may go back to the start of an input file.
+            # Save the resume point before truncating: it may be earlier than the saved one, and the
+            # output files must not be shorter than the saved one says.
+            self.commit()
         for name, size in sizes.items():
             self.files[name].truncate(size)
 
@@ -171,7 +174,8 @@ class PartialOutput:
                 ResumePoint.from_json(state["file_start"]),
             )
             inputs, files = state["inputs"], self.settings.input
-            # If a partly read input file has changed, perhaps by a repair, read it from its start.
+            # If a partly read input file has changed, perhaps because it was repaired, read it from
+            # its start.
             same = now.file >= len(inputs) or (
                 now.file < len(files) and identity(files[now.file]) == inputs[now.file]
             )
@@ -254,7 +258,7 @@ class PartialOutput:
             self.commit()
 
     def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
-        """Raise ValueError if the first `HOPELESS` documents of an input file include no valid one.
+        """Raise ValueError if the first `HOPELESS` documents of an input file are all invalid.
 
         Raises:
             ValueError: also if a file with fewer documents has no valid one.
@@ -262,7 +266,7 @@ class PartialOutput:
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]
-        self.points = start, start  # After a repair, the file is read from its start.
+        self.points = start, start  # If the file is repaired, read it from its start.
         if not point.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:

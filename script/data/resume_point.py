@@ -36,7 +36,7 @@ class ResumePoint:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ResumePoint:
-        """Return the resume point that `fields`, parsed JSON, describes; `fields` is modified."""
+        """Return the resume point that the JSON object `fields` describes; `fields` is modified."""
         counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
         return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
 

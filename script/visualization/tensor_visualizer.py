@@ -70,8 +70,8 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
     )
     known, others = parser.parse_known_args(arguments)
     if wrong := [word for word in others if word.startswith(("--tensor", "--output"))]:
-        # Except --output-dir, which is parsed above, the analysis command has no options with these
-        # prefixes. The words are therefore mistakes.
+        # Except --output-dir, which is parsed above, no option of the analysis command begins with
+        # --tensor or --output. Such words are therefore misspelled options.
         parser.error(about_unknown(wrong, parser.all_options()))
     from megatron.analysis.__main__ import main as analysis
 

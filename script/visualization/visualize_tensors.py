@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run tensor_visualizer.py. Older documents use this former name of the script."""
+"""Run tensor_visualizer.py under its former name, which older documents use."""
 
 import sys
 from pathlib import Path

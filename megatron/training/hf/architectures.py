@@ -46,12 +46,12 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, Layout]:
-        """The mapping of each model tensor to checkpoint tensors, by the model tensor's name."""
+        """How each model tensor is built from checkpoint tensors, by the model tensor's name."""
         return self.architecture.tensors(self.config)
 
     @property
     def sources(self) -> dict[str, Source]:
-        """Names and shapes of the tensors of the Hugging Face checkpoint, by tensor name."""
+        """The name and shape of each tensor in the Hugging Face checkpoint, by tensor name."""
         return {s.name: s for layout in self.tensors.values() for s in layout.sources}
 
 

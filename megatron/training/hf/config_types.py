@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.bounded_files import printable
 
-_WIDEST = 1 << 31  #: maximum size of a dimension; a larger tensor could not be indexed
+_WIDEST = 1 << 31  #: maximum size of a dimension; a tensor with a larger one could not be indexed
 _MOST_LAYERS = 10_000
 _MOST_PARTS = 1 << 16  #: maximum number of heads or experts, and maximum head dimension
 _COUNTS = {

@@ -27,8 +27,8 @@ SINGLE = "model.safetensors"
 OPEN_FILES = 4
 #: Accepted dtypes: safetensors' names of the float dtypes that need no separate scales.
 PLAIN = ("F64", "F32", "F16", "BF16")
-#: Suffix of the names of tensors that are computed from the config.json; they are not loaded, but
-#: older checkpoints store them.
+#: Suffix of the names of tensors that are computed from the config.json. Older checkpoints contain
+#: such tensors, but they are not loaded.
 COMPUTED = ".rotary_emb.inv_freq"
 INDEX_LIMIT = 256 * MEBIBYTE  #: maximum size of an index; each tensor takes about 100 bytes in it
 

@@ -1,4 +1,4 @@
-"""Translate the rotary embedding settings of a config.json, in either of two forms, to flags.
+"""Translate the two forms of rotary embedding settings in a config.json to flags.
 
 rope_theta, rope_scaling {"type" or "rope_type": ...}     before transformers 5, and as published
 rope_parameters {"rope_theta", "rope_type", ...}          since transformers 5
