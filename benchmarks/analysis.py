@@ -1,4 +1,4 @@
-"""Time the statistics of a tensor dump, and compare the time with plain torch and numpy code.
+"""Time the computation of a dump's statistics, and compare it with plain torch and numpy code.
 
     python benchmarks/analysis.py                     # collect 2 GB, measure, delete (minutes)
     python benchmarks/analysis.py --dump FOLDER       # measure an existing dump
@@ -157,14 +157,14 @@ def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time plain code and our code on the statistics of one dump; return the rows of the table."""
+    """Time how long plain code and our code take for one dump's statistics; return table rows."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
     workers = sorted({1, 2, os.cpu_count() or 1})
     runs = {number: [] for number in workers}
-    # Alternate between the numbers of workers, so that other load on the machine affects
-    # all of them alike.
+    # Alternate between the worker counts, so that other load on the machine affects all of them
+    # alike.
     for _, number in itertools.product(range(options.rounds), workers):
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]
@@ -194,7 +194,7 @@ def _row(
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Time the statistics of dumps of tiny tensors; return one table row per number of tensors."""
+    """Time our code on dumps with different numbers of tiny tensors; return one row per dump."""
     rows = []
     for count in options.records:
         folder = scratch / f"tiny{count}"

@@ -1,4 +1,4 @@
-"""Measure one analysis for `analysis.py` in a separate process, including its peak memory.
+"""Measure the time and peak memory of one analysis, in a process that `analysis.py` starts.
 
     python benchmarks/analysis_worker.py ours FOLDER WORKERS FORMAT...
     python benchmarks/analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
@@ -68,7 +68,7 @@ def size(records) -> int:
 
 
 def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float]:
-    """Measure plain code, which makes one torch or numpy call per statistic and format.
+    """Measure plain code that makes one torch or numpy call per statistic and format.
 
     Every `every`-th tensor is loaded and copied to float32. Our fused kernels quantize it, once per
     format and axis.

@@ -1,4 +1,4 @@
-"""Measure the cost of tensor collection: step time, blocking time, memory and writing speed.
+"""Measure the cost of tensor collection (step time, blocked time, memory) and its writing speed.
 
     python benchmarks/collection.py                       # compared with mindstudio-probe
     python benchmarks/collection.py --peers-python .venv-peers/bin/python
@@ -59,7 +59,7 @@ HEAD = (
     "MB",
     "peak MiB",
 )
-#: Phrase with which the report describes each kind of raw write in `writing_speed.py`.
+#: Text that the report adds for each kind of raw write; `writing_speed.py` defines the kinds.
 RAW = {"raw": "", "direct": ", past the page cache"}
 
 
@@ -174,7 +174,7 @@ class Worker:
             self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # The process has ended; the call of `answer` below reports why.
+            pass  # The process has ended; the call to `answer` below reports why.
         return json.loads(self.answer("{"))
 
     def end(self) -> None:
@@ -185,7 +185,7 @@ class Worker:
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python interpreter with mindstudio-probe, or None to leave this package out."""
+    """Return a Python interpreter that has mindstudio-probe, or None to skip its measurement."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -284,7 +284,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Return text with the median and range of our writing speed divided by that of raw writes."""
+    """Describe the ratio of our writing speed to that of raw writes: its median and its range."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "

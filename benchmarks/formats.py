@@ -72,7 +72,8 @@ FORMATS = (
 )
 SEED = 1234
 #: Environment variables of glibc's malloc, with values in bytes. Allocations of at least
-#: MMAP_THRESHOLD come directly from the system. Free memory above TRIM_THRESHOLD is returned to it.
+#: MMAP_THRESHOLD come directly from the operating system. Free memory above TRIM_THRESHOLD is
+#: returned to the operating system.
 MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},

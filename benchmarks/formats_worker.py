@@ -92,7 +92,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the two input matrices by name: "randn" is also used for timing, "wide" is not."""
+    """Return two matrices by name: "randn" to compare and time, "wide" only to compare."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)

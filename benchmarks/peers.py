@@ -76,7 +76,7 @@ def torchao() -> Finder:
 
 
 def torchao_compiled() -> Finder:
-    """Return a function that compiles torchao's cast for a format with torch.compile.
+    """Return a function that maps a format to torchao's cast, compiled with torch.compile.
 
     On CPUs, torch.compile does not support the E8M0 dtype, so formats with the scale rule "floor"
     fail; the other scale rules work.

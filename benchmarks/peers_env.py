@@ -16,9 +16,9 @@ VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
 #: Packages that the library needs; setup.py pins their releases.
 ESSENTIAL = ("torch", "numpy", "numba")
-#: Other packages whose releases setup.py pins: ml_dtypes and en_dtypes are compared with our code,
-#: quark imports transformers, and mindstudio-probe is measured on a model of megatron-core, which
-#: needs einops and psutil.
+#: Other packages whose releases setup.py pins: transformers (quark imports it), ml_dtypes and
+#: en_dtypes (they are compared with our code), megatron-core (mindstudio-probe is measured on one
+#: of its models), and einops and psutil (megatron-core needs them).
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
 PROBE = """
 import importlib.metadata, json
@@ -44,7 +44,7 @@ def pins() -> dict[str, str]:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Return the release of each package of an interpreter, by the package's normalized name.
+    """Return the release of each package installed for an interpreter, by normalized name.
 
     A normalized name is in lower case, with hyphens instead of underscores.
 

@@ -1,4 +1,4 @@
-"""Compute how many bytes the linear-layer weights would take on hardware with each format.
+"""Compute how many bytes the linear-layer weights would take if they were stored in each format.
 
     python benchmarks/storage.py
     python benchmarks/storage.py --formats mxfp8 nvfp4 mx:e3m4:b16

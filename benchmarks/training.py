@@ -130,7 +130,7 @@ class Worker:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # The process has ended; the call of `answer` below reports why.
+            pass  # The process has ended; the call to `answer` below reports why.
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -141,7 +141,7 @@ class Worker:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Worker]:
-    """Start one worker per type, let them take turns in training steps, and return them by name.
+    """Start one worker per type, let each train one step per round, and return them by name.
 
     The first two rounds are a warm-up; their times are not counted.
     """

@@ -122,7 +122,7 @@ def forward_step(iterator, model):
 
 
 def peak() -> float:
-    """Return the peak memory so far in MiB: of this process, or if there is a GPU, on the GPU."""
+    """Return the peak memory so far in MiB: GPU memory if there is a GPU, otherwise host memory."""
     import torch
 
     if torch.cuda.is_available():

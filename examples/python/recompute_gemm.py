@@ -50,7 +50,8 @@ def main(folder: str, module: str = "linear_qkv") -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
 
-    # The formats of an operand are recorded for both passes; `uses` returns the forward one first.
+    # An operand's record lists its formats in the forward and backward passes; `uses` returns the
+    # format of the forward pass first.
     formats = dict(zip(records["tensor_name"], records["format"], strict=True))
     forward = {name: uses(formats[name])[0] for name in ("input", "weight")}
     quantized = [

@@ -43,7 +43,7 @@ REACH = 4.0  #: largest magnitude in the histogram, as a multiple of the quantil
 TAIL = 1e-4  #: maximum share of values left out at the low end of the magnitude histogram
 DPI = 150  #: resolution of the picture, in dots per inch
 LONGEST = 36  #: maximum length of a name in the picture, in characters
-#: Columns whose distinct values the headline counts, keyed by the noun for one value.
+#: Columns whose distinct values the headline counts, keyed by the singular noun after the count.
 COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
 
@@ -254,7 +254,7 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 
 
 def _brief(name: str) -> str:
-    """Return a name cut to `LONGEST` characters, because names in files can have any length."""
+    """Return a name cut to `LONGEST` characters; names in files can have any length."""
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 

@@ -28,8 +28,8 @@ from megatron.tensor_record import TensorRecord
 Row = dict[str, Any]
 
 GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: names of the parallel groups
-#: Columns with the rank and size of each parallel group. `rank` is the global rank, which a record
-#: stores under the key "world".
+#: Columns with the rank in each parallel group and the size of the group. `rank` is the global
+#: rank, which a record stores under the key "world".
 RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
 FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
 COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
@@ -49,8 +49,8 @@ def _types() -> dict[str, tuple[type, ...]]:
 _TYPES = _types()
 #: Columns of the table of records that contain integers.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
-#: Keys under which a record stores the coordinates of its rank: the rank and the size of the world
-#: and of each parallel group.
+#: Keys under which a record stores the coordinates of its rank: the global rank and the world size,
+#: then the rank in each parallel group and the size of the group.
 _IN_RECORD = ("world", *RANK_COLUMNS[1:])
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))

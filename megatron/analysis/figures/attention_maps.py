@@ -155,7 +155,7 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
 
 
 def entropy(probs: Tensor) -> float:
-    """Return the entropy in bits of probabilities [queries, keys], averaged over the queries."""
+    """Return the entropy in bits, averaged over the queries; `probs` has shape [queries, keys]."""
     total = 0.0
     for part in torch.split(probs, queries_at_once(probs)):
         p = part.double()
@@ -168,7 +168,7 @@ def queries_at_once(head: Tensor, multiple: int = 1) -> int:
     """Return how many queries to process at a time so that about `CHUNK` values are in memory.
 
     Args:
-        head: probabilities [queries, keys] of one head.
+        head: probabilities of one head, shape [queries, keys].
         multiple: the result is a multiple of this number.
     """
     return max(CHUNK // (head.shape[-1] * multiple), 1) * multiple
@@ -193,7 +193,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     Values whose quantization error is not finite are excluded from both sums.
 
     Args:
-        head: probabilities [queries, keys] of one head, processed in chunks of queries.
+        head: probabilities of one head, shape [queries, keys], processed in chunks of queries.
         largest: largest magnitude in the tensor, which determines its tensor scale; None if the
             format has no tensor scale.
     """
@@ -202,7 +202,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
         if largest is not None:
             # Prepended rows that contain `largest` give each chunk the scale of the whole tensor.
-            # There are as many rows as in a square block, so that square blocks stay aligned.
+            # Their number equals the block size, so that square blocks stay aligned.
             ahead = part.new_zeros(size, part.shape[1])
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])

@@ -155,7 +155,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
 
 
 def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return the formats for which `counts` has the same array as for another format.
+    """Return the formats whose array in `counts` equals that of another format.
 
     The curves of such formats coincide.
     """

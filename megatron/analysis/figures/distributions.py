@@ -147,7 +147,7 @@ def quantile_quantile(figure_data: FigureData) -> Figure:
 
 
 def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
-    """Return five quantiles and the maximum of the magnitudes, given bit-pattern counts.
+    """Return five quantiles and the maximum of the magnitudes, from the counts of bit patterns.
 
     The quantiles are those at 1, 25, 50, 75 and 99 %.
 
@@ -168,7 +168,7 @@ def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
 
 
 def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
-    """Return the mean and standard deviation of the finite values, given bit-pattern counts.
+    """Return the mean and standard deviation of the finite values, from the counts of bit patterns.
 
     Args:
         patterns: number of values with each bfloat16 bit pattern.

@@ -81,7 +81,7 @@ def underflow(figure_data: FigureData) -> Figure:
 
 
 def judged_gradients(figure_data: FigureData) -> pd.DataFrame:
-    """Return the rows of `FigureData.judged`, a table of quantization errors, for gradients.
+    """Return the rows of `FigureData.judged` (quantization errors) that belong to gradients.
 
     Raises:
         NothingToDrawError: no quantization error of a gradient is known.

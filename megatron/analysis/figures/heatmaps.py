@@ -51,7 +51,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> pd.DataFrame:
-    """Return a table for `plot_heatmap`: the median of `value` per layer and value of `column`.
+    """Return a table for `plot_heatmap`: the medians of `value` by layer and `column`.
 
     Args:
         value: name of the column whose median is computed.

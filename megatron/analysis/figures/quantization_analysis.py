@@ -74,7 +74,7 @@ def by_layer(figure_data: FigureData) -> Figure:
 def by_tensor(
     figure_data: FigureData, column: str, *, xlabel: str, title: str, shares: bool = False
 ) -> Figure:
-    """Draw the medians of an error metric as dots, one dot per format.
+    """Draw the median of an error metric as one dot per place and format.
 
     There is one row per place (module and tensor name).
 

@@ -45,7 +45,8 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
     columns = slice(None) if known.outer_size == WHOLE_AXIS else slice(blocks * size)
     taken = table[::every, columns].float()
     if known.has_tensor_scale:
-        # add a row with the table's largest value, so that the tensor scale is that of the table
+        # `taken` may lack the table's largest value, which determines the tensor scale, so add a
+        # row with this value
         largest = torch.zeros(1, taken.shape[1])
         largest[0, 0] = largest_finite(table)
         bytes_ = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.block()[:-1]

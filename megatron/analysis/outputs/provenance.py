@@ -40,7 +40,8 @@ def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
         options: values that affect the outputs; they must be serializable as JSON.
     """
     digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
-    # a library that is not installed has no version; only the report needs plotly
+    # one list of versions per library, empty if the library is not installed; plotly, which only
+    # the report needs, may be missing
     versions = [[package.version for package in distributions(name=name)] for name in _LIBRARIES]
     digest.update(json.dumps([code_version(), *versions]).encode())
     for path in sorted(Path(__file__).parents[1].rglob("*")):

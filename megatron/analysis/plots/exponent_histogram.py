@@ -87,8 +87,8 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         size: factor for the height of the bar; below 1 if there are many bars.
     """
     color = color_of(str(lane["format"]))
-    # If the table lacks `lowest` and `highest`, the thin line gets the length of the bar, so that
-    # the bar hides the line.
+    # If the table lacks the columns `lowest` and `highest`, the thin line is as long as the bar
+    # and hidden behind it.
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
         ("lowest", "highest", 1.0),

@@ -19,7 +19,7 @@ from megatron.analysis.plots.style import (
 
 EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the two ends of the y-axis
 NOISE = 0.1  #: half of the minimum span of a linear axis, as a fraction of the median value
-NARROW = 8.0  #: a logarithmic axis needs at least this ratio of the largest to the smallest value
+NARROW = 8.0  #: minimum ratio of the largest to the smallest value for a logarithmic axis
 
 
 def plot_lines(

@@ -100,7 +100,7 @@ def color_of(name: str) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the color of each name from `color_of`, but give unknown names distinct colors.
+    """Return each name's color from `color_of`, but distinct colors for unknown names.
 
     If there are more unknown names than spare colors, colors repeat.
     """

@@ -345,7 +345,7 @@ def open_cache(folder: Path | None, dump: Path) -> AbstractContextManager[Cache 
 
 
 def _with_checksum(content: bytes) -> bytes:
-    """Return the content with a checksum in front, because SQLite stores none."""
+    """Return the content with a checksum in front; SQLite itself stores no checksums."""
     return zlib.crc32(content).to_bytes(4, "little") + content
 
 
