@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to import from t
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.recorded_formats import uses
 from megatron.console import run_main
+from megatron.fake_quant.mean_split import SplitMatrix, with_means
 
 NAMES = ("input", "weight", "output")
 
@@ -59,8 +60,9 @@ def main(folder: str, module: str = "linear_qkv") -> int:
     ]
     print(f"{module} of layer 0")
     print(f"  x {list(x.shape)} in {formats['input']}, W {list(w.shape)} in {formats['weight']}")
-    for title, (a, b) in {"quantized": quantized, "as they are": (x, w)}.items():
-        recomputed = a @ b.t()
+    plain = SplitMatrix(x), SplitMatrix(w)
+    for title, (a, b) in {"quantized": quantized, "as they are": plain}.items():
+        recomputed = with_means(a.values @ b.values.t(), a, b.t(), alpha=1)
         same = (recomputed == y).double().mean().item()
         print(f"  operands {title:12} {same:7.2%} of y as saved, SQNR {sqnr(y, recomputed):.2f} dB")
     return 0
