@@ -75,7 +75,7 @@ def tokenized(options: argparse.Namespace) -> list[str]:
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Return the losses of one run; train it unless a complete log of the run exists."""
+    """Return the losses of one run; do the run first unless a complete log of it exists."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
@@ -114,7 +114,7 @@ def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
 
 
 def train_all(options: argparse.Namespace) -> pd.DataFrame:
-    """Train all runs; return their losses, one row per iteration and one column per run."""
+    """Do all training runs; return their losses, one row per iteration and one column per run."""
     runs = list(itertools.product(options.types, options.seeds))
     with ThreadPoolExecutor(options.jobs) as pool:
         series = pool.map(lambda run: train(*run, options), runs)

@@ -11,9 +11,9 @@ from megatron.analysis.plots.style import color_of, guide, nothing, powers_of_tw
 
 
 def plot_scales(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one row per tensor, with a dot at the RMS and a line from `low` to `high`.
+    """Draw one row per tensor, with a dot at the RMS and a line for the range of magnitudes.
 
-    The dot is open for gradients.
+    The line goes from `low` to `high`. The dot is open for gradients.
 
     Args:
         data: table with columns `name`, `group` (which determines the color), `low`, `rms` and
