@@ -228,7 +228,7 @@ class BackgroundWriter(Writer):
             self._writer.close()
 
     def _let_training_wait(self) -> bool:
-        """Wait for a write to finish; return False if writing stops or the allowed wait ends."""
+        """Wait for a write to finish; return False if writing stops or time runs out."""
         began = time.monotonic()
         finished = self._wait_for_one(began + self._longest - self._waited)
         self._waited += time.monotonic() - began
@@ -251,7 +251,8 @@ class BackgroundWriter(Writer):
                 now = time.monotonic()
                 if now >= end:
                     return False
-                # A slow disk takes long to write a large file; while it accepts data, it is alive.
+                # A slow disk takes a long time to write a large file; while it accepts data, it is
+                # alive.
                 left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:
                     break

@@ -226,7 +226,7 @@ class Collector:
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Save the part of a tensor that `--collect-slice` selects, and the scales of codes.
+        """Save the part of a tensor that `--collect-slice` selects; save codes with their scales.
 
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """

@@ -63,7 +63,7 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield chunks of a tensor; no block and no group under an outer scale lies in two chunks.
+    """Yield chunks of a tensor; blocks, and sets of blocks with a common outer scale, stay whole.
 
     Each chunk has the shape [outer, rows, columns]. If a scale applies to the tensor or to a whole
     axis, the only chunk is the tensor.
@@ -99,7 +99,7 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 def _add_values(
     errors: Errors, operand: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
 ) -> None:
-    """Add the errors, code counts and clipped values of a quantized chunk to `errors`."""
+    """Add a quantized chunk's errors, and its counts of codes and clipped values, to `errors`."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])

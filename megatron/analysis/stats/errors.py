@@ -36,7 +36,7 @@ from megatron.analysis.stats.kernels.error_sums import (
 
 #: Number of bins for the difference between two float32 exponents, which range from -149 to 127.
 RANGES = 278
-#: Bins of the headroom histogram: number per binade, and lower edge of the first bin in binades.
+#: Headroom histogram: number of bins per binade, and lower edge of the first bin, in binades.
 HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0
 HEADROOM_BINS = 25
 
@@ -175,8 +175,8 @@ def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.
         counts: number of blocks with each headroom.
     """
     room = np.maximum(room, -RANGES)  # the headroom is -inf if the scale underflowed to zero
-    # a scale that is not a power of two is rounded, so that a headroom of 0 may be computed as a
-    # slightly negative number
+    # a scale that is not a power of two is rounded, so the computed headroom may be slightly
+    # negative where the exact one is 0
     bins = np.clip((np.round(room, 5) - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
     np.add.at(errors.headroom, bins.astype(np.int64), counts)
     errors.headroom_sum += (counts * room).sum()

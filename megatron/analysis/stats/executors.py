@@ -23,8 +23,9 @@ from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
 PATIENCE = "20s"  #: maximum time to wait for a scheduler to answer
 #: A batch is complete when it reaches this size in bytes or this number of jobs.
 BATCH_BYTES, BATCH_JOBS = 1 << 23, 64
-#: Memory in bytes that a process needs without its threads, and maximum memory per thread: three
-#: tables of counts, the mapped pages of a large tensor, and the arrays for one chunk of it.
+#: Memory, in bytes, that a process needs without its threads, and maximum memory of each thread. A
+#: thread needs three tables of counts, the mapped pages of a large tensor, and the arrays for one
+#: chunk of the tensor.
 BASE, PER_WORKER = 420 << 20, 3 * TABLE_BYTES + (96 << 20)
 
 

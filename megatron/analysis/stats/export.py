@@ -146,7 +146,7 @@ def as_csv(statistics: Statistics) -> str:
 
 
 def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a copy of a table whose strings contain no spreadsheet formulas and no line breaks."""
+    """Return a copy of a table; its strings contain no spreadsheet formulas and no line breaks."""
     safe = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind in "biufc":
@@ -188,7 +188,10 @@ def _value(value: Any) -> Any:
 
 
 def as_text(statistics: Statistics) -> str:
-    """Return the summary and both tables in aligned columns, with nine significant digits."""
+    """Return the summary, and the tables `tensors` and `formats` in aligned columns.
+
+    Numbers have nine significant digits.
+    """
     tensors = statistics.tensors
     columns = [name for name in tensors.columns if name not in ("run_id", "path", "note", "dims")]
     named = [name for name in columns if name in _TENSOR]

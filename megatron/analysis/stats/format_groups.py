@@ -94,7 +94,7 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """Return the properties of a format that determine the scale class of a block of known amax.
+    """Return the format properties that, together with a block's amax, determine its scale class.
 
     `Group.emax` explains the exponent, which is the second property of some formats.
     """

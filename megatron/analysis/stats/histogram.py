@@ -25,7 +25,7 @@ _INFINITY = 0x7F80  #: bit pattern of +Inf; patterns between it and 0x8000 are N
 class Histogram:
     """Number of finite values with each bfloat16 bit pattern."""
 
-    counts: NDArray[np.int64]  #: [BINS] counts, indexed by bit pattern
+    counts: NDArray[np.int64]  #: counts by bit pattern, shape [BINS]
 
     @classmethod
     def empty(cls) -> Histogram:

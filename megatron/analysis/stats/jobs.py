@@ -58,7 +58,7 @@ class JobResult:
     """Serialized result of a job, and the files that could not be measured."""
 
     contents: dict[str, bytes]  #: results, keyed by `VALUES` or format name; empty on failure
-    failures: tuple[Failure, ...]  #: unusable files, including replicas that were not needed
+    failures: tuple[Failure, ...]  #: unusable files, even if another replica was usable
 
 
 def measure_job(job: Job) -> JobResult:

@@ -39,7 +39,8 @@ class Part:
     """Part of a tensor that is measured as a unit: one file, or the sum of several files."""
 
     paths: tuple[str, ...]
-    replicas: tuple[tuple[str, ...], ...]  #: for each path, files that should be identical to it
+    #: for each of `paths`, the other files that should have the same content
+    replicas: tuple[tuple[str, ...], ...]
     matrix: MatrixView
     blocks: bool  #: whether formats with block scales can be measured; False for a slice
     nbytes: int  #: size of the first file, in bytes; 0 if unknown

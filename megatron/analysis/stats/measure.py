@@ -67,7 +67,7 @@ class Measurements:
     repeats: int = 0
 
     def summary(self) -> Moments:
-        """Return the joint moments of the values of all tensors."""
+        """Return the moments of the values of all tensors taken together."""
         return merge(self.table["summary"])
 
     def notes(self) -> dict[str, int]:
@@ -75,9 +75,9 @@ class Measurements:
         return notes_by_text(self.table["note"])
 
     def by(self, column: str) -> dict[str, tuple[int, Moments]]:
-        """Return the number of tensors and their joint moments for each value of `column`.
+        """Group the tensors by `column`; return each group's number of tensors and moments.
 
-        The values are in descending order of the number of tensors; ties are in the order of the
+        The groups are in descending order of the number of tensors; ties are in the order of the
         files.
         """
         groups = self.table.groupby(column, sort=False)["summary"]
@@ -92,7 +92,7 @@ class Measurements:
         return Measurements(table, histograms, self.problems, self.repeats)
 
     def histograms_by(self, column: str) -> dict[str, Histogram]:
-        """Return one joint histogram per value of `column`, which must be in `GROUPING`."""
+        """Return one histogram for each value of `column`, which must be in `GROUPING`."""
         position = GROUPING.index(column)
         joined: dict[str, Histogram] = {}
         for key, histogram in self.histograms.items():

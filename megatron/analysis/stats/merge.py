@@ -19,7 +19,7 @@ from megatron.analysis.stats.logical_tensors import LogicalTensor, Part, ShardIn
 from megatron.analysis.stats.serialization import VALUES
 from megatron.analysis.stats.values import Values
 
-#: Identity of a tensor part: number of the tensor, index of the part in it, and cache entry.
+#: Identity of a tensor part: number of its tensor, index within the tensor, and cache entry.
 PartKey = tuple[int, ShardIndex, Entry | None]
 #: Number of a tensor, and either its statistics or the file that could not be measured.
 TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]

@@ -75,7 +75,7 @@ class Moments:
         return powers / self.finite / scale
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the joint moments of both sets of values."""
+        """Return the moments of both sets of values taken together."""
         counts = (
             self.count + other.count,
             self.nan + other.nan,
@@ -98,7 +98,7 @@ class Moments:
             )
         a, b = self.finite, other.finite
         n, step = a + b, other.mean - self.mean
-        # use shares of the values, because products of large counts would not be exact
+        # use shares instead of counts, because products of large counts would not be exact
         p, q = a / n, b / n
         # multiply, because `**` of floats raises an exception on overflow
         second = step * step
@@ -123,7 +123,7 @@ class Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """Return the joint moments of all sets of values in `parts`."""
+    """Return the moments of all sets of values in `parts` taken together."""
     return sum(parts, start=Moments())
 
 

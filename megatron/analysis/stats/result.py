@@ -255,11 +255,11 @@ class FormatArrays:
     clipping_error: Numbers  #: squared error of clipped values
     underflow_error: Numbers  #: squared error of values that become zero
     grid_error: Numbers  #: squared error of all other values
-    error: Numbers  #: sum of |y| - |x| by binade, which is the bias of the magnitudes
+    error: Numbers  #: sum of |y| - |x| by binade; divide by `values` to get the mean
     relative_error: Numbers  #: sum of |y - x| / |x| by binade; divide by `values` to get the mean
     #: number of values by element code (`megatron.fake_quant.code_points`); empty for bf16 and fp16
     codes: Counts
-    scales: Counts  #: [256] number of blocks with each scale byte; empty without block scales
+    scales: Counts  #: number of blocks by scale byte; empty without block scales
     #: number of blocks by dynamic range: element i counts the blocks in which
     #: exponent(largest) - exponent(smallest nonzero) is i
     block_range: Counts
@@ -271,12 +271,12 @@ class FormatArrays:
 class TensorArrays:
     """Histograms of one logical tensor."""
 
-    exponents: Counts  #: [255] exponents of the binades: -127 (all subnormal float32) to 127
-    positive: Counts  #: [255] number of finite values above zero, by binade
-    negative: Counts  #: [255] number of finite values below zero, by binade
-    patterns: Counts  #: [65536] counts by bfloat16 bit pattern; see `histogram.Histogram`
-    channel_amax: Numbers  #: [channels] largest finite magnitude of each channel
-    token_amax: Numbers  #: [tokens] largest finite magnitude of each token
+    exponents: Counts  #: exponents of the 255 binades: -127 (all subnormal float32) to 127
+    positive: Counts  #: number of finite values above zero, by binade
+    negative: Counts  #: number of finite values below zero, by binade
+    patterns: Counts  #: counts by bfloat16 bit pattern, shape [65536]; see `histogram.Histogram`
+    channel_amax: Numbers  #: largest finite magnitude of each channel, shape [channels]
+    token_amax: Numbers  #: largest finite magnitude of each token, shape [tokens]
     formats: dict[tuple[str, str], FormatArrays]  #: histograms by format name and axis
 
 

@@ -23,7 +23,7 @@ VALUES = "values"  #: key of the `Values` of a tensor part; errors have the form
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
-    """Serialize arrays to bytes; only nonzero elements are stored if that is smaller."""
+    """Serialize arrays to bytes; only nonzero elements are stored if that takes less space."""
     parts = [struct.pack("<I", len(arrays))]
     for array in arrays:
         flat = np.ascontiguousarray(array).ravel()

@@ -250,7 +250,7 @@ class _Measurement:
         self._share_disagreement(group, all_errors)
 
     def _share_disagreement(self, group: Group, all_errors: FormatErrors) -> None:
-        """Copy the row-to-column differences from each format's row errors to its column errors."""
+        """Copy the disagreement between axes from each format's row errors to its column errors."""
         for fmt in group.formats if not group.square else ():
             row, column = all_errors[fmt.name, "row"], all_errors[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]

@@ -41,9 +41,9 @@ _NUMBERS = (
     "num_layers",
 )
 NAMED = 16  #: maximum number of missing ranks reported one by one per pipeline stage
-#: Limits that reveal records of different runs. One run has records for most combinations of pass,
-#: module and rank. If there are more than `DENSE` * (number of records) + `SMALL` combinations, the
-#: records come from different runs.
+#: Limits for detecting records of different runs. One run has records for most combinations of
+#: pass, module and rank. If there are more than `DENSE` * (number of records) + `SMALL`
+#: combinations, the records come from different runs.
 DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: kinds of events that explain missing records of a rank
 #: Command-line arguments that select iterations, each with the values that select all iterations.

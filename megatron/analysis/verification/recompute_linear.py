@@ -40,7 +40,7 @@ _FLOAT32 = torch.finfo(torch.float32).eps / 2  #: unit roundoff of float32, 2^-2
 class Recomputation:
     """Comparison of a saved result with its recomputation."""
 
-    exact: bool  #: whether saved and recomputed result are bit-identical
+    exact: bool  #: whether the saved and recomputed results are bit-identical
     excess: float = 0.0  #: largest ratio of deviation to allowed deviation
     text: str = ""  #: description of the deviation; empty if the result is exact
 
@@ -233,7 +233,11 @@ def _compare(
 
 
 def _wide(matrix: SplitMatrix, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return rows of an operand in float64, and elementwise sums of its terms' magnitudes."""
+    """Return rows of an operand in float64, and upper bounds on their magnitudes.
+
+    If the mean of its rows was split off, an operand is the sum of two terms, and the bounds are
+    the sums of the magnitudes of both terms. Otherwise, the bounds are the magnitudes themselves.
+    """
     values = matrix.values[rows].double()
     if matrix.column is None or matrix.row is None:
         return values, values.abs()

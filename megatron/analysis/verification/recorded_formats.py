@@ -145,7 +145,7 @@ def of_card(
         part = _part(card, iteration)
         if (entry := _entry(part, module, operation)) is not None:
             return _of_entry(entry)
-        if "operands" not in part:  # this audit has no entry for each matmul, only lines of text
+        if "operands" not in part:  # this audit lists the matmuls only as lines of text
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
                     continue  # matching a long line would take quadratic time

@@ -55,12 +55,14 @@ class Results:
     """Outputs and gradients of one run, to be checked by recomputation."""
 
     store: TensorStore
-    records: pd.DataFrame  #: records whose files passed the check, without repeated passes
+    #: records whose files passed the check, without tensors that activation recomputation saved a
+    #: second time
+    records: pd.DataFrame
     card: Mapping[str, Any]
     slack: float
 
     def check(self, progress: Callable[[], object]) -> Iterator[CheckedResult]:
-        """Check every result; yield its kind of layer, its record and the outcome of the check.
+        """Check every result; for each one, yield the layer type, the record and the outcome.
 
         `progress` is called after each pass.
         """

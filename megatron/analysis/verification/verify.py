@@ -214,5 +214,5 @@ def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Ve
 
 
 def _identified(records: pd.DataFrame) -> Any:
-    """Return a mask of the records that contain the run, pass, rank, layer and tensor name."""
+    """Return a mask of the records that state their run, pass, rank, layer and tensor name."""
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)

@@ -24,7 +24,7 @@ PATTERNS = 1 << 16
 PLANES = 256
 TABLE_BYTES = PLANES * PATTERNS * 4
 
-#: [scale classes or pairs of scale classes, bit patterns] numbers of values; exact up to 2^53
+#: numbers of values, shape [scale classes or pairs of them, bit patterns]; exact up to 2^53
 Cells = NDArray[np.float64]
 
 
@@ -49,13 +49,13 @@ class ClassTable:
 
 
 class PairTable:
-    """Table that counts values by bit pattern and by the scale classes of both their blocks."""
+    """Table that counts values by bit pattern and by scale classes of row and column blocks."""
 
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
         self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
-        #: [planes, 2] for each plane, the scale classes (row block, column block) of the values
-        #: counted in it
+        #: scale classes (row block, column block) of the values that each plane counts, shape
+        #: [planes, 2]
         self.pairs = np.zeros((planes, 2), np.int32)
         self.used = 0
 
@@ -71,7 +71,7 @@ class PairTable:
 
 @kernel
 def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
-    """Move counts from planes of a table to `cells`, and set the moved counts to zero.
+    """Copy counts from a table to `cells`, and set them to zero in the table.
 
     Row i of `cells` receives the counts of `patterns` in the plane `planes[i]`.
     """
@@ -151,9 +151,7 @@ def count_pairs(
     used: Any,
     start: Any,
 ) -> Any:
-    """Count the values of a chunk by bit pattern and by the scale classes of both their blocks.
-
-    The two blocks of a value are its row block and its column block.
+    """Count a chunk's values by bit pattern and by scale classes of row and column blocks.
 
     A tile is as high as a block along a column and as wide as a block along a row. A strip is a
     row of tiles. For each strip, planes are first assigned to all pairs of scale classes; then the
@@ -175,11 +173,11 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # bases[c, j]: index in `flat` at which the counts begin for the scale class c of a row block
-    # together with the scale class of the column block in column j
+    # bases[c, j]: index in `flat` at which a plane begins. The plane counts the values of column j
+    # whose row block has the scale class c.
     bases = np.empty((CLASSES, width), np.uint32)
-    # known[c, k]: number of the row of tiles for which `bases[c]` was last updated in the columns
-    # of the row block k
+    # known[c, k]: number of the strip for which `bases[c]` was last updated in the columns of row
+    # block k
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:

@@ -32,12 +32,12 @@ from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE, as_float
 BINADES = 255
 #: Rows of `binade_counts`: nonzero values, nonzero values that become zero, and clipped values.
 VALUES, UNDERFLOW, SATURATED = 0, 1, 2
-#: Rows of `binade_sums`, for values x and results y: sums of (y - x)^2 by cause, |y| - |x|, and
-#: |y - x| / |x|. CAUSES is the number of causes.
+#: Rows of `binade_sums`, for values x and results y: sums of (y - x)^2, in one row per cause; sums
+#: of |y| - |x|; and sums of |y - x| / |x|. CAUSES is the number of causes.
 GRID_ERROR, CLIPPING_ERROR, UNDERFLOW_ERROR, CAUSES = 0, 1, 2, 3
 MAGNITUDE_ERROR, RELATIVE = CAUSES, CAUSES + 1
-#: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is the
-#: length of `counts`.
+#: Positions in `counts`: numbers of finite values whose result is finite, NaN and Inf,
+#: respectively. COUNTS is the length of `counts`.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
 #: Positions in `totals`, for values x and results y: sums of x^2, y^2, x y, y - x and |x|, and the
 #: largest |y - x|. SUMS is the length of `totals`.
@@ -129,7 +129,7 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize distinct values along rows and columns, and sum the differences of the results.
+    """Quantize distinct values along rows and columns, and sum the squared differences.
 
     A value has one result with the scale of its row block and one with the scale of its column
     block. Their difference is weighted by the number of values. A value that becomes NaN or Inf
@@ -155,7 +155,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value along its row and column; add the difference of the results to the sums."""
+    """Quantize a value along its row and column; compare the results with `compare_results`."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -224,7 +224,7 @@ def compare_values(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize the values of a chunk along rows and columns, and sum the differences of results.
+    """Quantize the values of a chunk along rows and columns, and sum the squared differences.
 
     `compare_counted` describes the results.
     """

@@ -44,9 +44,10 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 TILE = 128  #: number of bit patterns that each loop processes
-#: Rows of the array with the sums of each bit pattern: number of values that stay finite, become
-#: zero, are clipped, or become Inf; sums of the error and its magnitude; sums of the squared error
-#: due to the grid and due to clipping; sums of the result and its square.
+#: Rows of an array with one column per bit pattern. The first four rows count the values that stay
+#: finite, become zero, are clipped, and become Inf. The others are sums: of the error, its
+#: magnitude, the squared error due to the grid, the squared error due to clipping, the result, and
+#: the squared result.
 _FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE = range(6)
 _GRID, _CLIPPING, _BECAME, _BECAME_SQUARE = range(6, 10)
 _ROWS = 10
@@ -258,7 +259,7 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize distinct bfloat16 values along rows and columns; sum the differences of the results.
+    """Quantize distinct bfloat16 values along rows and columns, and sum the squared differences.
 
     The format has block scales. Each difference is weighted by the number of values. The sums are
     the same as those of `compare_counted`.

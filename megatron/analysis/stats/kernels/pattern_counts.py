@@ -85,7 +85,10 @@ def account_piece(
 
 
 class Counter:
-    """Counter of a 16-bit tensor's values by bit pattern and scale class, for one format group."""
+    """Counter of a 16-bit tensor's values by bit pattern and scale class.
+
+    The counts serve all formats of one `Group`.
+    """
 
     def __init__(
         self,
@@ -200,7 +203,7 @@ class Counter:
 
 
 def _marginal(classes: NDArray[np.int32], cells: Cells) -> tuple[NDArray[np.int32], Cells]:
-    """Return the distinct scale classes, and the sum of the rows of `cells` for each class."""
+    """Return the distinct scale classes and, for each, the sum of its rows of `cells`."""
     distinct, index_of_row = np.unique(classes, return_inverse=True)
     if len(distinct) == len(classes):
         return classes, cells

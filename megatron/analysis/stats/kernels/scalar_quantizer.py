@@ -79,10 +79,10 @@ class ScalarQuantizer(NamedTuple):
     rule: Rule  #: rule that determines the scale of a block from its largest magnitude
     overflow: Any  #: float32 bits of the result of an overflow in HiFloat8
     limit: Any  #: float32 bits of the largest scaled magnitude that is not clipped
-    down: Any  #: [classes] float32 factor by which values are multiplied before rounding
-    up: Any  #: [classes] float32 factor by which rounded values are multiplied
-    bytes: Any  #: [classes] byte that the format stores for each scale class
-    codes: Any  #: [65536] codes, indexed by the upper half of an element's float32 bits
+    down: Any  #: float32 factors by which values are multiplied before rounding, by scale class
+    up: Any  #: float32 factors by which rounded values are multiplied, by scale class
+    bytes: Any  #: bytes that the format stores for the scale, by scale class
+    codes: Any  #: codes, indexed by the upper half of an element's float32 bits; shape [65536]
 
 
 @functools.cache

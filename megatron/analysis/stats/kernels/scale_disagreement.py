@@ -32,7 +32,7 @@ def compare_two_level(
     quantizer: ScalarQuantizer,
     errors: Errors,
 ) -> None:
-    """Quantize 16-bit values along both axes, and add the differences of the results to `errors`.
+    """Quantize 16-bit values along rows and columns, and add the differences to `errors`.
 
     Args:
         classes: scale classes of the blocks, keyed by axis ("row" and "column").
@@ -103,7 +103,7 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write the scale factors of the blocks of one row, once for each column.
+    """Write the scale factors of the block of each column, for one row.
 
     Only the columns from `left` to `right` - 1 are included.
 
