@@ -137,7 +137,7 @@ class TensorRecord:
     micro_batch: int
     #: position of the micro-batch's first sequence in the run's sample order
     sample_idx: int | None
-    counter: int  #: number of the tensor in the order of this rank's writes, counted from 1
+    counter: int  #: number of the tensor among those written by this rank, counted from 1
     timestamp: str  #: local time, YYYYmmdd_HHMMSS; a later time if the file name was already used
     layer_type: str  #: attention | linear
     layer_idx: int  #: layer number over all pipeline stages, from 0; -1 outside transformer layers
@@ -154,7 +154,7 @@ class TensorRecord:
     #: one letter per dimension, with the group that shards it in brackets, e.g. "s b h[tp]".
     #: "s[cp:zigzag]" means the chunks cp and 2 * cp_size - 1 - cp out of 2 * cp_size chunks of the
     #: sequence. "g[tp:2]" means that two consecutive ranks hold the same values or, if
-    #: "| partial[tp:2]" follows, that each holds a part of their sum
+    #: "| partial[tp:2]" follows, that each of them holds a partial sum
     dims: str
     global_shape: list[int]  #: shape of the whole tensor over all shards, even for a slice
     rank: dict[str, int]  #: rank in world, tp, pp, dp, cp, ep and etp, and the sizes (tp_size, ...)
@@ -180,7 +180,7 @@ class TensorRecord:
         )
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return the `metadata` of the `.pt` file as plain values, for `weights_only=True`."""
+        """Return the `metadata` of the `.pt` file, in types that `weights_only=True` accepts."""
         return asdict(self)
 
     @classmethod

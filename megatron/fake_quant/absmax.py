@@ -50,7 +50,7 @@ def stored_scales(scaling: AbsmaxScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: its exponent field."""
+    """Return the byte that represents each scale in histograms: its exponent field."""
     return (stored.view(torch.int32) >> MANTISSA_BITS).to(torch.uint8)
 
 

@@ -143,7 +143,7 @@ def stored_scales(scaling: ChoiceScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: the stored one without the sign bit."""
+    """Return the byte that represents each scale in histograms: the stored one without its sign."""
     return stored & _NAN
 
 

@@ -50,7 +50,7 @@ def stored_scales(scaling: BlockScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: its exponent field."""
+    """Return the byte that represents each scale in histograms: its exponent field."""
     return (stored.view(torch.int32) >> MANTISSA_BITS & _EXPONENT).to(torch.uint8)
 
 

@@ -278,7 +278,7 @@ def stored_scales(scaling: BlockScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: the stored byte itself."""
+    """Return the byte that represents each scale in histograms: the stored byte itself."""
     return stored
 
 

@@ -35,7 +35,7 @@ _NAMED_SIGNS = ("none", "nvfp4", "random")
 
 @dataclass(frozen=True, slots=True)
 class Hadamard:
-    """Hadamard transform of blocks of `size` neighbors along an axis.
+    """Hadamard transform of each block of `size` consecutive values along an axis.
 
     size: d, a power of two from 2 to 256, which must divide the axis.
     signs: "none", "nvfp4" (size 16 only), a seed from which the signs are drawn, or "random" for
@@ -152,7 +152,7 @@ class Hadamard:
 
 
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
-    """Return `x` transformed along `axis`, whose length must be a multiple of the size."""
+    """Return `x` transformed along `axis`, whose length must be a multiple of `transform.size`."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:
@@ -170,7 +170,7 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
 def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
-    """Apply a Hadamard transform with fixed signs, as an operator of `torch.library`.
+    """Apply a Hadamard transform with fixed signs (a `torch.library` operator).
 
     `axis` is counted from the end.
     """
@@ -195,7 +195,7 @@ _rotate.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate_at_random", mutates_args=())
 def _rotate_at_random(x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool) -> Tensor:
-    """Apply a Hadamard transform with random signs, as an operator of `torch.library`.
+    """Apply a Hadamard transform with random signs (a `torch.library` operator).
 
     `seeds` has one seed per sample, in the shape of the leading dimensions that `vmap` has added.
     """

@@ -60,7 +60,7 @@ def _e6m2_values(byte: Tensor) -> Tensor:
 
 
 def _e6m2_reciprocals(byte: Tensor) -> Tensor:
-    """Return R, the rounded reciprocals (float64) of the scales that E6M2 bytes (int32) encode.
+    """Return R = bf16(1 / E6M2), as float64, for the scales that E6M2 bytes (int32) encode.
 
     R is finite even for the NaN byte. `scale_up` makes the values of that group NaN.
     """
@@ -119,10 +119,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: GroupScaling) -> Tensor:
 
 
 def stored_scales(scaling: GroupScaling) -> Tensor:
-    """Return the factor for each E6M2 byte with all exponent bits clear, then with all set.
-
-    The result has 512 entries.
-    """
+    """Return 512 factors: 256 (one per E6M2 byte) with all exponent bits 0, then 256 with all 1."""
     byte = torch.arange(256, dtype=torch.uint8)
     extremes = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
     stored = torch.stack([byte.repeat(2), *[extremes] * 3], dim=-1)
@@ -130,7 +127,7 @@ def stored_scales(scaling: GroupScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: E6M2, the first of four."""
+    """Return the byte that represents each group in histograms: E6M2, the first of four."""
     return stored[..., 0]
 
 

@@ -158,7 +158,8 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
     """
     magnitude, _, small = position
     up = nearest_up(position, random, source)
-    # Both ends of the range are rounded to nearest: to zero below 2^-23, to Inf from 40960 on.
+    # At both ends of the range, values are rounded to nearest: to zero below 2^-23, and to Inf
+    # from 40960 on.
     by_low_bits = _low_bits_up(position, source) & (up | ~small)
     by_low_bits |= magnitude >= _OVERFLOW
     uses_low_bits = ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM

@@ -1,4 +1,4 @@
-"""Compute MX scales whose macro blocks of 128 values share a mantissa (arXiv 2603.08713).
+"""Compute MX scales with one mantissa per macro block of 128 values (arXiv 2603.08713).
 
 The values of a macro block are multiplied by a factor f from 1 to 2 - 1/256, which moves the
 largest of them to the top of the element type. Blocks of 32 values are then quantized as in MX. Let
@@ -68,9 +68,9 @@ def scale_up(elements: Tensor, scales: Scales, scaling: MacroScaling) -> Tensor:
 
 
 def stored_scales(scaling: MacroScaling) -> Tensor:
-    """Return scale / f for each E8M0 byte: first with f = 1, then with the largest f, 2 - 1/256.
+    """Return 512 factors scale / f: 256 (1 per E8M0 byte) with f = 1, then 256 with f = 2 - 1/256.
 
-    The result has 512 entries.
+    2 - 1/256 is the largest f.
     """
     byte = torch.arange(256, dtype=torch.uint8).repeat(2).unsqueeze(-1)
     mantissa = torch.tensor([0, _STEPS - 1], dtype=torch.uint8).repeat_interleave(256)
@@ -79,7 +79,7 @@ def stored_scales(scaling: MacroScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count a macro block: its largest E8M0 byte."""
+    """Return the byte that represents each macro block in histograms: its largest E8M0 byte."""
     return stored[..., :-1].amax(-1)
 
 

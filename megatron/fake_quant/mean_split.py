@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class SplitMatrix(NamedTuple):
-    """Matrix that is stored in two parts; it is their sum, `values + column @ row`."""
+    """Matrix stored as the sum of two parts, `values + column @ row`."""
 
     values: Tensor
     #: factors of an outer product, `[..., rows, 1]` and `[..., 1, columns]` in float32; both are

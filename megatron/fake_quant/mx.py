@@ -121,7 +121,7 @@ def stored_scales(scaling: BlockScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: the stored byte itself."""
+    """Return the byte that represents each scale in histograms: the stored byte itself."""
     return stored
 
 
@@ -139,7 +139,7 @@ def source(fmt: Format) -> str:
 
 
 def _headroom(scaling: BlockScaling) -> list[tuple[str, str]]:
-    """Return the line on a headroom (arXiv 2502.20586), or no line if the scaling has none."""
+    """Return the line that states the headroom (arXiv 2502.20586), or no line if there is none."""
     if scaling.headroom == "1":
         return []
     words = f"values times {scaling.headroom} before rounding, and its inverse after it"

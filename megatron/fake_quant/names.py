@@ -290,7 +290,7 @@ def _fraction(text: str) -> str:
 
 
 def _without_defaults(fmt: Format) -> Format:
-    """Return `fmt` without a top or bound that equals its default."""
+    """Return `fmt`, with the scaling's `top` and `bound` set to None if they equal the defaults."""
     scaling = fmt.scaling
     if not isinstance(scaling, BlockScaling):
         return fmt

@@ -173,7 +173,7 @@ def _(
 fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=constant)
 
 
-# Operators that store a tensor as codes and scales, and that read it; see `packing_parts.py`
+# Operators that convert a tensor to codes and scales, and back; see `packing_parts.py`
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())

@@ -50,12 +50,12 @@ def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Par
 
 
 def _codes(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:
-    """Return the codes of element values, in rows."""
+    """Return the codes of element values, without padding and with the axis of the blocks last."""
     encoded = []
     for element in fmt.elements:
         assert not element.is_cast
-        # Blocks with another element type may exceed this one's range. Their values are clamped
-        # here, and `choose` discards the resulting codes.
+        # Blocks that use another element type may have values beyond the range of `element`. These
+        # values are clamped here, and `choose` discards their codes.
         several = len(fmt.elements) > 1
         values = elements.clamp(-element.max, element.max) if several else elements
         encoded.append(encode(values, element))

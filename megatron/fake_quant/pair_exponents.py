@@ -66,10 +66,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: PairScaling) -> Tensor:
 
 
 def stored_scales(scaling: PairScaling) -> Tensor:
-    """Return the factor for each exponent byte, first with all pair bits d clear, then all set.
-
-    The result has 512 entries.
-    """
+    """Return 512 factors: 256 (one per exponent byte) with all pair bits 0, then 256 with all 1."""
     byte = torch.arange(256, dtype=torch.uint8).repeat(2)
     bits = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
     scales = Scales(torch.stack([byte, bits], dim=-1))
@@ -77,7 +74,7 @@ def stored_scales(scaling: PairScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte by which statistics count each scale: the exponent, the first of two."""
+    """Return the byte that represents each block in histograms: the exponent, the first of two."""
     return stored[..., 0]
 
 

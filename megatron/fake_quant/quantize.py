@@ -84,7 +84,7 @@ def seed_for(
 def seeds_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> Tensor | None:
-    """Return the seed of `seed_for` as a tensor, so that torch can trace the drawing."""
+    """Return what `seed_for` returns, but as a tensor, so that torch can trace how it is drawn."""
     if not fmt.stochastic:
         return None
     return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)

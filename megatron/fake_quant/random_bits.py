@@ -21,7 +21,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw a seed for one tensor from `generator`; None is torch's default CPU generator.
+    """Draw a seed for one tensor from `generator`; None means torch's default CPU generator.
 
     If the generator is on a CUDA device, the call waits for the device.
     """

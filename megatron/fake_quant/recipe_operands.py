@@ -59,7 +59,7 @@ _Text = TypeVar("_Text", bound=str)
 
 
 def parse_config(node: Node, what: str) -> Config:
-    """Parse a config of a recipe or a quantization type; return the formats by operation.
+    """Parse a recipe's config, which may be a quantization type; return the formats by operation.
 
     Raises:
         RecipeError: if a key or a format is unknown; the message names the line and the accepted
@@ -157,7 +157,7 @@ def _gemm(
 
 
 def _pair(fmt: Format | None, names: tuple[str, str]) -> tuple[Operand, Operand]:
-    """Return the operands of a GEMM whose format is set for both at once."""
+    """Return the two operands of a GEMM, given one format that is set for both."""
     first, second = (Operand(weight_format(fmt) if name == "weight" else fmt) for name in names)
     return first, second
 

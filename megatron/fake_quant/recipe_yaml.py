@@ -13,7 +13,7 @@ SIZE_LIMIT = 256 << 10  #: maximum size of a file, in bytes; parsing such a file
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; descriptions are the longest
+SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; the longest are descriptions
 MESSAGE_LIMIT = 500  #: maximum length of an error message, in characters
 
 
@@ -114,7 +114,7 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 class _Builder:
-    """Converter of PyYAML nodes to `Node`, with a limit on the values that aliases produce."""
+    """Converter of PyYAML nodes to `Node`; it limits the number of values after alias expansion."""
 
     def __init__(self) -> None:
         self._nodes = 0

@@ -42,14 +42,14 @@ class ScaleDescription:
     """Description of a scaling, for tables and for `python -m megatron.fake_quant describe`."""
 
     source: str  #: document that defines the format
-    brief: str  #: short description, for the cell of a table
+    brief: str  #: short description, for a table cell
     shared_by: str  #: values that share a scale, and the scale's number type
-    found: tuple[tuple[str, str], ...]  #: (label, text) pairs on how a scale is computed
+    found: tuple[tuple[str, str], ...]  #: (label, text) pairs that say how a scale is computed
     range_note: str = ""  #: text printed after the range of the scales
 
 
 def block_shape(fmt: Format) -> str:
-    """Return the shape of a format's blocks in words."""
+    """Describe in words the shape of a format's blocks."""
     size = fmt.block_size
     if fmt.height > 1:
         return f"{fmt.height} x {size} values of the last two axes"

@@ -57,7 +57,7 @@ class BlockScalingModule(ScalingModule, Protocol):
         """Return the float32 factors of all scale codes; at least one factor must be NaN."""
 
     def histogram_bytes(self, stored: Tensor) -> Tensor:
-        """Return one byte per block; statistics count the stored scales by this byte."""
+        """Return one byte per block, which represents the block's scale in histograms."""
 
 
 class ChoiceModule(BlockScalingModule, Protocol):
@@ -89,12 +89,12 @@ def module_of(scaling: Scaling) -> ScalingModule:
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
-    """Return the factor that each scale code stands for. HiFloat4 has 512 codes (`hifloat4.py`)."""
+    """Return the factor for each scale code: 256, or 512 for scalings such as HiFloat4's."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
 
 
 def histogram_bytes(stored: Tensor, scaling: Scaling) -> Tensor:
-    """Return one byte per block; statistics count the stored scales by this byte."""
+    """Return one byte per block, which represents the block's scale in histograms."""
     return cast(BlockScalingModule, module_of(scaling)).histogram_bytes(stored)
 
 

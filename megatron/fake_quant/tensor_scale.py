@@ -66,7 +66,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: TensorScaling) -> Tensor
 
 
 def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return `encode` and `decode`, the factors before and after rounding; 1 if there is no scale.
+    """Return the factors to apply before and after rounding; both are 1 if there is no scale.
 
     finite_amax: function that returns the tensor's largest finite magnitude; it is called only if
         the format has a scale.

@@ -87,7 +87,7 @@ def binades(element: Element) -> tuple[Binades, ...]:
 
 @functools.cache
 def ties(element: Element) -> str:
-    """Return text on how rounding to nearest resolves ties, such as "away from zero"."""
+    """Describe how rounding to nearest resolves ties, in words such as "away from zero"."""
     if element.is_table:
         values = all_values(element)
         lower = round_nearest((values[1:].double() + values[:-1]).div(2).float(), element)
@@ -107,7 +107,7 @@ def ties(element: Element) -> str:
 
 
 def saturates(element: Element) -> bool:
-    """Return whether values beyond the element type's largest number saturate, not become Inf."""
+    """Return whether values beyond the largest number saturate instead of becoming Inf."""
     return bool(round_nearest(torch.tensor([math.inf]), element).isfinite())
 
 
@@ -141,7 +141,7 @@ def vanishes_from_half(element: Element) -> bool:
 
 
 def never_produced(element: Element) -> Tensor:
-    """Return the codes, except for NaN, whose value is not rounded to itself."""
+    """Return the codes whose value is not rounded to itself, excluding NaN codes."""
     values = all_values(element)
     fixed = round_nearest(values, element) == values
     return (~fixed & ~values.isnan()).nonzero().flatten()
@@ -168,7 +168,7 @@ def whole_range(fmt: Format) -> tuple[float, float]:
 
 
 def scale_bits(fmt: Format) -> tuple[int, int]:
-    """Return two numbers for a block or an outer group: the bits of its scales, and its values.
+    """Count the scale bits and the values of a block, or of the blocks that share an outer scale.
 
     Scales of a whole row or tensor are not included.
     """
@@ -186,13 +186,13 @@ def scale_bits(fmt: Format) -> tuple[int, int]:
 
 
 def bits_a_value(fmt: Format) -> float:
-    """Return the stored bits per value, including block scales but no scale of a row or tensor."""
+    """Return the stored bits per value, including block scales but not row or tensor scales."""
     bits, values = scale_bits(fmt)
     return fmt.element.bits + bits / values
 
 
 def effect(fmt: Format, special: float) -> str:
-    """Return text on what quantization makes of `special`, a NaN or an Inf, and of its block."""
+    """Describe what quantization does to `special`, a NaN or an Inf, and to its block."""
     size = min(fmt.block_size or 1, _LONGEST)
     x = torch.ones(2 * fmt.height, 2 * size)
     x[0, 0] = special

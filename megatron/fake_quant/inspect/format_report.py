@@ -111,7 +111,7 @@ def source(fmt: Format) -> str:
 
 
 def scientific(x: float) -> str:
-    """Return text with a positive number, followed by its significand times a power of two.
+    """Return a positive number as text in two forms, such as "448 = 1.75 x 2^8".
 
     The second form is left out for powers of two and for numbers from 1 to 2.
     """
@@ -173,7 +173,7 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Return a note on the numbers that hybrid rounding rounds to Inf; the sources disagree."""
+    """Return a note on which numbers hybrid rounding rounds to Inf; published sources disagree."""
     if fmt.rounding != "hybrid" or format_properties.saturates(fmt.element):
         return []
     return [
@@ -271,7 +271,7 @@ def _whole(fmt: Format) -> list[Line]:
 
 
 def _precision(element: Element) -> str:
-    """Return a Markdown table of an element type's spacing, by binade or by value of its table."""
+    """Return a Markdown table of the spacing per binade, or per value of a `TableElement`."""
     if element.is_table:
         values = format_properties.all_values(element)
         steps = [f"{step:.9g}" for step in values.diff().tolist()] + ["-"]

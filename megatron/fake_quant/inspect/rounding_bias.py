@@ -36,7 +36,7 @@ _SHAPE = (512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class RoundingBias:
-    """Gain of a product of two operands that are rounded at random, divided among its causes."""
+    """Gain of a product of two randomly rounded operands, split by cause."""
 
     clipping: float
     scales: float
@@ -58,7 +58,7 @@ class RoundingBias:
 
 @functools.cache
 def rounding_bias(fmt: Format) -> RoundingBias | None:
-    """Return the bias of `fmt` with its own random rounding, or else with stochastic rounding.
+    """Return the bias of MS-EDEN rounding if `fmt` uses it, otherwise that of stochastic rounding.
 
     The result is None if the format has no stochastic rounding.
     """
@@ -74,7 +74,7 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
 
 
 def operand_gains(fmt: Format, x: Tensor) -> tuple[float, float]:
-    """Return the gain of `x` from its scales alone, and from scales and random rounding.
+    """Return two gains of `x`: from its scales alone, and from scales and random rounding together.
 
     Args:
         fmt: format with a random rounding mode.

@@ -102,7 +102,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
 
 
 def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Axes) -> Axes:
-    """Draw one line per element type: the spacing divided by the value, per start of a binade."""
+    """Draw one line per element type: spacing / value, at the start of each binade."""
     users: dict[Element, int] = {}
     for place, fmt in enumerate(formats):
         users.setdefault(fmt.element, place)
@@ -180,6 +180,6 @@ def _power(value: object) -> str:
 
 
 def _color(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
-    """Return the color of the format or of the format without variants, or else a spare color."""
+    """Return the color of the format, else of the format without variants, else a spare color."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]

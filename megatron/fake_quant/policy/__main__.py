@@ -14,7 +14,7 @@ from megatron.fake_quant.recipe import load_recipe
 
 
 def _flags(words: list[str]) -> dict[str, str | None]:
-    """Parse the command line of a training run, and return the argument `flags` of `resolve`."""
+    """Parse the command line of a training run into the `flags` that `resolve` takes."""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--custom-quant-type")
     parser.add_argument("--quant-recipe", dest="recipe")

@@ -29,7 +29,7 @@ _FSDP = "this trainer wraps the model for plain data parallelism, not with FSDP"
 _MUON = "the optimizers here are adam and sgd"
 _MAMBA = "it is for models with Mamba layers"
 
-#: names of the flags that neither the local layers nor this trainer read, grouped by the reason
+#: names of the flags that neither the local layers nor this trainer reads, grouped by reason
 _UNREAD_BY_REASON = (
     (
         _TE,

@@ -59,7 +59,7 @@ def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
         ddp=configs.ddp_config(args),
         notes=notes,
     )
-    # If several configurations have the same field, the last configuration sets the flag.
+    # If several configurations have the same field, the last one in this loop sets the flag.
     for config in (run.ddp, run.optimizer, run.transformer):
         for name in flagged_fields(type(config)):
             setattr(args, name, getattr(config, name))

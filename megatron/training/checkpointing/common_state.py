@@ -68,7 +68,7 @@ def check_common(common: Any) -> dict[str, Any]:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Check that the optimizer's numeric settings are finite; the first step fails with others.
+    """Check that the optimizer's numeric settings are finite; otherwise the first step would fail.
 
     Raises:
         ValueError: if a setting is not a finite number; the message names the setting and its

@@ -37,8 +37,8 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-#: pattern of the names of checkpoint folders that a killed run left behind: either being written
-#: (.partial) or being replaced by a new one (.old)
+#: pattern of the names of folders that a killed run left behind: a checkpoint that was being
+#: written (.partial), or one that was being replaced by a new one (.old)
 _LEFTOVER = re.compile(r"iter_\d{7,}\.(partial|old)")
 
 

@@ -129,7 +129,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         return Record(PERSISTENT, identifier if type(identifier) is tuple else (identifier,))
 
     def reduce(self) -> None:
-        """Replace a function call, or the creation of an object, by a `Record` on the stack."""
+        """Replace a function call, or the creation of an object, with a `Record` on the stack."""
         arguments = self.stack.pop()
         function = self.stack[-1]
         if type(function) is not Global or type(arguments) is not tuple:
