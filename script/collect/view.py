@@ -22,7 +22,7 @@ EVERY = 5.0  #: time in seconds between two progress lines if there is no termin
 QUIET = 30.0  #: time in seconds between two progress lines while no tensors are written
 TAIL = 1 << 16  #: number of bytes at the end of the log that are searched for errors
 PIECE = 1 << 20  #: maximum number of bytes of the log that are read at a time
-WIDEST = 4096  #: maximum number of characters that are shown of a line of the log
+WIDEST = 4096  #: maximum number of characters of a log line that are shown
 REMOVED = " (it was removed during the run)"  #: suffix for a removed log's path
 SHOWN = 15  #: maximum number of lines of the log that are shown after a failure
 

@@ -71,7 +71,10 @@ def build_parser() -> ArgumentParser:
 
 
 def request_of(options: argparse.Namespace) -> DataRequest:
-    """Return the user's tokenizer and data, with Llama 3.2 1B's and Wikipedia as the defaults."""
+    """Return the tokenizer and data that the user gives, and the files to use by default.
+
+    By default, the data are Wikipedia, and the tokenizer is that of Llama 3.2 1B.
+    """
     model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
     default = Files(
         tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))

@@ -75,7 +75,7 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
 
 
 def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
-    """Pass a query to the training code; return its output, or None in a dry run without torch.
+    """Query the training code; return its output lines, or None in a dry run without torch.
 
     Raises:
         ConfigError: if the training code refuses the quantization type, or cannot be run.

@@ -178,7 +178,7 @@ def files_of(selection: Selection, python: str) -> Files:
 def experiment(
     selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """Return the experiment of run `name`: everything that determines its command but the files."""
+    """Return the experiment of run `name`, which determines its command except for the files."""
     options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:

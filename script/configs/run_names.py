@@ -78,9 +78,9 @@ def _given(flags: Sequence[str]) -> dict[str, str]:
 def _plain(given: Mapping[str, str]) -> str | None:
     """Return the effective type in the usual cases, without torch, whose import takes seconds.
 
-    These cases are: no format is set; or each type that is set is one that `plain_type` knows, or
-    one that a driver has checked. A flag has precedence over CUSTOM_QUANT_TYPE. Return None in all
-    other cases, and for everything that may be an error.
+    These cases are: no format is set; or all types that are set are known to `plain_type` or have
+    been checked by a driver. A flag has precedence over CUSTOM_QUANT_TYPE. Return None in all other
+    cases, and for everything that may be an error.
 
     Args:
         given: the values of the format flags.

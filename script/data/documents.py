@@ -42,7 +42,7 @@ class Settings:
     overwrite: bool = False
 
     def prefix(self, key: str) -> str:
-        """Return the path of the output files for `key`, without a suffix as in --data-path."""
+        """Return the path of the output files for `key`, without a suffix, as in --data-path."""
         return f"{self.output_prefix}_{key}_document"
 
     def format_of(self, path: Path) -> str:

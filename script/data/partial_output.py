@@ -266,7 +266,7 @@ class PartialOutput:
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]
-        self.points = start, start  # If the file is repaired, read it from its start.
+        self.points = start, start  # A repaired file is then read from its start.
         if not point.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:
