@@ -237,7 +237,7 @@ def read_json(
 
 
 def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
-    """Return the value that JSON text represents; the text may nest at most `depth` levels.
+    """Return the value that JSON text represents; it may be nested at most `depth` levels deep.
 
     Duplicate keys and lone surrogates are refused.
 

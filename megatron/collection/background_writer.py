@@ -264,7 +264,7 @@ class BackgroundWriter(Writer):
         return False
 
     def _start(self) -> None:
-        """Start a writer thread, unless there are already `THREADS` or one per pending record.
+        """Start a writer thread, unless `THREADS` threads or one per pending record already exist.
 
         No thread exists before the first write, so a process may fork until then.
         """

@@ -198,7 +198,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers that lack records expected from the run card."""
+    """Report iterations, micro-batches and layers without the records that the card implies."""
     records = run.records
     args = {
         name: value
