@@ -1,5 +1,6 @@
 """HiFloat4 against the authors' script, exact arithmetic and cases worked out by hand."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from megatron.fake_quant import fake_quantize, quantize
 from megatron.fake_quant.hifloat4 import NAN_BYTE
+from megatron.fake_quant.quantize import checked
 
 from . import references
 from .inputs import (
@@ -21,6 +23,7 @@ from .inputs import (
     rows_at_every_scale,
     with_special_blocks,
 )
+from .kernel_inputs import bits
 from .oracle_scaled import E6M2, fake_quantize_hifloat4
 
 kinds = pytest.mark.parametrize("kind", references.KINDS)
@@ -189,6 +192,35 @@ def test_values_next_to_every_tie_of_elements_match_exact_arithmetic(top, mantis
     assert hidden.any() == (mantissa > 0)
     groups = np.resize(ties, (-(-len(ties) // 63), 63))
     check(torch.from_numpy(np.insert(groups, 0, top, axis=1)))
+
+
+def next_to_every_threshold() -> torch.Tensor:
+    """Return groups with values next to each eighth, in units of each scale and beyond."""
+    groups = []
+    for top, reciprocal in ((7.0, 1.0), (8.0, 205 / 256), (10.5, 171 / 256), (12.5, 146 / 256)):
+        ties = next_to(np.arange(1, 64) / 8 / reciprocal)
+        ties = ties[ties < top]
+        values = np.resize(ties, (-(-len(ties) // 63), 63))
+        groups.append(np.insert(values, 0, top, axis=1))
+    units = np.ldexp(np.float32(1), np.arange(-50, 18)).reshape(-1, 1, 1)
+    return torch.from_numpy((np.concatenate(groups) * units).astype(np.float32).reshape(-1, 64))
+
+
+@pytest.mark.parametrize("shape", [(1, -1), (64, -1), (-1, 64, 2), (-1, 67), (3, -1), (-1, 1030)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_cpu_kernel_has_the_reference_s_bits_next_to_every_threshold(shape, axis):
+    """The kernel compares integers where the reference compares float64 products."""
+    pytest.importorskip("numba")
+    from megatron.fake_quant.fused import numba_launch
+
+    values = next_to_every_threshold()
+    columns = math.prod(size for size in shape if size > 0)
+    for x in (values, values.t()):
+        x = x.flatten()[: values.numel() // columns * columns].view(shape)
+        for tensor in (x, x.bfloat16()):
+            expected = by_definition(tensor, "hifp4", axis)
+            found = numba_launch.fake_quantize(tensor, *checked(tensor, "hifp4", axis), None)
+            assert torch.equal(bits(found), bits(expected))
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])

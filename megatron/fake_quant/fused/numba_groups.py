@@ -1,8 +1,16 @@
-"""CPU kernel for HiFloat4, whose groups of 64 values have three levels of scales.
+"""CPU kernels for HiFloat4, whose groups of 64 values have three levels of scales.
 
-Products are computed in float64, where they are exact, as in `hifloat4.py`.
+`hifloat4.py` computes in float64, where its products are exact. The kernels compute in int32, so
+that a vector register holds twice as many values. Their results are equal bit for bit:
+
+- A product with the rounded reciprocal R of a scale has at most 24 + 8 bits. It is computed as the
+  product of two integers and fits into 32 bits.
+- A comparison of a product with a power of two is a comparison of the value's bits with those of
+  the smallest float32 number for which the product is large enough.
+- The scale of a group has a new value at four fixed fractions of each binade of its maximum.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -22,92 +30,268 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 GROUP = 64
-COLUMNS = 64  #: number of columns that are transposed to rows at a time
-BIAS = 48
-LARGEST_BYTE = 254
-MANTISSA = 52  #: number of mantissa bits of a float64
-DOUBLE_BIAS = 1023
-SEVENTH = 73 / 512  #: 1 / 7, rounded to bfloat16
-#: 1 / (1 + m / 4) for m = 0, 1, 2 and 3, rounded to bfloat16
-RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)
+FOURS = GROUP // 4  #: number of fours, which are 4 neighbors with a common exponent, in a group
+EIGHTS = GROUP // 8
+TILE = 1024  #: number of consecutive values that `rows` loads at a time, a multiple of GROUP
+PART = TILE // 4  #: number of fours in a tile
+COLUMNS = 512  #: number of columns that `columns` loads at a time
+FRACTION = np.int32(0x7FFFFF)
+BINADE = np.int32(1 << 23)  #: difference between the bits of a float32 number and of its double
+LARGEST_BYTE = np.int32(254)
+#: A shift to the right by this many bits leaves no bit of a non-negative int32 number.
+ALL_BITS = np.int32(31)
+
+
+def _first_from(numerator: int, denominator: int) -> int:
+    """Return the bits of the smallest float32 number that is at least numerator / denominator."""
+    exponent = math.frexp(numerator / denominator)[1]
+    significand = -(-(numerator << (24 - exponent)) // denominator)
+    return ((exponent + 125) << 23) + significand
+
+
+#: 256 / (1 + m / 4) for the mantissas m of E6M2, rounded to 8 significant bits. This is 256 * R for
+#: the scales from 1 to 1.75, to which the following tables refer.
+FACTORS = np.array([256, 205, 171, 146], np.int32)
+#: Float32 bits of the smallest value whose product with R is at least 4.
+LIMITS = np.array([_first_from(4 * 256, int(factor)) for factor in FACTORS], np.int32)
+#: Float32 bits of the largest value whose product with R is below 7.5 / 4. Larger values would
+#: round to 8 quarters.
+CAPS = np.array([_first_from(480, int(factor)) - 1 for factor in FACTORS], np.int32)
+#: Fraction bits of a group's maximum from which the scale has its next value. In these places, the
+#: maximum times bf16(1/7) is 351/256, 417/256, 479/256 and 578/256 times a power of two. Slightly
+#: larger numbers, rounded to 8 bits and then to 3, are 3/2, 7/4, 2 and 5/2. No float32 number is
+#: exactly in one of the four places.
+STEPS = tuple(np.int32(_first_from(end, 292) - _first_from(1, 1)) for end in (351, 417, 479, 578))
+#: The byte of a scale is 4 times the biased exponent of the maximum, minus this, plus one for each
+#: step that the maximum reaches.
+BYTE_BIAS = np.int32(4 * (127 + 3 - 48) - 1)
+SCALE_BIAS = np.int32(48)
+#: For a scale from 1 to 1.75, SHIFT minus the bits of a value has the number of places in its
+#: exponent field by which `element` shifts a product. The ones in the fraction bits make the
+#: fraction of the value irrelevant.
+SHIFT = np.int32((154 << 23) + 0x7FFFFF)
+QUARTER = np.int32((127 - 48 - 2) << 23)  #: float32 bits of 2^-50
 
 
 @inlined
-def e6m2(amax: Any) -> Any:
-    """Return the E6M2 byte of a group's scale, given the group's maximum, a float32 above 0."""
-    product = np.float64(np.float64(amax) * SEVENTH).view(np.int64)
-    exponent = (product >> MANTISSA) - DOUBLE_BIAS
-    fraction = (product & ((1 << MANTISSA) - 1)) | (1 << MANTISSA)
-    # Round to 8 significant bits (bfloat16) and then to 3, both times to nearest even.
-    dropped = MANTISSA - 7
-    eight = (fraction + (1 << (dropped - 1)) - 1 + ((fraction >> dropped) & 1)) >> dropped
-    three = (eight + 15 + ((eight >> 5) & 1)) >> 5
-    return min(max((exponent + BIAS) * 4 + three - 4, 0), LARGEST_BYTE)
+def reached(fraction: Any, step: Any) -> Any:
+    """Return 1 if `fraction` is at least `step`, and 0 otherwise, without a branch."""
+    return np.int32(np.int32(np.int32(step - np.int32(1)) - fraction) >> 31) & np.int32(1)
 
 
 @inlined
-def element(bits: Any, reciprocal: Any, up: Any) -> Any:
-    """Multiply a value by `reciprocal`, round it to a multiple of 1/4, and multiply it by `up`.
+def group_scale(amax: Any) -> Any:
+    """Return the constants of a group, given the float32 bits of its largest magnitude.
 
-    A rounded magnitude above 7/4 becomes 7/4. Return the bits of the result.
+    The constants are the entries of `LIMITS`, `FACTORS` and `CAPS` for the mantissa of the group's
+    scale, `SHIFT`, and the float32 bits of a quarter of the scale. The exponent of the scale is
+    added to the exponent fields of the limit, the cap and the shift.
     """
-    quarters = np.float64(as_float(np.int32(bits & MAGNITUDE))) * reciprocal * 4
-    rounded = np.float32(min(np.floor(quarters + 0.5), 7.0)) * np.float32(0.25)
-    return np.int32(as_bits(rounded * up) | np.int32(bits & SIGN))
+    fraction = np.int32(amax & FRACTION)
+    steps = reached(fraction, STEPS[0]) + reached(fraction, STEPS[1])
+    steps += reached(fraction, STEPS[2]) + reached(fraction, STEPS[3])
+    byte = np.int32(np.int32(np.int32(amax >> 23) << 2) - BYTE_BIAS + steps)
+    byte = min(max(byte, ZERO), LARGEST_BYTE)
+    mantissa = byte & 3
+    power = np.int32(np.int32(np.int32(byte >> 2) - SCALE_BIAS) << 23)
+    limit, cap = np.int32(LIMITS[mantissa] + power), np.int32(CAPS[mantissa] + power)
+    unit = np.int32(QUARTER + np.int32(byte << 21))
+    return limit, FACTORS[mantissa], cap, np.int32(SHIFT + power), unit
 
 
 @inlined
-def one_group(group: Any) -> Any:
-    """Quantize a group of 64 float32 values in place; `group` holds their bits."""
-    amax = ZERO
-    for j in range(GROUP):
-        amax = max(amax, np.int32(group[j] & MAGNITUDE))
-    if amax >= INFINITY:
-        for j in range(GROUP):
-            group[j] = NAN
-        return
-    byte = e6m2(as_float(amax)) if amax > 0 else 0
-    # `power` is 2^(48 - e) in float64, and `scale` is 2^(e - 48) * (1 + m / 4) in float32. Both are
-    # built from bits; e and m are the exponent and mantissa fields of the byte.
-    power = np.int64((DOUBLE_BIAS + BIAS - (byte >> 2)) << MANTISSA).view(np.float64)
-    reciprocal = RECIPROCALS[byte & 3] * power
-    scale = as_float(np.int32(((127 - BIAS) << 23) + (byte << 21)))
-    for eight in range(0, GROUP, 8):
-        first = second = ZERO
-        for j in range(4):
-            first = max(first, np.int32(group[eight + j] & MAGNITUDE))
-            second = max(second, np.int32(group[eight + 4 + j] & MAGNITUDE))
-        e8 = 2 if np.float64(as_float(max(first, second))) * reciprocal >= 4 else 1
-        for four in range(2):
-            largest = np.float64(as_float(second if four else first)) * reciprocal / e8
-            power_of_two = e8 * (2 if largest >= 2 else 1)
-            down, up = reciprocal / power_of_two, scale * np.float32(power_of_two)
-            for j in range(eight + 4 * four, eight + 4 * four + 4):
-                group[j] = element(group[j], down, up)
+def exponent_bits(four: Any, eight: Any, limit: Any) -> Any:
+    """Return the sum of the exponent bits of a four, shifted to the exponent field of a float32.
+
+    `four` and `eight` are the bits of the largest magnitude of 4 and of 8 neighbors.
+    """
+    first = BINADE if eight >= limit else ZERO
+    second = BINADE if four >= np.int32(np.int32(limit - BINADE) + first) else ZERO
+    return np.int32(first + second)
+
+
+@inlined
+def element(bits: Any, power: Any, factor: Any, cap: Any, shift: Any, unit: Any) -> Any:
+    """Round a value to a quarter of its scale, ties away from zero, and scale the result up.
+
+    `power` is the result of `exponent_bits`, and the other arguments are those of `group_scale`.
+    Return the bits of the result.
+    """
+    magnitude = min(np.int32(np.int32(bits & MAGNITUDE) - power), cap)
+    significand = np.int32(np.int32(magnitude & FRACTION) | BINADE)
+    product = np.uint32(np.uint32(significand) * np.uint32(factor))
+    places = np.int32(min(np.int32(np.int32(shift - magnitude) >> 23), ALL_BITS) & ALL_BITS)
+    halves = np.int32(np.int32(product >> np.uint32(1)) >> places)
+    quarters = np.float32(np.int32(np.int32(halves + np.int32(1)) >> 1))
+    return np.int32(as_bits(quarters * as_float(np.int32(unit + power))) | np.int32(bits & SIGN))
+
+
+@inlined
+def load(read: Any, work: Any, whole: Any, groups: Any) -> Any:
+    """Load up to `TILE` values into `work`, and fill the last group with zeros.
+
+    The parts 0 to 3 of `work` receive the first to fourth values of the fours. Parts 4 and 5
+    receive the largest magnitude of each four, and that of the 8 neighbors to which it belongs.
+    """
+    for j in range(whole):
+        a, b = widen(read[4 * j]), widen(read[4 * j + 1])
+        c, d = widen(read[4 * j + 2]), widen(read[4 * j + 3])
+        work[j], work[PART + j], work[2 * PART + j], work[3 * PART + j] = a, b, c, d
+        first = max(np.int32(a & MAGNITUDE), np.int32(b & MAGNITUDE))
+        second = max(np.int32(c & MAGNITUDE), np.int32(d & MAGNITUDE))
+        work[4 * PART + j] = max(first, second)
+    for j in range(whole, FOURS * groups):
+        largest = ZERO
+        for i in range(4):
+            bits = widen(read[4 * j + i]) if 4 * j + i < len(read) else ZERO
+            work[i * PART + j] = bits
+            largest = max(largest, np.int32(bits & MAGNITUDE))
+        work[4 * PART + j] = largest
+    for j in range(EIGHTS * groups):
+        largest = max(work[4 * PART + 2 * j], work[4 * PART + 2 * j + 1])
+        work[5 * PART + 2 * j], work[5 * PART + 2 * j + 1] = largest, largest
+
+
+@inlined
+def scales(work: Any, groups: Any) -> Any:
+    """Write the constants of `group_scale` to the parts 6 to 10 of `work`, for each four.
+
+    Return the bits of the tile's largest magnitude. The constants of a group with an Inf or a NaN
+    have no meaning.
+    """
+    largest = ZERO
+    for group in range(groups):
+        first = FOURS * group
+        amax = work[5 * PART + first]
+        for j in range(2, FOURS, 2):
+            amax = max(amax, work[5 * PART + first + j])
+        largest = max(largest, amax)
+        limit, factor, cap, shift, unit = group_scale(amax)
+        for j in range(FOURS):
+            work[6 * PART + first + j] = limit
+            work[7 * PART + first + j] = factor
+            work[8 * PART + first + j] = cap
+            work[9 * PART + first + j] = shift
+            work[10 * PART + first + j] = unit
+    return largest
+
+
+@inlined
+def quantize(work: Any, groups: Any) -> Any:
+    """Quantize the values in the parts 0 to 3 of `work` in place."""
+    for j in range(FOURS * groups):
+        power = exponent_bits(work[4 * PART + j], work[5 * PART + j], work[6 * PART + j])
+        factor, cap = work[7 * PART + j], work[8 * PART + j]
+        shift, unit = work[9 * PART + j], work[10 * PART + j]
+        work[j] = element(work[j], power, factor, cap, shift, unit)
+        work[PART + j] = element(work[PART + j], power, factor, cap, shift, unit)
+        work[2 * PART + j] = element(work[2 * PART + j], power, factor, cap, shift, unit)
+        work[3 * PART + j] = element(work[3 * PART + j], power, factor, cap, shift, unit)
+
+
+@inlined
+def fill_special(work: Any, groups: Any) -> Any:
+    """Make each group with an Inf or a NaN NaN."""
+    for group in range(groups):
+        amax = ZERO
+        for j in range(FOURS * group, FOURS * (group + 1)):
+            amax = max(amax, work[5 * PART + j])
+        if amax >= INFINITY:
+            for i in range(4):
+                for j in range(FOURS * group, FOURS * (group + 1)):
+                    work[i * PART + j] = NAN
 
 
 @kernel
-def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
-    """Quantize HiFloat4 groups along the middle axis of an `[outer, n, inner]` array.
+def rows(src: Any, dst: Any, start: Any, stop: Any) -> None:
+    """Quantize rows `start` to `stop - 1` of a `[rows, n]` array, in groups along the last axis.
+
+    Loops over all values of a tile are separate from loops over its groups, because LLVM does not
+    vectorize loops that are as short as a group. The data of a loop is in one array, because the
+    compiler would check at run time whether several arrays overlap.
+    """
+    n = src.shape[1]
+    work = np.empty(11 * PART, np.int32)
+    for row in range(start, stop):
+        for left in range(0, n, TILE):
+            read, written = src[row, left : left + TILE], dst[row, left : left + TILE]
+            count = len(read)
+            whole = min(count >> 2, PART)
+            groups = min((count + GROUP - 1) >> 6, TILE // GROUP)
+            load(read, work, whole, groups)
+            largest = scales(work, groups)
+            quantize(work, groups)
+            if largest >= INFINITY:
+                fill_special(work, groups)
+            for j in range(whole):
+                written[4 * j] = narrow(work[j], written[4 * j])
+                written[4 * j + 1] = narrow(work[PART + j], written[4 * j])
+                written[4 * j + 2] = narrow(work[2 * PART + j], written[4 * j])
+                written[4 * j + 3] = narrow(work[3 * PART + j], written[4 * j])
+            for j in range(4 * whole, count):
+                written[j] = narrow(work[(j & 3) * PART + whole], written[j])
+
+
+@inlined
+def column_scales(fours: Any, constants: Any, width: Any) -> Any:
+    """Write the constants of `group_scale` for each column to the rows of `constants`.
+
+    `fours` has the largest magnitudes of the fours, and receives their exponent bits. Return the
+    bits of the tile's largest magnitude.
+    """
+    amax = constants[5]
+    amax[:] = 0
+    for i in range(FOURS):
+        four = fours[i]
+        for j in range(width):
+            amax[j] = max(amax[j], four[j])
+    largest = ZERO
+    for j in range(width):
+        largest = max(largest, amax[j])
+        limit, factor, cap, shift, unit = group_scale(amax[j])
+        constants[0, j], constants[1, j], constants[2, j] = limit, factor, cap
+        constants[3, j], constants[4, j] = shift, unit
+    limits = constants[0]
+    for i in range(0, FOURS, 2):
+        upper, lower = fours[i], fours[i + 1]
+        for j in range(width):
+            eight = max(upper[j], lower[j])
+            upper[j] = exponent_bits(upper[j], eight, limits[j])
+            lower[j] = exponent_bits(lower[j], eight, limits[j])
+    return largest
+
+
+@kernel
+def columns(src: Any, dst: Any, start: Any, stop: Any) -> None:
+    """Quantize an `[outer, n, inner]` array in groups along the middle axis.
 
     `start` and `stop` count groups of 64 rows; the groups of one matrix come before the groups of
     the next matrix.
     """
     n, inner = src.shape[1], src.shape[2]
     groups = (n + GROUP - 1) // GROUP
-    buffer = np.empty((COLUMNS, GROUP), np.int32)
+    fours, constants = np.empty((FOURS, COLUMNS), np.int32), np.empty((6, COLUMNS), np.int32)
+    factor, cap, shift, unit = constants[1], constants[2], constants[3], constants[4]
     for item in range(start, stop):
         outer, first = item // groups, item % groups * GROUP
-        count = min(GROUP, n - first)
+        last = min(first + GROUP, n)
         for left in range(0, inner, COLUMNS):
-            width = min(COLUMNS, inner - left)
-            buffer[:, count:] = 0  # A group of NaNs may have overwritten the padding.
-            for i in range(count):
-                for j in range(width):
-                    buffer[j, i] = widen(src[outer, first + i, left + j])
-            for j in range(width):
-                one_group(buffer[j])
-            for i in range(count):
-                for j in range(width):
-                    like = dst[outer, first + i, left + j]
-                    dst[outer, first + i, left + j] = narrow(buffer[j, i], like)
+            right = min(left + COLUMNS, inner)
+            fours[:] = 0
+            for i in range(first, last):
+                read, four = src[outer, i, left:right], fours[(i - first) >> 2]
+                for j in range(len(read)):
+                    four[j] = max(four[j], np.int32(widen(read[j]) & MAGNITUDE))
+            largest = column_scales(fours, constants, right - left)
+            for i in range(first, last):
+                read, written = src[outer, i, left:right], dst[outer, i, left:right]
+                power = fours[(i - first) >> 2]
+                for j in range(len(read)):
+                    bits = element(widen(read[j]), power[j], factor[j], cap[j], shift[j], unit[j])
+                    written[j] = narrow(bits, written[j])
+            if largest >= INFINITY:
+                for i in range(first, last):
+                    written = dst[outer, i, left:right]
+                    for j in range(len(written)):
+                        if constants[5, j] >= INFINITY:
+                            written[j] = narrow(NAN, written[j])

@@ -61,11 +61,17 @@ def _groups(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
     """Quantize the flat array `src` into `dst`, in HiFloat4 groups along `axis` of `shape`."""
-    size = GROUP
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    tensors = (array.reshape(outer, n, inner) for array in (src, dst))
-    work = functools.partial(numba_groups.hifloat4, *tensors)
-    numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+    if inner == 1:
+        # If whole groups fill a row, the end of a row does not matter, and all tiles can be full.
+        width = n if n % GROUP else math.gcd(len(src), numba_groups.TILE)
+        matrices = (array.reshape(-1, width) for array in (src, dst))
+        work = functools.partial(numba_groups.rows, *matrices)
+        numba_threads.run(work, len(src) // width, -(-_LEAST // width))
+    else:
+        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+        work = functools.partial(numba_groups.columns, *tensors)
+        numba_threads.run(work, outer * -(-n // GROUP), -(-_LEAST // (GROUP * inner)))
 
 
 def _blocks(
