@@ -8,14 +8,13 @@ import gc
 import re
 import signal
 
-#: Files that take long. They run first, so that no worker is left with one at the end. The READMEs
-#: come last, because they use the kernels that the files before them have compiled.
+#: Files that take long. They run first, so that no worker is left with one at the end. The test of
+#: the READMEs is not among them, because it uses kernels that other files have compiled.
 LONGEST_FIRST = (
     "tests/fake_quant/test_triton.py",
     "tests/core/test_non_interference.py",
     "tests/training/test_golden.py",
-    "tests/script/test_driver_runs.py",
-    "tests/test_readme.py",
+    "tests/training/test_parallel.py",
 )
 #: The source of a test file that starts processes, which import megatron-core for seconds or train.
 STARTS_PROCESSES = re.compile(

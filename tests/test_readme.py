@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from numba.core.caching import UserProvidedCacheLocator
 
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect.format_table import markdown
 from megatron.fake_quant.names import get_format
-from megatron.tensor_record import CODES, TENSOR_NAMES, TensorRecord
+from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES, TensorRecord
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment
 
@@ -57,22 +58,52 @@ def share_compiled_kernels(folder: Path) -> None:
             )
 
 
-def test_readme_commands_run_in_their_order(copy):
-    assert COMMANDS[0].strip() == "bash run_tensor_draw.sh both mxfp8"
+def run(command: str, copy: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the README in the copy of the tree, and check that it succeeds."""
     env = environment(OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    for command in COMMANDS:
-        result = subprocess.run(
-            ["bash", "-euc", command],
-            cwd=copy,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert result.returncode == 0, (
-            f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
-        )
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=copy, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def first(copy) -> subprocess.CompletedProcess[str]:
+    """Run the first command of the README, which trains on the default corpus and draws."""
+    assert COMMANDS[0].strip() == "bash run_tensor_draw.sh both mxfp8"
+    return run(COMMANDS[0], copy)
+
+
+def test_both_collects_every_tensor_name_and_draws(first, copy):
+    files = list((copy / "enhanced_tensor_logs" / "mxfp8").glob("*.pt"))
+    found = set()
+    for path in files:
+        payload = torch.load(path, weights_only=True)
+        record = TensorRecord.from_metadata(payload["metadata"])
+        assert record.filename == path.name
+        assert list(payload["tensor"].shape) == record.shape
+        found.add((record.layer_type, record.tensor_name))
+    expected = {(kind, name) for kind, names in TENSOR_NAMES.items() for name in names}
+    assert found == {(kind, name) for kind, name in expected if name not in ON_REQUEST}
+    assert (copy / "draw" / "quick_analysis.png").stat().st_size > 10_000
+    assert (copy / "draw" / "report.html").stat().st_size > 1_000_000
+    text = (copy / "draw" / "tensor_stats.txt").read_text()
+    assert f"{len(files)} tensors, " in text
+    assert "could not be read" not in text
+
+
+def test_both_reports_where_to_look(first, copy):
+    for word in ("phase", "component", "operation", "layer", "folder", "log ", "next"):
+        assert f"\n  {word}" in first.stdout
+    [log] = [line.split()[-1] for line in first.stdout.splitlines() if line.startswith("  log ")]
+    assert "lm loss" in (copy / log).read_text()
+
+
+def test_readme_commands_run_in_their_order(first, copy):
+    for command in COMMANDS[1:]:
+        run(command, copy)
     for result in ("draw/quick_analysis.png", "draw/tensor_stats.txt"):
         assert (copy / result).stat().st_size > 0
     for folder in ("mxfp8", "mxfp4", "hifp8"):

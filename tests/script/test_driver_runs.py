@@ -1,4 +1,7 @@
-"""Test the drivers from training to the figures, and a driver that is interrupted."""
+"""Test an audit by a driver, and a driver that is interrupted.
+
+tests/test_readme.py runs the drivers from training to the figures.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-import torch
-
-from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES, TensorRecord
 from tests.script.drivers import COLLECT, DRAW, bash
 from tests.subprocesses import REPO, environment
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Run `run_tensor_draw.sh both mxfp8` on the default corpus."""
-    folder = tmp_path_factory.mktemp("both")
-    done = bash(
-        DRAW,
-        "both",
-        "mxfp8",
-        "--preset",
-        "tiny",
-        "--tensor-dir",
-        folder / "logs",
-        "--output-dir",
-        folder / "draw",
-    )
-    return done, folder
-
-
-def test_both_collects_every_tensor_name_and_draws(both):
-    done, folder = both
-    assert done.returncode == 0, done.stderr
-    files = list((folder / "logs" / "mxfp8").glob("*.pt"))
-    found = set()
-    for path in files:
-        payload = torch.load(path, weights_only=True)
-        record = TensorRecord.from_metadata(payload["metadata"])
-        assert record.filename == path.name
-        assert list(payload["tensor"].shape) == record.shape
-        found.add((record.layer_type, record.tensor_name))
-    expected = {(kind, name) for kind, names in TENSOR_NAMES.items() for name in names}
-    assert found == {(kind, name) for kind, name in expected if name not in ON_REQUEST}
-    assert (folder / "draw" / "quick_analysis.png").stat().st_size > 10_000
-    assert (folder / "draw" / "report.html").stat().st_size > 1_000_000
-    text = (folder / "draw" / "tensor_stats.txt").read_text()
-    assert f"{len(files)} tensors, " in text
-    assert "could not be read" not in text
-
-
-def test_both_reports_where_to_look(both):
-    done, _ = both
-    for word in ("phase", "component", "operation", "layer", "folder", "log ", "next"):
-        assert f"\n  {word}" in done.stdout
-    [log] = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("  log ")]
-    assert "lm loss" in (REPO / log).read_text()
 
 
 def test_an_audit_is_no_collection_that_failed(tmp_path):
