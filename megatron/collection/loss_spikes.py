@@ -30,11 +30,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-#: maximum number of normal values over which the long median is taken; as many unusual values in a
-#: row become the new normal values
+#: maximum number of normal values over which the long median is taken; if this many unusual values
+#: occur in a row, they become the new normal values
 WINDOW = 32
 RECENT = 5  #: maximum number of normal values over which the short median is taken
-ENOUGH = 8  #: number of normal values below which a jump must exceed their median by more
+#: number of normal values; with fewer, a value must exceed their median by more to be a jump
+ENOUGH = 8
 NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of the two medians
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
@@ -46,7 +47,7 @@ Levels = dict[
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Ratios to the recent median above which a loss or gradient norm jumps; 0 disables a check."""
+    """Limits for the loss and gradient norm, as multiples of a recent median; 0 means no limit."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -150,7 +151,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the mean rise or mean fall of `steps`, whichever is smaller (0 for a steady trend)."""
+    """Return the smaller of the mean rise and mean fall over all `steps`; 0 for a steady trend."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))

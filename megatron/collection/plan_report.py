@@ -47,7 +47,7 @@ def _table(title: str, rows: Iterable[tuple[Hashable, Counter[str]]]) -> list[st
 
 
 def _by_iteration(plan: CollectionPlan) -> list[tuple[str, Counter[str]]]:
-    """Return one row per group of equally large iterations: the tensors and bytes of all ranks.
+    """Return one row per group of iterations of equal size: the tensors and bytes of all ranks.
 
     The iterations of a group are consecutive.
     """

@@ -125,7 +125,10 @@ class RingBuffer:
 
     @property
     def cut(self) -> bool:
-        """True if a tensor of the current iteration did not fit; later ones are then left out."""
+        """True if a tensor of the current iteration did not fit into memory.
+
+        Later tensors of the iteration are then left out.
+        """
         return bool(self._iterations[-1].lost)
 
     @property

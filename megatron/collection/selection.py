@@ -33,7 +33,7 @@ class Selection:
     """Selection of the tensors to collect, parsed from the command-line flags."""
 
     iterations: Iterations = field(default_factory=Iterations)
-    micro_batches: int = 1  #: number of an iteration's first micro-batches to collect; 0 for all
+    micro_batches: int = 1  #: how many of an iteration's first micro-batches to collect; 0 for all
     layers: NumberSelection = field(default_factory=NumberSelection)
     ranks: NumberSelection = field(default_factory=NumberSelection)
     modules: tuple[str, ...] = ()  #: globs for module names; empty for all modules
@@ -188,7 +188,7 @@ def _check_known(flag: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Format tensor names for a message; `codes` stands for all names of quantized codes."""
+    """Format tensor names for a message; the names of quantized codes are replaced by `codes`."""
     few = [name for name in (*GROUPS, *NAMES) if name in names and name not in ALL_CODES]
     few += ["codes"] if "codes" not in few and not set(names).isdisjoint(ALL_CODES) else []
     return " ".join(few or names)

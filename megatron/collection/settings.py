@@ -20,7 +20,8 @@ from megatron.tensor_record import safe_name
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 TIMEOUT = 10  #: default timeout of a collective operation, in minutes
-TURN = 30.0  #: maximum time between synchronizations of the ranks during a wait, in seconds
+#: maximum time between synchronizations of the ranks while a rank waits for its disk, in seconds
+TURN = 30.0
 #: Environment variables in which a launcher sets the number of ranks per machine.
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
@@ -50,7 +51,7 @@ class Settings:
 
     @property
     def turn(self) -> float:
-        """Maximum seconds between synchronizations of the ranks while one waits for its disk."""
+        """Maximum time between synchronizations while a rank waits for its disk, in seconds."""
         return min(self.timeout / 4, TURN)
 
     def describe(self) -> dict[str, Any]:

@@ -32,7 +32,8 @@ SUPPORTED = "0.16.1"  #: version of megatron-core for which the files of this tr
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # names that the files in megatron/core subclass, rebind or (`Class.method`) override
+    # names that the files in megatron/core subclass or rebind, and methods that they override
+    # (written as `Class.method`)
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "

@@ -67,9 +67,10 @@ class BlockLayout:
         return rows.movedim(-1, self.axis) if self.shape else rows
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """Split `x` into blocks, `[..., blocks, values]`; flatten blocks of several rows.
+        """Split `x` into blocks, `[..., blocks, values]`.
 
-        The last block along an axis is padded with zeros.
+        A block that spans several rows is flattened. The last block along an axis is padded with
+        zeros.
         """
         if self.size is None:
             return x.reshape(1, -1)
@@ -84,7 +85,7 @@ class BlockLayout:
         return tiles.transpose(-3, -2).flatten(-2)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
-        """Convert blocks to rows without the padding; `from_rows` then restores the tensor."""
+        """Convert blocks to rows and drop the padding; `from_rows` then restores the tensor."""
         if self.size is None:
             return self.to_rows(blocks.reshape(self.shape))
         rows = blocks.flatten(-2)

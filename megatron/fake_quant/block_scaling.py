@@ -14,8 +14,8 @@ ScaleRule = Literal["floor", "rceil", "ceil", "even"]
 ScaleType = Literal["e8m0", "e4m3", "ue5m3", "e6m2", "fp32"]
 #: group of values that share a second, float32 scale besides their block scales
 Outer = Literal["none", "tensor", "row", "1x64", "1x128"]
-#: error measure, mean absolute or mean squared, that chooses between two scales of an E2M1 block,
-#: which map its maximum to 6 or to 4 ("4/6")
+#: error measure (mean absolute or mean squared) for the choice between two scales of an E2M1 block;
+#: one scale maps the block's maximum to 6, the other one to 4 ("4/6")
 Search = Literal["none", "mae", "mse"]
 
 #: Block size that stands for the whole axis along which blocks run: one block per row.
@@ -56,8 +56,9 @@ class BlockScaling:
     #: factor by which values are multiplied before they are rounded
     headroom: str = "1"
     outer: Outer = "none"
-    #: largest block scale under an outer scale, that of the block with the largest maximum; None
-    #: for the largest number of the scale's type, or for 256 if `search` is not "none"
+    #: if there is an outer scale, the scale that the block with the largest maximum gets (with a
+    #: search, the first candidate); None means the largest number of the scale's type, or 256 if
+    #: `search` is not "none"
     bound: float | None = None
     search: Search = "none"
 
@@ -94,7 +95,7 @@ class BlockScaling:
 
     @property
     def share(self) -> float:
-        """Fraction in the field `headroom`, such as 16/17, as a float."""
+        """The field `headroom`, a fraction such as 16/17, as a float."""
         whole, _, part = self.headroom.partition("/")
         return int(whole) / int(part or 1)
 
@@ -105,7 +106,10 @@ class BlockScaling:
 
     @property
     def outer_size(self) -> int | None:
-        """Number of values along the axis that share an outer scale; None without such groups."""
+        """Number of values along the axis that share an outer scale.
+
+        It is None if one outer scale applies to the whole tensor, or if there is no outer scale.
+        """
         if self.outer == "row":
             return WHOLE_AXIS
         return int(self.outer.removeprefix("1x")) if self.outer.startswith("1x") else None

@@ -92,7 +92,7 @@ def _hifloat8_widths(code: int, element: HiFloat8) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Functions that decode the codes of one class of element types."""
+    """Functions that decode the codes of all element types of one Python class."""
 
     values: Callable[..., list[float]]  #: function that returns the values of all codes
     widths: Callable[..., tuple[int, ...]]  #: function that returns a code's field widths

@@ -56,7 +56,10 @@ def corrected_values(blocks: Tensor, elements: Tensor, scales: Scales) -> Tensor
 
 
 def _group_sums(values: Tensor) -> Tensor:
-    """Return the sum of each group of 128 values, computed by adding its halves repeatedly."""
+    """Return the sum of each group of 128 values.
+
+    The two halves of a group are added elementwise, again and again, until one number is left.
+    """
     row = values.flatten(-2)
     row = torch.nn.functional.pad(row, (0, -row.shape[-1] % EDEN_GROUP))
     total = torch.unflatten(row, -1, (-1, EDEN_GROUP))

@@ -67,7 +67,7 @@ def _multiplier(scales: Tensor, decoding: Tensor) -> Tensor:
 
 
 def _unit(scaling: ChoiceScaling) -> float:
-    """Return the integer n that the alternative element type represents by the number 1."""
+    """Return the integer n that the number 1 of the alternative element type stands for."""
     return _LARGEST_INTEGER / scaling.alternative.max
 
 

@@ -105,7 +105,10 @@ def top(scaling: BlockScaling, element: ElementFormat) -> float:
 
 
 def bound(scaling: BlockScaling) -> float:
-    """Return the block scale of the block with the largest maximum under an outer scale."""
+    """Return the scale that the block with the largest maximum gets if there is an outer scale.
+
+    With a search, it is the first candidate for this scale.
+    """
     if scaling.bound is not None:
         return scaling.bound
     return FLOAT8[scaling.scale].element.max if scaling.search == "none" else SEARCH_BOUND
@@ -117,7 +120,11 @@ def target(scaling: BlockScaling, element: ElementFormat) -> float:
 
 
 def folds(scaling: BlockScaling, element: ElementFormat) -> bool:
-    """Return whether 1/6 is part of the outer factor, as in Transformer Engine's NVFP4."""
+    """Return whether `encode` is multiplied by 1/6, as in Transformer Engine's NVFP4.
+
+    Otherwise, the maximum of each block is divided by `top` before it is multiplied by `encode`.
+    The module's docstring defines `encode` and `top`.
+    """
     plain = (scaling.top, scaling.headroom, scaling.search) == (None, "1", "none")
     return plain and element == E2M1 and scaling.scale == "e4m3" and scaling.outer != "none"
 
@@ -159,7 +166,7 @@ def scale_down(
 def _multiplied(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
-    """Scale blocks with E4M3 scales, in NVIDIA's order, which multiplies by reciprocals."""
+    """Scale blocks with E4M3 scales: multiply by reciprocals, in NVIDIA's order of operations."""
     amax = blocks.abs().amax(-1)
     encoding, decoding, stored = _encoding(blocks, amax, element, scaling)
     if folds(scaling, element):
@@ -216,7 +223,11 @@ def _error(
 def _encoding(
     blocks: Tensor, amax: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the factors `encode` and `decode` per block, and `decode` once per outer scale."""
+    """Return the factors `encode` and `decode` for each block, and `decode` for each outer scale.
+
+    The module's docstring defines the factors. Without an outer scale, the results are 1, 1 and
+    None.
+    """
     if scaling.outer == "none":
         one = torch.ones((), device=amax.device)
         return one, one, None
@@ -228,7 +239,7 @@ def _encoding(
 def _divided(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
-    """Scale blocks with UE5M3 or E6M2 scales, in the order of AMD's ALTO, which divides."""
+    """Scale blocks with UE5M3 or E6M2 scales: divide, in the order of operations of AMD's ALTO."""
     kind = FLOAT8[scaling.scale]
     amax = blocks.abs().amax(-1)
     wanted, stored, outer = amax, None, torch.ones((), device=amax.device)

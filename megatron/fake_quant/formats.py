@@ -275,7 +275,7 @@ class TableElement:
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest positive number in the table, because a table has no subnormal numbers."""
+        """Smallest positive number in the table; a table has no subnormal numbers."""
         return min(value for value in self.values if value > 0)
 
     @property
@@ -380,7 +380,7 @@ class ChoiceScaling:
 
 @dataclass(frozen=True, slots=True)
 class MacroScaling:
-    """A scaling with E8M0 scales per 32 values and a mantissa of 8 bits per 128 values."""
+    """Scaling with an E8M0 scale per 32 values and an 8-bit mantissa per 128 values."""
 
     rule: ScaleRule = "even"
     #: number that no scaled magnitude exceeds; None if only `rule` determines the scales
@@ -544,7 +544,10 @@ class Format:
 
     @property
     def outer_size(self) -> int | None:
-        """Number of values along an axis that share an outer scale; None without such groups."""
+        """Number of values along an axis that share an outer scale.
+
+        It is None if one outer scale applies to the whole tensor, or if there is no outer scale.
+        """
         return None if self.scaling is None else self.scaling.outer_size
 
     @property
@@ -574,7 +577,8 @@ E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
-#: Shorter types in the form of INT8: multiples of 1/16, 1/4 and 1/2, without the lowest code.
+#: Shorter types, also in two's complement with an unused lowest code: multiples of 1/16, 1/4 and
+#: 1/2, respectively.
 INT6 = ElementFormat(
     "int6", exponent_bits=1, mantissa_bits=4, bias=1, max=31 / 16, twos_complement=True
 )
@@ -587,7 +591,7 @@ INT3 = ElementFormat(
 #: Element type of HiFloat4: a sign and a multiple of 1/4 up to 1.75.
 S1P2 = ElementFormat("s1p2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75, ties="away")
 
-#: Element type of MX6, in the form of INT8: multiples of 1/8, without the lowest code.
+#: Element type of MX6: multiples of 1/8 in two's complement. As in INT8, the lowest code is unused.
 INT5 = ElementFormat(
     "int5", exponent_bits=1, mantissa_bits=3, bias=1, max=15 / 8, twos_complement=True
 )

@@ -346,7 +346,7 @@ class _Call:
         return parts._replace(values=values)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return two flags: the backward pass needs quantized A, and it needs quantized B."""
+        """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         changed_b = formats.fprop_b != AS_IT_IS

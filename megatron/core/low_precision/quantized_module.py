@@ -41,7 +41,10 @@ class Quantized(Identified):
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """Return this module's tensor names, without codes of operands that are never quantized."""
+        """Return the names of this module's tensors.
+
+        The codes of operands that are never quantized are left out.
+        """
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]

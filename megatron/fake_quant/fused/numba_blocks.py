@@ -58,8 +58,9 @@ UE5M3 = Element(
 )
 SMALLEST_UE5M3 = np.int32((127 - 17) << 23)
 SMALLEST_NORMAL = np.int32(1 << 23)
-#: Orders of operations: values are multiplied by reciprocals of scales (E8M0, E4M3), divided by
-#: scales (UE5M3), or multiplied by factors that are rounded on their own (float32 scales).
+#: Orders of operations: compute the scale and multiply values by its reciprocal (E8M0, E4M3);
+#: compute the scale and divide values by it (UE5M3); compute the factor by which values are
+#: multiplied, and use its reciprocal as the scale (float32 scales).
 MULTIPLIED, DIVIDED, FLOAT32 = np.int32(0), np.int32(1), np.int32(2)
 
 
@@ -186,7 +187,7 @@ def error(bits: Any, scale: Any, down: Any, element: Any, rule: Any) -> Any:
 
 @inlined
 def candidates(amax: Any, rule: Any) -> Any:
-    """Return the two scales between which a search chooses, which map the maximum to 6 and to 4."""
+    """Return the two candidates of a search: scales that map a block's maximum to 6 and to 4."""
     wanted = np.float32(np.float32(as_float(amax) / rule.divisor) * rule.encode)
     return e4m3(wanted), e4m3(np.float32(wanted * WIDER))
 
@@ -258,7 +259,7 @@ def line(
 def search_columns(
     tile: Any, amax: Any, down: Any, up: Any, wide: Any, scratch: Any, element: Any, rule: Any
 ) -> Any:
-    """Replace the scale of each column of a tile (one block) by the better of two candidates.
+    """Replace the scale of each block, a column of `tile`, by the better of two candidates.
 
     `scratch` has four rows for the candidates' factors and errors, and `wide` holds a row of bits.
     """

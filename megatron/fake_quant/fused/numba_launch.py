@@ -92,7 +92,8 @@ def _blocks(
     element = numba_bits.element_bits(fmt.element)
     rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
     if inner == 1 and not fmt.square:
-        # If whole blocks fill a row, split it between blocks, so that threads get equal parts.
+        # If a row consists of whole blocks, cut it at block boundaries into short rows, so that
+        # threads get equal parts.
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))

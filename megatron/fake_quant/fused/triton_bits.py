@@ -135,9 +135,9 @@ def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor
 
 @compiled
 def random_fours(first: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return random bits `[..., 2, 2]` of four consecutive values for each position in `first`.
+    """Return random bits `[..., 2, 2]` for the four values that start at each position in `first`.
 
-    Each position is that of the first of four values, and it must be a multiple of 4.
+    The positions must be multiples of 4.
     """
     w0, w1, w2, w3 = philox(first >> 2, key0, key1)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))

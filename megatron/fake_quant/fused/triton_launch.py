@@ -120,7 +120,8 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
     else:
         height, width = min(size, shape[axis]), 1
     outer, rows, columns = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if height == 1 and columns == 1:  # Blocks run along rows. Rows of whole blocks form one row.
+    # If blocks run along rows, and each row consists of whole blocks, treat all rows as one row.
+    if height == 1 and columns == 1:
         rows, columns = outer, rows
         outer = 1
         if columns % width == 0:
