@@ -21,7 +21,7 @@ Search = Literal["none", "mae", "mse"]
 #: Block size that stands for the whole axis along which blocks run: one block per row.
 WHOLE_AXIS = 1 << 40
 E2M1_MAX = 6.0
-#: Placeholders with which help and error messages show variants that contain a number.
+#: Placeholders, in help and error messages, for variants that contain a number.
 TOP, BOUND, HEADROOM = "top<number> (as in top7.25)", "bound<number>", "head<fraction>"
 
 

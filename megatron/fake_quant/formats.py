@@ -91,7 +91,7 @@ class ElementFormat:
     ties: Ties = "even"  #: how "nearest" rounds a value halfway between neighbors
     #: True if codes are in two's complement, with a single zero; False for sign and magnitude
     twos_complement: bool = False
-    signed: bool = True  #: False for a type of scales, which has no sign bit
+    signed: bool = True  #: False for a scale type, which has no sign bit
 
     is_cast: ClassVar[Literal[False]] = False  #: True if torch's own cast does the rounding
     tapered: ClassVar[Literal[False]] = False  #: True if the number of mantissa bits varies

@@ -89,7 +89,7 @@ def _check_schedule_of_recipe():
 
 
 def _seed_of_the_run():
-    """Return the run's seed: the lowest of all ranks, because later stages add an offset to it."""
+    """Return the run's seed: the lowest seed of all ranks, because later stages add an offset."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()

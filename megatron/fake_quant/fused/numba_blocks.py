@@ -39,7 +39,7 @@ FRACTION = np.int32(0x7FFFFF)
 WIDER = np.float32(RATIO)
 HALF_POWER = np.int32(1 << 22)  #: bits of 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
-COLUMNS = 512  #: number of columns in a tile, so few that its rows stay in the cache
+COLUMNS = 512  #: number of columns in a tile, small enough that its rows stay in the cache
 E4M3 = Element(
     np.int32((127 - 6) << 23),
     np.int32((127 + 8) << 23 | 6 << 20),
@@ -79,7 +79,7 @@ class Rule(NamedTuple):
     #: multiplied before rounding
     divisor: np.float32 = ONE
     kind: np.int32 = MULTIPLIED  #: order of operations: MULTIPLIED, DIVIDED or FLOAT32
-    search: np.int32 = ZERO  #: 0, or the error that chooses between two scales: 1 MAE, 2 MSE
+    search: np.int32 = ZERO  #: error that a search minimizes: 1 for MAE, 2 for MSE; 0 for no search
     amax: np.float32 = ONE  #: largest finite magnitude of the tensor, if there is a search
     target: np.float32 = ONE  #: number to which `amax` is mapped, if there is a search
 
@@ -291,7 +291,7 @@ def rows(
     width = max(COLUMNS // size, 1) * size
     keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
     down, up = np.empty(width, np.float32), np.empty(width, np.float32)
-    # A search arranges blocks as columns, so that vector instructions compute several at once.
+    # A search arranges blocks as columns, so that vector instructions handle several blocks.
     count = width // size
     maxima, scratch = np.empty(count, np.int32), np.empty((6, count), np.float32)
     turned, wide = np.zeros((size, count), np.int32), np.empty(count, np.int32)
