@@ -114,7 +114,7 @@ class Operand:
         return x if self.hadamard is None else self.hadamard.invert(x, -1, seed=signs)
 
     def drawn(self, signs: int | Tensor | None) -> "Operand":
-        """Return this operand, with its transform's random signs drawn from the seed `signs`."""
+        """Return this operand with the random signs of its Hadamard transform fixed by `signs`."""
         if self.hadamard is None or signs is None:
             return self
         return replace(self, hadamard=self.hadamard.drawn(int(signs)))

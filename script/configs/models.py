@@ -20,7 +20,7 @@ PRESETS = ("full", "tiny")
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Architecture, with the default sizes, learning rate and parallelism for training it."""
+    """A model's architecture and its training defaults, such as the sequence length."""
 
     architecture: Architecture
     seq_length: int

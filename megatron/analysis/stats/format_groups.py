@@ -33,10 +33,10 @@ class Group:
 
     @property
     def emax(self) -> int:
-        """Exponent that the largest value of every element type in the group is assumed to have.
+        """Common exponent for which the scale classes of all formats in the group are computed.
 
-        The scale class of a block with an E8M0 scale is the byte of the scale for an element type
-        with this exponent. A format whose element type reaches n binades higher stores a byte that
+        The scale class of a block with an E8M0 scale is the scale byte of an element type whose
+        largest value has this exponent. A format whose element type reaches n binades higher stores a byte that
         is lower by n. (A byte that is clipped to zero for exponent 1 is also clipped to zero for
         every higher exponent.)
         """

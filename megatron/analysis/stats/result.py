@@ -254,7 +254,7 @@ class FormatArrays:
     squared_error: Numbers  #: sum of (y - x)^2 by binade; the next three arrays add up to it
     clipping_error: Numbers  #: squared error of clipped values
     underflow_error: Numbers  #: squared error of values that become zero
-    grid_error: Numbers  #: squared error of all other values
+    grid_error: Numbers  #: squared error of values that are neither clipped nor become zero
     error: Numbers  #: sum of |y| - |x| by binade; divide by `values` to get the mean
     relative_error: Numbers  #: sum of |y - x| / |x| by binade; divide by `values` to get the mean
     #: number of values by element code (`megatron.fake_quant.code_points`); empty for bf16 and fp16
