@@ -36,9 +36,9 @@ class Group:
         """Common exponent for which the scale classes of all formats in the group are computed.
 
         The scale class of a block with an E8M0 scale is the scale byte of an element type whose
-        largest value has this exponent. A format whose element type reaches n binades higher stores a byte that
-        is lower by n. (A byte that is clipped to zero for exponent 1 is also clipped to zero for
-        every higher exponent.)
+        largest value has this exponent. A format whose element type reaches n binades higher stores
+        a byte that is lower by n. (A byte that is clipped to zero for exponent 1 is also clipped to
+        zero for every higher exponent.)
         """
         return _class_emax(self.first)
 
