@@ -64,6 +64,7 @@ ONLY = {
     "megatron.fake_quant.recipe_yaml": {"yaml"},
     "megatron.fake_quant.fused": {"torch", "numpy", "numba", "triton"},
     "megatron.fake_quant.inspect.value_grids": {"torch", "numpy", "matplotlib"},
+    "megatron.fake_quant.inspect.vector_kit": {"torch", "numpy"},
     "megatron.collection": {"torch", "numpy"},
 }
 

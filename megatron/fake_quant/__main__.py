@@ -1,15 +1,18 @@
-"""Show number formats as tables, descriptions or pictures, on the command line.
+"""Show number formats as tables, descriptions, pictures or test vectors, on the command line.
 
 python -m megatron.fake_quant list                            every named format, a Markdown table
 python -m megatron.fake_quant list mxfp8:2d mx:e3m4:b16:rceil
 python -m megatron.fake_quant describe nvfp4                  range, precision, scales, specials
 python -m megatron.fake_quant table hifp8 --csv               each code and what it means
 python -m megatron.fake_quant picture mxfp8 hifp8 --output values.png
+python -m megatron.fake_quant vectors DIR                     test vectors of every named format
+python -m megatron.fake_quant vectors DIR --check             compare this code with such vectors
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron.console import ArgumentParser, run_main
 from megatron.fake_quant import names
@@ -60,7 +63,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="png, pdf or svg (default: %(default)s)",
     )
+    _add_vectors(commands, f"{started} vectors kit --formats mx:e3m4:b16:rceil")
     return parser
+
+
+def _add_vectors(commands: Any, example: str) -> None:
+    vectors = commands.add_parser(
+        "vectors",
+        help="write inputs with their codes, scales and values, or compare with written ones",
+        description="Write a conformance kit for other implementations: inputs that pin every "
+        "rule of a format, with their codes, scales and dequantized values, as npz and JSON, and "
+        "a manifest with SHA-256 and the rule that each vector pins.",
+        epilog=f"example: {example}",
+    )
+    vectors.add_argument("folder", type=Path, metavar="DIR", help="folder of the kit")
+    chosen = vectors.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--formats",
+        nargs="+",
+        default=[],
+        metavar="FORMAT",
+        help="formats to write in addition to every named one and the main variants",
+    )
+    chosen.add_argument(
+        "--only", nargs="+", default=[], metavar="FORMAT", help="formats to write, and no others"
+    )
+    chosen.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; compare the installed code with the kit in DIR, and exit with status "
+        "1 and the first difference if there is one",
+    )
 
 
 def _draw(chosen: list[str], output: Path) -> str:
@@ -82,6 +115,26 @@ def _draw(chosen: list[str], output: Path) -> str:
     return f"wrote {output}"
 
 
+def _vectors(arguments: argparse.Namespace) -> int:
+    """Write or check a conformance kit, and return the exit status."""
+    try:
+        from megatron.fake_quant.inspect import vector_kit
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"vectors needs {error.name}, which is not installed; pip install {error.name}"
+        ) from None
+    if not arguments.check:
+        names = arguments.only or [*FORMATS, *vector_kit.VARIANTS, *arguments.formats]
+        print(vector_kit.write(arguments.folder, map(get_format, names)), flush=True)
+        return 0
+    difference, summary = vector_kit.first_difference(arguments.folder)
+    if difference is not None:
+        print(f"[ERROR] {difference}", file=sys.stderr)
+        return 1
+    print(f"{summary}: no difference", flush=True)
+    return 0
+
+
 def _answer(arguments: argparse.Namespace) -> str:
     """Run the command that the user chose, and return the text to print."""
     if arguments.command == "list":
@@ -97,7 +150,10 @@ def _answer(arguments: argparse.Namespace) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
     try:
-        print(_answer(_parser().parse_args(arguments)), flush=True)
+        parsed = _parser().parse_args(arguments)
+        if parsed.command == "vectors":
+            return _vectors(parsed)
+        print(_answer(parsed), flush=True)
     except (ValueError, OSError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2

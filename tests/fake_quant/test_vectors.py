@@ -1,0 +1,273 @@
+"""Test the conformance kit against exact rational arithmetic, and the commands that handle it."""
+
+import json
+import math
+import re
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megatron.fake_quant import FORMATS, get_format
+from megatron.fake_quant.__main__ import main
+from megatron.fake_quant.inspect.vector_kit import KIT, VARIANTS, first_difference, write
+from tests.fake_quant import rational
+from tests.subprocesses import run
+
+#: By format: the definition in rational arithmetic, and the number of values in a block (0: a row).
+DEFINITIONS = {
+    "mxfp8": (rational.mx(rational.E4M3), 32),
+    "mxfp4": (rational.mx(rational.E2M1), 32),
+    "mxint4": (rational.mx(rational.INT4), 32),
+    "nvfp4": (rational.nvfp4, 16),
+    "nvfp4:4over6-mae": (rational.four_over_six, 16),
+    "nvint4": (rational.nvint4, 16),
+    "amdfp4": (rational.amdfp4, 16),
+    "fp8_block": (rational.fp8_float32, 128),
+    "fp8_rowwise": (rational.fp8_float32, 0),
+    "hifp8": (rational.hifp8, 32),
+    "hifp4": (rational.hifp4, 64),
+    "mx6": (rational.mx6, 16),
+    "nf4": (rational.nf4, 64),
+    "if4": (rational.if4, 16),
+    "mxfp4_macro": (rational.macro_block, 128),
+}
+STORED = {"float32": rational.float32, "bfloat16": rational.bfloat16, "float16": rational.float16}
+MANY = ("edges", "nan", "infinity", "zero_block", "zero_tensor", "subnormal_block", "saturation")
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kit") / "kit"
+    assert main(["vectors", str(folder), "--formats", "mx:e3m4:b16:rceil"]) == 0
+    return folder
+
+
+def manifest(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def arrays(folder, name):
+    file = name.replace(":", ".")
+    with np.load(folder / f"{file}.npz", allow_pickle=False) as content:
+        return {key: content[key] for key in content.files}
+
+
+def largest(x):
+    """Return the largest finite magnitude of a matrix as a fraction."""
+    finite = np.abs(x[np.isfinite(x)])
+    return Fraction(float(finite.max())) if finite.size else Fraction(0)
+
+
+def expected(x, of_tensor, *, definition, size, round_result):
+    """Return the values of a matrix by a definition; blocks run along the last axis."""
+    size = size or x.shape[1]
+    rows = []
+    for row in x.tolist():
+        values = []
+        for start in range(0, len(row), size):
+            block = row[start : start + size]
+            values += _values_of(block, definition, of_tensor, size)[: len(block)]
+        rows.append([_number(value, round_result) for value in values])
+    return np.array(rows, dtype=np.float32)
+
+
+def _values_of(block, definition, of_tensor, size):
+    """Return the values of a block as fractions; None stands for NaN."""
+    if definition is rational.hifp8:
+        return [_hifp8(x) for x in block]
+    if not all(map(math.isfinite, block)):
+        return [None] * size
+    if not any(block):
+        return [Fraction(0)] * size
+    padded = [*block, *[0.0] * (size - len(block))]
+    return definition([Fraction(x) for x in padded], of_tensor)
+
+
+def _hifp8(x):
+    """Return the HiFloat8 number of `x`: a NaN stays a NaN, and Inf saturates."""
+    if math.isnan(x):
+        return None
+    exact = Fraction(x) if math.isfinite(x) else rational.INFINITE * (1 if x > 0 else -1)
+    return rational.hifp8([exact], exact)[0]
+
+
+def _number(value, round_result):
+    if value is None:
+        return math.nan
+    value = round_result(value)
+    if abs(value) == rational.INFINITE:
+        return math.inf if value > 0 else -math.inf
+    return float(value)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_values_equal_exact_rational_arithmetic(kit, name):
+    definition, size = DEFINITIONS[name]
+    content = arrays(kit, name)
+    for vector, fields in manifest(kit)["formats"][name]["vectors"].items():
+        x, values = content[f"{vector}.input"], content[f"{vector}.values"]
+        if fields["axis"] == 0:
+            x, values = x.T, values.T
+        of_tensor = largest(x)
+        if vector == "scale_ends":  # Every third block is enough for the slowest vector.
+            x, values = x[::3], values[::3]
+        rule = {"definition": definition, "size": size, "round_result": STORED[fields["dtype"]]}
+        wanted = expected(x, of_tensor, **rule)
+        np.testing.assert_array_equal(values, wanted, err_msg=f"{name} {vector}")
+
+
+def test_every_named_format_has_a_vector_for_each_rule(kit):
+    formats = manifest(kit)["formats"]
+    assert set(formats) == {*FORMATS, *VARIANTS, "mx:e3m4:b16:rceil"}
+    for name, entry in formats.items():
+        names = set(entry["vectors"])
+        several = len(get_format(name).elements) > 1
+        assert {*MANY, "odd_length", "first_axis", "bfloat16"} - {"edges"} <= names
+        assert "edges" in names or (several and sum(n.startswith("edges_") for n in names) == 2)
+        assert all(fields["rule"] for fields in entry["vectors"].values())
+        if get_format(name).block_size is not None:
+            assert {"scale_edges", "scale_ends"} <= names
+        assert "error_ties" in names or not (several or "4over6" in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "never"),
+    [
+        ("mxfp8", 2),  # NaN of both signs
+        ("mxfp4", 0),
+        ("mxint8", 1),  # the code of -2
+        ("hifp8", 3),  # NaN, and Inf of both signs
+        ("nf4", 0),
+        ("mx6", 1),  # the code of -2
+        ("nvfp4", 0),
+    ],
+)
+def test_every_code_that_rounding_produces_is_in_the_kit(kit, name, never):
+    codes = np.unique(arrays(kit, name)["edges.codes"])
+    assert len(codes) == 2 ** get_format(name).element.bits - never
+
+
+def test_edges_have_ties_and_both_neighbors(kit):
+    x = arrays(kit, "mxfp4")["edges.input"]
+    for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
+        below, above = (np.nextafter(np.float32(tie), np.float32(end)) for end in (0, 9))
+        assert {below, tie, above, -below, -tie, -above} <= set(x.ravel().tolist())
+
+
+def test_json_has_the_bits_of_the_arrays(kit):
+    text = json.loads((kit / "nvfp4.json").read_text())
+    content = arrays(kit, "nvfp4")
+    count = 0
+    for vector, fields in text["vectors"].items():
+        for part in ("input", "codes", "block_scales", "tensor_scale", "values"):
+            array = content[f"{vector}.{part}"]
+            assert fields[part]["type"] == array.dtype.name
+            assert fields[part]["shape"] == list(array.shape)
+            numbers = np.array([int(bits, 16) for bits in fields[part]["bits"].split()])
+            stored = array.view(np.uint32 if array.dtype == np.float32 else np.uint8)
+            np.testing.assert_array_equal(numbers, stored.ravel())
+            count += 1
+    assert count == 5 * len(text["vectors"])
+
+
+def test_codes_and_scales_decode_to_the_values(kit):
+    content = arrays(kit, "mxfp4")
+    magnitudes = np.array([float(x) for x in rational.E2M1])
+    numbers = np.concatenate([magnitudes, -magnitudes])
+    codes, scales = content["scale_ends.codes"], content["scale_ends.block_scales"]
+    values = numbers[codes] * 2.0 ** (scales.astype(float) - 127)
+    np.testing.assert_array_equal(values.astype(np.float32), content["scale_ends.values"])
+
+
+def test_two_runs_write_the_same_bytes(kit, tmp_path):
+    again = tmp_path / "again"
+    write(again, map(get_format, [*FORMATS, *VARIANTS, "mx:e3m4:b16:rceil"]))
+    files = sorted(path.name for path in kit.iterdir())
+    assert files == sorted(path.name for path in again.iterdir())
+    assert all((kit / file).read_bytes() == (again / file).read_bytes() for file in files)
+
+
+@pytest.fixture
+def small(tmp_path):
+    folder = tmp_path / "small"
+    write(folder, map(get_format, ["mxfp4", "nvfp4:2d"]))
+    return folder
+
+
+def test_check_agrees_with_the_code_that_wrote_the_kit(kit, capsys):
+    assert main(["vectors", str(kit), "--check"]) == 0
+    count = len(FORMATS) + len(VARIANTS) + 1
+    words = rf"compared \d+ vectors of {count} formats in .*: no difference\n"
+    assert re.fullmatch(words, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("codes", r"codes\[1, 2\]: the kit has 0x\w\w, the installed code gives 0x\w\w; 1 of \d+"),
+        ("block_scales", r"block_scales\[1, 0\]: the kit has 0x\w\w, the installed code gives"),
+        ("values", r"values\[1, 2\] for the input .* \(0x\w{8}\): the kit has .* \(0x\w{8}\), the"),
+    ],
+)
+def test_check_names_a_planted_difference(small, capsys, part, words):
+    content = arrays(small, "mxfp4")
+    array = content[f"edges.{part}"]
+    where = (1, 2) if array.shape[1] > 2 else (1, 0)
+    array[where] = array[where] + 1
+    np.savez(small / "mxfp4.npz", **content)
+    assert main(["vectors", str(small), "--check"]) == 1
+    error = capsys.readouterr().err
+    assert re.match(rf"\[ERROR\] mxfp4, vector edges: {words}", error), error
+    assert error.count("\n") == 1
+
+
+def test_check_names_a_file_with_another_sha256(small, capsys):
+    text = small / "nvfp4.2d.json"
+    text.write_text(text.read_text().replace("3f800000", "3f800001", 1))
+    assert main(["vectors", str(small), "--check"]) == 1
+    assert "nvfp4.2d.json: its SHA-256 is not the one in manifest.json" in capsys.readouterr().err
+
+
+def test_a_kit_is_replaced_and_other_files_stay(small):
+    (small / "notes.txt").write_text("mine")
+    write(small, [get_format("hifp8")])
+    files = sorted(path.name for path in small.iterdir())
+    assert files == ["hifp8.json", "hifp8.npz", "manifest.json", "notes.txt"]
+    assert first_difference(small)[0] is None
+
+
+def test_folders_that_are_no_kit_are_refused(tmp_path, capsys):
+    other, file = tmp_path / "other", tmp_path / "file"
+    other.mkdir()
+    (other / "data").touch()
+    file.touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "manifest.json").write_text(json.dumps({"kit": KIT, "version": 2}))
+    for arguments, words in (
+        ((other,), "is not empty and has no conformance kit; name a folder that does not exist"),
+        ((file,), "is a file; name a folder"),
+        ((tmp_path / "no" / "kit",), "make it first"),
+        ((other, "--check"), "has no conformance kit, because manifest.json is missing; write one"),
+        ((tmp_path / "broken", "--check"), "not JSON"),
+        ((tmp_path / "newer", "--check"), "a kit of version 2, where this code reads 1"),
+        ((tmp_path / "kit", "--only", "mxfp4:sr"), "rounds at random, so it has no fixed vectors"),
+        ((tmp_path / "kit", "--only", "mxfp9"), "unknown format 'mxfp9'"),
+    ):
+        assert main(["vectors", *map(str, arguments)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("[ERROR] ")
+        assert printed.err.count("\n") == 1
+        assert words in printed.err
+    assert [path.name for path in other.iterdir()] == ["data"]
+    assert not (tmp_path / "kit").exists()
+
+
+def test_help_has_an_example():
+    done = run([sys.executable, "-m", "megatron.fake_quant", "vectors", "--help"])
+    assert done.returncode == 0
+    assert "example: python -m megatron.fake_quant vectors kit --formats" in done.stdout
