@@ -25,7 +25,11 @@ Finder = Callable[[Format], Call | None]
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
     """Return a format's element type, block size and scale rule, or None if it is not OCP MX."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
-    if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
+    if getattr(scaling, "rule", None) is None or rounding != "nearest":
+        return None
+    if getattr(scaling, "method", "mx") != "mx" or getattr(scaling, "height", 1) > 1:
+        return None
+    if getattr(scaling, "top", None) is not None or getattr(scaling, "headroom", "1") != "1":
         return None
     return fmt.element.name, scaling.size, scaling.rule
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 #: Options that a quoted command omits, because they take paths that do not affect the measurement.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
-FILES = ("--text", "--tokenizer-model")  #: options whose values are shortened to the file name
+#: Options whose values are shortened to the name of the file or folder.
+FILES = ("--text", "--tokenizer-model", "--fouroversix")
 
 
 def quoted(script: str, arguments: Sequence[str] | None = None) -> str:

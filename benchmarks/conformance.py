@@ -1,0 +1,146 @@
+"""Compare other public packages with the conformance kit of the number formats.
+
+    python benchmarks/conformance.py                          # all formats and packages
+    python benchmarks/conformance.py --formats mxfp8 nvfp4 --output /tmp/conformance.md
+    python benchmarks/conformance.py --fouroversix ../fouroversix
+
+The kit is the one that `python -m megatron.fake_quant vectors` writes. Each package (peer) gets the
+inputs of each format that it supports. Its dequantized values are compared with those of the kit:
+zeros of either sign are equal, and so are all NaNs. For a peer that differs, values around the
+differing one are removed as long as it still differs, and the smallest input is reported.
+
+The peers have their own environment, the one of benchmarks/formats.py, whose help describes it.
+fouroversix has no release on PyPI; give the folder of its source. Transformer Engine is
+compared only if it is installed and there is a CUDA device.
+
+Writes a Markdown file.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import conformance_report
+import peers_env
+import quoting
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+from megatron.fake_quant.formats import FORMATS  # noqa: E402
+from megatron.fake_quant.inspect import vector_kit  # noqa: E402
+from megatron.fake_quant.names import get_format  # noqa: E402
+
+WORKER = Path(__file__).with_name("conformance_worker.py")
+LOG_LINES = 20  #: number of lines of the worker's error output that are shown if the worker fails
+#: Formats that peers have under names that are spelled out here.
+SPELLED_OUT = (
+    "mx:e4m3:b32:rceil",
+    "mx:e5m2:b32:rceil",
+    "mx:e2m1:b32:rceil",
+    "mx:e4m3:b32:ceil",
+    "mx:e2m1:b32:ceil",
+    "mx:e4m3:b32:even",
+    "mx:e2m1:b32:even",
+    "nvfp4:2d",
+    "nvfp4:4over6-mae",
+    "nvfp4:4over6-mse",
+    "nv:e2m3:b16:e4m3",
+    "nv:e3m2:b16:e4m3",
+    "hifp8:inf",
+)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        advice="see --help",
+    )
+    add = parser.add_argument
+    add("--formats", nargs="+", metavar="FORMAT", help="default: all named ones and 13 others")
+    add(
+        "--output",
+        type=Path,
+        default=REPO / "docs" / "results" / "conformance.md",
+        metavar="FILE.md",
+        help="default: docs/results/conformance.md",
+    )
+    add("--peers-python", type=Path, metavar="PATH", help="default: .venv-peers/bin/python")
+    add("--fouroversix", type=Path, metavar="DIR", help="source folder; without it, it is left out")
+    options = parser.parse_args(arguments)
+    if options.fouroversix is not None and not options.fouroversix.is_dir():
+        parser.error(f"no folder {options.fouroversix} for --fouroversix")
+    return options
+
+
+def run_worker(python: Path, kit: Path, fouroversix: Path | None) -> list[dict[str, Any]]:
+    """Run the worker process, show its progress, and return all events that it reports."""
+    source = None if fouroversix is None else str(fouroversix.resolve())
+    request = {"kit": str(kit), "fouroversix": source}
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    events = []
+    with (
+        # Some of the compared packages write files to the current folder.
+        tempfile.TemporaryDirectory() as elsewhere,
+        tempfile.TemporaryFile("w+") as log,
+    ):
+        with subprocess.Popen(
+            [python, WORKER, json.dumps(request)],
+            env=environment,
+            cwd=elsewhere,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as worker:
+            for line in worker.stdout or ():
+                events.append(json.loads(line))
+                show(events[-1])
+        if worker.returncode != 0:
+            log.seek(0)
+            peers_env.say("".join(log.readlines()[-LOG_LINES:]))
+            raise SystemExit(
+                f"[ERROR] the comparing process ended with status {worker.returncode}; its last "
+                "messages are above"
+            )
+    return events
+
+
+def show(event: dict[str, Any]) -> None:
+    """Show an event of the worker to the user."""
+    if event["kind"] == "peer" and event["missing"]:
+        peers_env.say(f"without {event['name']}: {event['missing']}")
+    if event["kind"] == "result":
+        counts = ", ".join(f"{len(event[k])} {k}" for k in ("agree", "bits", "differ", "refused"))
+        peers_env.say(f"{event['peer']} {event['format']}: {counts}")
+
+
+def main() -> int:
+    options = parse()
+    try:
+        formats = [get_format(name) for name in options.formats or (*FORMATS, *SPELLED_OUT)]
+    except ValueError as error:
+        raise SystemExit(f"[ERROR] --formats: {error}") from None
+    python = options.peers_python
+    python = peers_env.made() if python is None else peers_env.given(python)
+    with tempfile.TemporaryDirectory() as folder:
+        kit = Path(folder) / "kit"
+        peers_env.say(vector_kit.write(kit, formats).partition(" to ")[0])
+        events = run_worker(python, kit, options.fouroversix)
+    made_by = f"Python {platform.python_version()}. Made by `{quoting.quoted('conformance.py')}`."
+    text = conformance_report.page(events, made_by)
+    print(text)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Compare other packages with a conformance kit for benchmarks/conformance.py.
+
+This worker runs in the Python that has the packages, and reports one JSON line per package and
+format. Packages print text when they are imported. Standard output is therefore reserved for the
+reports, and all other output is redirected to standard error.
+
+    PYTHONPATH=. python benchmarks/conformance_worker.py REQUEST
+
+REQUEST is a JSON object that `conformance.py` writes; see `python benchmarks/conformance.py --help`
+for examples.
+"""
+
+import functools
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit()
+reports = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+warnings.simplefilter("ignore")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import conformance_peers  # noqa: E402
+import peers  # noqa: E402
+from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ULPS = 4  #: difference in units in the last place up to which only the last bits differ
+TRIED = 4  #: number of differing values per vector for which a smaller input is searched
+
+
+def report(kind: str, **fields: Any) -> None:
+    reports.write(json.dumps({"kind": kind} | fields) + "\n")
+
+
+def release(distribution: str) -> str | None:
+    """Return the installed release of a distribution, or None if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def reason(error: Exception) -> str:
+    """Return a one-line description of an error, for a table."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:120]
+
+
+def load_peers(fouroversix: str | None) -> dict[str, peers.Finder]:
+    """Import every package, and report which are available."""
+    loaders = dict(conformance_peers.PEERS)
+    finders = {}
+    if fouroversix is None:
+        report("peer", name="fouroversix", release=None, missing="no --fouroversix is given")
+    else:
+        load = functools.partial(conformance_peers.fouroversix, Path(fouroversix))
+        loaders["fouroversix"] = (load, "fouroversix")
+    for name, (load, distribution) in loaders.items():
+        missing = None
+        try:
+            finders[name] = load()
+        except Exception as error:  # An import may raise any error; continue with the next peer.
+            missing = reason(error)
+        report("peer", name=name, release=release(distribution), missing=missing)
+    return finders
+
+
+def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name, the input and the values of each vector; blocks run along the last axis."""
+    npz = next(file for file in entry["files"] if file.endswith(".npz"))
+    with np.load(kit / npz, allow_pickle=False) as arrays:
+        for vector, fields in entry["vectors"].items():
+            dtype = DTYPES[fields["dtype"]]
+            x, values = (
+                torch.from_numpy(arrays[f"{vector}.{part}"]).to(dtype)
+                for part in ("input", "values")
+            )
+            if fields["axis"] == 0:
+                x, values = x.t().contiguous(), values.t().contiguous()
+            yield vector, x, values
+
+
+def unlike(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks of the values that differ, and of those that differ by more than last bits.
+
+    Zeros of either sign are equal, and so are all NaNs.
+    """
+    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
+        raise ValueError(f"returns {theirs.dtype} of shape {tuple(theirs.shape)}")
+    differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
+    a, b = theirs.double(), ours.double()
+    step = torch.finfo(ours.dtype).eps * b.abs().clamp(min=torch.finfo(ours.dtype).tiny)
+    near = (a - b).abs() <= ULPS * step
+    return differ, differ & ~near
+
+
+def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tensor]:
+    """Yield rows with few values that contain the value at `row` and `column`, smallest first."""
+    start = column - column % size
+    whole = x[row].float().abs().nan_to_num(math.inf, posinf=math.inf)
+    block = whole[start : start + size]
+    columns: list[int] = []
+    for position in (column, start + int(block.argmax()), int(whole.argmax())):
+        columns = [*dict.fromkeys([*columns, position])]
+        reduced = torch.zeros_like(x[row : row + 1])
+        reduced[0, columns] = x[row, columns]
+        yield reduced
+    yield x[row : row + 1].clone()
+
+
+def smallest(
+    call: peers.Call, fmt: Format, vector: str, x: Tensor, wrong: Tensor
+) -> dict[str, Any]:
+    """Return the smallest input found for which a package differs, with both results."""
+    size = min(fmt.block_size or x.shape[1], x.shape[1])
+    cases = []
+    places = sorted(wrong.nonzero().tolist(), key=lambda place: abs(float(x[tuple(place)])))
+    for row, column in places[:TRIED]:
+        for reduced in smaller_inputs(x, row, column, size) if fmt.height == 1 else ():
+            ours = fake_quantize(reduced, fmt)
+            try:
+                theirs = call(reduced.clone())
+                differs = bool(unlike(theirs, ours)[1][0, column])
+            except Exception:  # The package may refuse a single row; try a larger input.
+                continue
+            if differs:
+                values = reduced[0][reduced[0] != 0].tolist()
+                cases.append(case(vector, reduced, (0, column), theirs, ours) | {"values": values})
+                break
+    if cases:
+        return min(cases, key=lambda c: (len(c["values"]), abs(c["x"])))
+    row, column = places[0]
+    theirs, ours = call(x.clone()), fake_quantize(x, fmt)
+    return case(vector, x, (row, column), theirs, ours) | {"values": [0] * x.shape[1]}
+
+
+def case(
+    vector: str, x: Tensor, place: tuple[int, int], theirs: Tensor, ours: Tensor
+) -> dict[str, Any]:
+    """Return one differing value as plain data."""
+    numbers = {"x": x, "theirs": theirs, "ours": ours}
+    return {"vector": vector} | {name: float(t[place]) for name, t in numbers.items()}
+
+
+def compare(call: peers.Call, fmt: Format, kit: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """Compare a package with all vectors of a format."""
+    agree, bits, differ = [], [], []
+    refused: dict[str, str] = {}
+    cases = []
+    for vector, x, values in vectors(kit, fmt.name, entry):
+        try:
+            differing, wrong = unlike(call(x.clone()), values)
+        except Exception as error:  # A package may raise any error for an input.
+            refused[vector] = reason(error)
+            continue
+        if wrong.any():
+            differ.append(vector)
+            cases.append(smallest(call, fmt, vector, x, wrong))
+        elif differing.any():
+            bits.append(vector)
+        else:
+            agree.append(vector)
+    cases.sort(key=lambda c: (len(c["values"]), abs(c["x"]) if c["x"] == c["x"] else 0))
+    return {"agree": agree, "bits": bits, "differ": differ, "refused": refused, "cases": cases}
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    kit = Path(request["kit"])
+    formats = json.loads((kit / "manifest.json").read_text())["formats"]
+    finders = load_peers(request["fouroversix"])
+    for peer, find in finders.items():
+        for name, entry in formats.items():
+            fmt = get_format(name)
+            if (call := find(fmt)) is not None:
+                report("result", peer=peer, format=name, **compare(call, fmt, kit, entry))
+
+
+if __name__ == "__main__":
+    main()
