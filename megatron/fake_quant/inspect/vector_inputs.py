@@ -197,7 +197,7 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
             "edges": (
                 _around(middles * unit),
                 "the float32 numbers just below, at and just above every rounding edge of "
-                f"{element.name}; a number at an edge is a tie, if float32 has it exactly",
+                f"{element.name}; an edge that float32 represents exactly is a tie",
             ),
             "codes": (
                 (numbers * unit).float(),

@@ -157,7 +157,7 @@ def _write_format(folder: Path, fmt: Format, vectors: Sequence[VectorInput]) -> 
     npz, text = _paths(folder, fmt.name)
     flat = {f"{name}.{part}": a for name, parts in arrays.items() for part, a in parts.items()}
     with npz.open("wb") as file:
-        np.savez(file, **flat)
+        np.savez(file, **flat)  # type: ignore[arg-type]
     content = {
         "format": fmt.name,
         "vectors": {
