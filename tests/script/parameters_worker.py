@@ -8,6 +8,7 @@ number of parameters, those of a decoder layer by name, and the numbers of the l
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -40,8 +41,9 @@ def describe(vocabulary: int, flags: list[str]) -> dict:
 def main() -> None:
     torch.cuda.current_device = lambda: torch.device("meta")  # device of the weights
     commands = json.load(sys.stdin)
-    output, sys.stdout = sys.stdout, sys.stderr  # megatron-core prints to standard output
-    json.dump({name: describe(**each) for name, each in commands.items()}, output)
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)  # megatron-core and libraries in C print to standard output
+        json.dump({name: describe(**each) for name, each in commands.items()}, output)
 
 
 if __name__ == "__main__":
