@@ -12,7 +12,8 @@ import torch
 
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.training_clock import clock
-from megatron.fake_quant.gemm import SLOTS, Observer, Operand
+from megatron.fake_quant.gemm import SLOTS, Observer
+from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.packing import quantize
 from megatron.tensor_record import CODES, COMPONENTS, operation_of
 

@@ -5,7 +5,7 @@ A weight is the same in every micro-batch of an iteration and in a recomputed fo
 
 from typing import Any
 
-from megatron.fake_quant.formats import ROUNDINGS
+from megatron.fake_quant.rounding_modes import ROUNDINGS
 from megatron.tensor_record import OF_ITERATION
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import (
+from megatron.fake_quant.elements import (
     CodedElement,
     Element,
     ElementFormat,

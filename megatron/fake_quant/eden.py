@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.code_points import decode, encode
-from megatron.fake_quant.formats import E4M3, EDEN_GROUP
+from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
+from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.scales import Scales
 
 

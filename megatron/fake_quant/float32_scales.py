@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
+from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
-from megatron.fake_quant.formats import ElementFormat, Format
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.mx import scale_values
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
 from megatron.fake_quant.tensor_scale import divide_by

@@ -56,8 +56,9 @@ from torch import Tensor
 
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.code_points import code_values, decode, encode
+from megatron.fake_quant.elements import E2M1, E4M3, ElementFormat
 from megatron.fake_quant.float32_bits import INFINITY, MAGNITUDE
-from megatron.fake_quant.formats import E2M1, E4M3, ElementFormat, Format
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by

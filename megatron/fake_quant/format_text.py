@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 import torch
 
-from megatron.fake_quant.formats import Cast, Element, Format, Scaling
+from megatron.fake_quant.elements import Cast, Element
+from megatron.fake_quant.formats import Format, Scaling
 from megatron.fake_quant.names import get_format
 
 #: Names of the fields that define an element type or a scaling, by its class.

@@ -29,9 +29,11 @@ smallest scale. A group's largest values saturate if they exceed 7 * 49152.
 import torch
 from torch import Tensor
 
+from megatron.fake_quant.elements import S1P2, ElementFormat
 from megatron.fake_quant.float32_bits import BIAS, MANTISSA_BITS, power_of_two_bits
-from megatron.fake_quant.formats import S1P2, ElementFormat, Format, GroupScaling
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
+from megatron.fake_quant.special_scalings import GroupScaling
 
 NAN_BYTE = 255
 _BIAS = 48

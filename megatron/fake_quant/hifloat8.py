@@ -62,6 +62,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.fake_quant.elements import HiFloat8
 from megatron.fake_quant.float32_bits import (
     BIAS,
     INFINITY,
@@ -70,7 +71,6 @@ from megatron.fake_quant.float32_bits import (
     SIGN,
     power_of_two_bits,
 )
-from megatron.fake_quant.formats import HiFloat8
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15

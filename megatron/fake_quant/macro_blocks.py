@@ -24,9 +24,11 @@ from torch import Tensor
 
 from megatron.fake_quant import mx
 from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.elements import E2M1, ElementFormat
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
-from megatron.fake_quant.formats import E2M1, ElementFormat, Format, MacroScaling
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
+from megatron.fake_quant.special_scalings import MacroScaling
 
 _SMALLEST = 1e-12
 _STEPS = 256

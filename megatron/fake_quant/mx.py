@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.block_scaling import BlockScaling, ScaleRule
+from megatron.fake_quant.elements import ELEMENTS, ElementFormat
 from megatron.fake_quant.float32_bits import BIAS, MANTISSA_BITS
-from megatron.fake_quant.formats import ELEMENTS, ElementFormat, Format
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
 
 NAN_BYTE = 255

@@ -44,18 +44,11 @@ from megatron.fake_quant.block_scaling import (
     ScaleType,
     Search,
 )
+from megatron.fake_quant.elements import ELEMENTS, ElementFormat, HiFloat8
 from megatron.fake_quant.float8_scales import FLOAT8, bound
-from megatron.fake_quant.formats import (
-    EDEN_BOUND,
-    ELEMENTS,
-    FORMATS,
-    ROUNDINGS,
-    ElementFormat,
-    Format,
-    HiFloat8,
-    Rounding,
-    TensorScaling,
-)
+from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.rounding_modes import EDEN_BOUND, ROUNDINGS, Rounding
+from megatron.fake_quant.special_scalings import TensorScaling
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {

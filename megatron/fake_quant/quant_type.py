@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from megatron.console import did_you_mean
 from megatron.fake_quant.formats import FORMATS, Format
-from megatron.fake_quant.gemm import GemmFormats, Operand
+from megatron.fake_quant.gemm import GemmFormats
 from megatron.fake_quant.names import get_format
+from megatron.fake_quant.operand import Operand
 
 OPERATIONS = ("linear", "qk", "pv")
 DEFAULT_TYPE = "bf16"

@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, SOURCES, SPLITS, GemmFormats, Operand
+from megatron.fake_quant.gemm import SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.operand import AS_IT_IS, SOURCES, SPLITS, Operand
 from megatron.fake_quant.quant_type import (
     OPERATIONS,
     gemm_formats,

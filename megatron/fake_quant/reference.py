@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron.fake_quant import eden, scalings
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import Element, Format
+from megatron.fake_quant.elements import Element
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales

@@ -1,9 +1,10 @@
 """Round values to an element type in any of the rounding modes.
 
 `round_to` looks up the rule for an element type and a rounding mode, and refuses a mode that has no
-rule. To add a mode, add it to `ROUNDINGS` in `formats.py` and to `roundings` of each element type
-that supports it, and add its rule here. The fused kernels and the statistics implement certain
-modes; formats with any other mode are computed by `reference.py`, which calls `round_to`.
+rule. To add a mode, add it to `ROUNDINGS` in `rounding_modes.py` and to `roundings` of each element
+type in `elements.py` that supports it, and add its rule here. The fused kernels and the statistics
+implement certain modes; formats with any other mode are computed by `reference.py`, which calls
+`round_to`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import hifloat8
+from megatron.fake_quant.elements import CodedElement, ElementFormat, HiFloat8, TableElement
 from megatron.fake_quant.float32_bits import INFINITY, MANTISSA_BITS, power_of_two_bits
-from megatron.fake_quant.formats import (
-    CodedElement,
-    ElementFormat,
-    HiFloat8,
-    Rounding,
-    TableElement,
-)
 from megatron.fake_quant.random_bits import RANDOM_BITS
+from megatron.fake_quant.rounding_modes import Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: dtypes that can be quantized
 

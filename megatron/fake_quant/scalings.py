@@ -1,8 +1,8 @@
 """Find the module that implements a scaling, such as `mx.py` for MX block scales.
 
 The module contains all code that depends on the scaling, and provides the functions of
-`ScalingModule`. To add a scaling, add its data to `block_scaling.py` or `formats.py` and one module
-to the table here. A format with the new scaling is computed by `reference.py`, and its statistics
+`ScalingModule`. To add a scaling, add its data to `block_scaling.py` or `special_scalings.py`, and
+one module to the table here. A format with the new scaling is computed by `reference.py`, and its statistics
 are measured value by value, until the fused kernels and the statistics by class support it.
 """
 
@@ -24,14 +24,10 @@ from megatron.fake_quant import (
     tensor_scale,
 )
 from megatron.fake_quant.block_scaling import BlockScaling
-from megatron.fake_quant.formats import (
-    ChoiceScaling,
-    ElementFormat,
-    Format,
-    Scaling,
-    TensorScaling,
-)
+from megatron.fake_quant.elements import ElementFormat
+from megatron.fake_quant.formats import Format, Scaling
 from megatron.fake_quant.scales import ScaleDescription, Scales
+from megatron.fake_quant.special_scalings import ChoiceScaling, TensorScaling
 
 
 class ScalingModule(Protocol):

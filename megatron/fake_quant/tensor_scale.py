@@ -19,9 +19,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron.fake_quant.elements import Element
 from megatron.fake_quant.float32_bits import INFINITY, MAGNITUDE
-from megatron.fake_quant.formats import Element, Format, TensorScaling
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import ScaleDescription, Scales
+from megatron.fake_quant.special_scalings import TensorScaling
 
 SMALLEST_NORMAL, FLOAT32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 

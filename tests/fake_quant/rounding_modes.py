@@ -5,7 +5,9 @@ from types import MappingProxyType
 import pytest
 
 from megatron.fake_quant import formats, get_format
-from megatron.fake_quant.formats import ElementFormat, Format, HiFloat8, RoundingMode
+from megatron.fake_quant.elements import ElementFormat, HiFloat8
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.rounding_modes import RoundingMode
 
 MODE = "toward_zero"
 #: One format per rounding function and scaling.

@@ -8,8 +8,9 @@ import torch
 
 from megatron.fake_quant import Format, dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
-from megatron.fake_quant.formats import TABLES, AbsmaxScaling, TableElement
+from megatron.fake_quant.elements import TABLES, TableElement
 from megatron.fake_quant.inspect.format_properties import ties
+from megatron.fake_quant.special_scalings import AbsmaxScaling
 
 from .inputs import (
     assert_same,

@@ -25,9 +25,11 @@ from megatron.fake_quant import (
     operators,
     quantize,
 )
+from megatron.fake_quant.elements import E2M1
 from megatron.fake_quant.format_text import from_text, to_text
-from megatron.fake_quant.formats import E2M1, FORMATS, TensorScaling
+from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.special_scalings import TensorScaling
 
 from .kernel_inputs import NAMES, SEED, bits
 from .tracing import GEMMS, KINDS, dtypes, kinds, quantizer, seed_of, special, tensor

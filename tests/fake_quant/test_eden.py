@@ -9,10 +9,11 @@ from megatron.analysis.stats.format_groups import group_formats
 from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import code_values, decode
-from megatron.fake_quant.formats import E4M3
-from megatron.fake_quant.gemm import GemmFormats, Operand, quantized_matmul
+from megatron.fake_quant.elements import E4M3
+from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
 from megatron.fake_quant.inspect.format_report import describe
 from megatron.fake_quant.inspect.rounding_bias import rounding_bias
+from megatron.fake_quant.operand import Operand
 
 from .uses import check_commands
 

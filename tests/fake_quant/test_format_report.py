@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import FORMATS, fake_quantize, get_format
-from megatron.fake_quant.formats import ELEMENTS
+from megatron.fake_quant.elements import ELEMENTS
 from megatron.fake_quant.inspect import code_point_table, format_properties
 from megatron.fake_quant.inspect.format_report import describe
 from megatron.fake_quant.inspect.format_table import HEADER, markdown, row

@@ -12,7 +12,7 @@ import torch
 import megatron.fake_quant
 from megatron.fake_quant import FORMATS, Format, get_format
 from megatron.fake_quant.block_scaling import BlockScaling
-from megatron.fake_quant.formats import E2M1, E4M3, ELEMENTS, Cast, HiFloat8
+from megatron.fake_quant.elements import E2M1, E4M3, ELEMENTS, Cast, HiFloat8
 from megatron.fake_quant.names import get_element
 
 SOURCES = sorted(Path(megatron.fake_quant.__file__).parent.glob("*.py"))

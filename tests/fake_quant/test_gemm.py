@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.fake_quant import Hadamard, fake_quantize, gemm, get_format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand, quantized_matmul
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.operand import Operand
 
 M, N, K = 40, 72, 96  # 40 and 72 leave a ragged last block of 32
 

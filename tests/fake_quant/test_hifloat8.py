@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import fake_quantize, get_format
-from megatron.fake_quant.formats import HiFloat8
+from megatron.fake_quant.elements import HiFloat8
 
 from . import oracle
 from .inputs import (

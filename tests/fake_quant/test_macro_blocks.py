@@ -8,7 +8,7 @@ import torch
 
 from megatron.fake_quant import dequantize, fake_quantize, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
-from megatron.fake_quant.formats import MacroScaling
+from megatron.fake_quant.special_scalings import MacroScaling
 
 from .inputs import (
     assert_same,

@@ -10,15 +10,8 @@ import torch
 
 from megatron.fake_quant import FORMATS, Format, fake_quantize, get_format
 from megatron.fake_quant.block_scaling import BlockScaling
-from megatron.fake_quant.formats import (
-    E2M1,
-    E4M3,
-    S1P2,
-    Cast,
-    GroupScaling,
-    HiFloat8,
-    TensorScaling,
-)
+from megatron.fake_quant.elements import E2M1, E4M3, S1P2, Cast, HiFloat8
+from megatron.fake_quant.special_scalings import GroupScaling, TensorScaling
 
 
 @pytest.mark.parametrize(

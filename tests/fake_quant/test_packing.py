@@ -14,7 +14,7 @@ from megatron.fake_quant.code_points import (
     pack_nibbles,
     unpack_nibbles,
 )
-from megatron.fake_quant.formats import ELEMENTS, S1P2, Cast, HiFloat8
+from megatron.fake_quant.elements import ELEMENTS, S1P2, Cast, HiFloat8
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_element
 

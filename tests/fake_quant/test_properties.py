@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fake_quant import FORMATS, fake_quantize, get_format, quantize
-from megatron.fake_quant.formats import Cast
+from megatron.fake_quant.elements import Cast
 
 from . import oracle
 from .inputs import assert_same

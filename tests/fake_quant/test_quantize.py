@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron.fake_quant import FORMATS, fake_quantize
-from megatron.fake_quant.formats import E4M3, Format
+from megatron.fake_quant.elements import E4M3
+from megatron.fake_quant.formats import Format
 
 from . import oracle
 from .inputs import assert_same, every_bfloat16, every_float16, random_bit_patterns

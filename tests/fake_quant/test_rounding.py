@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.fake_quant.formats import ELEMENTS, ElementFormat
+from megatron.fake_quant.elements import ELEMENTS, ElementFormat
 from megatron.fake_quant.names import get_element
 from megatron.fake_quant.rounding import round_to
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import fake_quantize, get_format
-from megatron.fake_quant.formats import S1P2, HiFloat8
+from megatron.fake_quant.elements import S1P2, HiFloat8
 from megatron.fake_quant.names import get_element
 from megatron.fake_quant.rounding import round_to
 

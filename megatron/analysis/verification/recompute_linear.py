@@ -23,8 +23,9 @@ from torch import Tensor
 
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
-from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats, Operand
+from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
+from megatron.fake_quant.operand import Operand
 
 #: Operands from which each result of a linear layer is computed.
 LINEAR = {

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats, Operand
+from megatron.fake_quant.gemm import SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_format
+from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
 
 _AUDIT_LINE = re.compile(

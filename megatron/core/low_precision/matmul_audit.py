@@ -19,7 +19,8 @@ import torch
 
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
-from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats
+from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.operand import AS_IT_IS
 from megatron.fake_quant.recipe_operands import GEMMS
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")

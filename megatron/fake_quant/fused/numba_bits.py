@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from megatron.fake_quant.formats import ElementFormat
+from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.fused.numba_compile import inlined, kernel_compiler
 from megatron.fake_quant.random_bits import KEY_STEPS, MULTIPLIERS, RANDOM_BITS, ROUNDS
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron.fake_quant import float8_scales
 from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.float8_scales import SIXTH
 from megatron.fake_quant.float8_scales import WIDER as RATIO
-from megatron.fake_quant.formats import ElementFormat, Format
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
     MAGNITUDE,

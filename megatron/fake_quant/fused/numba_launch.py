@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import ElementFormat, Format
+from megatron.fake_quant.elements import ElementFormat
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import (
     numba_bits,
     numba_blocks,

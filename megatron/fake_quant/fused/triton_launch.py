@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.runtime import driver
 
 from megatron.fake_quant.block_layout import BlockLayout
+from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.float32_bits import INFINITY, power_of_two_bits
-from megatron.fake_quant.formats import ElementFormat, Format, TensorScaling
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import triton_blocks, triton_elementwise
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
@@ -30,6 +31,7 @@ from megatron.fake_quant.mx import carry_bits
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings, target
+from megatron.fake_quant.special_scalings import TensorScaling
 
 #: Number of bytes in the tile that a program holds in registers, unless a block is larger.
 TILE = 1 << 14

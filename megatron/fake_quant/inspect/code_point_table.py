@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from megatron.fake_quant.code_points import code_values, field_widths
-from megatron.fake_quant.formats import CodedElement, Element, Format
+from megatron.fake_quant.elements import CodedElement, Element
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_table import markdown_table
 
 

@@ -17,8 +17,9 @@ from megatron.fake_quant import reference, scalings
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.code_points import code_values
+from megatron.fake_quant.elements import Element
 from megatron.fake_quant.float32_bits import INFINITY
-from megatron.fake_quant.formats import Element, Format, Scaling
+from megatron.fake_quant.formats import Format, Scaling
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.quantize import fake_quantize
 

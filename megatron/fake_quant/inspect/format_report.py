@@ -12,11 +12,14 @@ from torch import Tensor
 
 from megatron.fake_quant import mx, scalings
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
-from megatron.fake_quant.formats import ROUNDINGS, Element, Format, TensorScaling
+from megatron.fake_quant.elements import Element
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import aliases, markdown_table, number
 from megatron.fake_quant.inspect.rounding_bias import NEGLIGIBLE, SMALL, rounding_bias
 from megatron.fake_quant.names import variants_of
+from megatron.fake_quant.rounding_modes import ROUNDINGS
+from megatron.fake_quant.special_scalings import TensorScaling
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX
 
 Line = tuple[str, str]

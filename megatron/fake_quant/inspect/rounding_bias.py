@@ -27,7 +27,8 @@ from torch import Tensor
 from megatron.fake_quant import eden, reference
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.code_points import decode
-from megatron.fake_quant.formats import E4M3, Format
+from megatron.fake_quant.elements import E4M3
+from megatron.fake_quant.formats import Format
 
 NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
 SMALL = 2e-4  #: largest magnitude of a gain that is reported as small

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from megatron.fake_quant.formats import Element, Format
+from megatron.fake_quant.elements import Element
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 

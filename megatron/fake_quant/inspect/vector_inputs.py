@@ -15,18 +15,18 @@ from torch import Tensor
 
 from megatron.fake_quant import scalings
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
+from megatron.fake_quant.elements import Element
 from megatron.fake_quant.float8_scales import bound
-from megatron.fake_quant.formats import (
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.inspect.format_properties import all_values, infinite_from
+from megatron.fake_quant.random_bits import random_bits
+from megatron.fake_quant.special_scalings import (
     ChoiceScaling,
-    Element,
-    Format,
     GroupScaling,
     MacroScaling,
     PairScaling,
     TensorScaling,
 )
-from megatron.fake_quant.inspect.format_properties import all_values, infinite_from
-from megatron.fake_quant.random_bits import random_bits
 
 _WIDTH = 32  #: values per row if the format itself does not give a block size
 _MOST_VALUES = 1 << 14  #: number of values above which a vector has only some of its blocks

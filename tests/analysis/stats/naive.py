@@ -14,7 +14,8 @@ import torch
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
-from megatron.fake_quant.formats import Cast, GroupScaling
+from megatron.fake_quant.elements import Cast
+from megatron.fake_quant.special_scalings import GroupScaling
 
 HIFLOAT8_OVERFLOW = 40960.0
 #: The rounding edge above each element's largest number, and whether a value on it rounds up.

@@ -19,8 +19,9 @@ from megatron.analysis.verification.recorded_formats import (
     softmax_of_card,
 )
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand, quantized_matmul
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.operand import Operand
 
 MXFP8, MXFP4, NVFP4 = (Operand(get_format(name)) for name in ("mxfp8", "mxfp4", "nvfp4"))
 ROTATED = Operand(get_format("nvfp4"), Hadamard(16, "nvfp4"))

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.fake_quant import code_points as element_codes
-from megatron.fake_quant.formats import Element, ElementFormat, Format
+from megatron.fake_quant.elements import Element, ElementFormat
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
     MAGNITUDE,

@@ -1,0 +1,136 @@
+"""Describe, as data, the scalings that `BlockScaling` cannot express.
+
+All scalings have the same attributes, so that no code has to check for the class. An attribute that
+does not apply to a class is None, 0 or False. The modules in `scalings.py` compute the scales.
+
+Sources: HiFloat4, arXiv 2602.11287; MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2305.14314;
+IF4, arXiv 2603.28765; MixFP4, arXiv 2605.31035; macro blocks, arXiv 2603.08713.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from megatron.fake_quant.block_scaling import Outer, ScaleRule, check_choice
+from megatron.fake_quant.elements import E1M2, INT4, ElementFormat
+
+ErrorMeasure = Literal["mse", "mae"]
+
+
+class _Scaling:
+    """Attributes that most scalings share: one row per block, no outer scale, no variants."""
+
+    __slots__ = ()
+
+    height: ClassVar[int] = 1
+    square: ClassVar[bool] = False
+    finer_exponents: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "none"
+    outer_size: ClassVar[None] = None
+    by_class: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def rule(self) -> ScaleRule | None:
+        """Rule that computes an E8M0 scale from a block's maximum; None for other scales."""
+        return None
+
+    @property
+    def alternative(self) -> ElementFormat | None:
+        """Element type that a block may have instead of the format's; None without a choice."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScaling(_Scaling):
+    """Scaling of HiFloat4: an E6M2 scale per 64 values, one bit per 8 and one bit per 4 values."""
+
+    method: ClassVar[str] = "hifloat4"
+    size: ClassVar[int] = 64
+    block_scale: ClassVar[str] = "E6M2"
+    scale_bytes: ClassVar[int] = 4
+    finer_exponents: ClassVar[int] = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PairScaling(_Scaling):
+    """Scaling of MX9 and MX6: an E8M0 scale per 16 values and an exponent bit per 2 values."""
+
+    lowest: int  #: smallest exponent of a scale
+
+    method: ClassVar[str] = "pair_exponents"
+    size: ClassVar[int] = 16
+    block_scale: ClassVar[str] = "E8M0"
+    scale_bytes: ClassVar[int] = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AbsmaxScaling(_Scaling):
+    """Scaling of NF4: the scale is the largest magnitude of 64 values, in float32."""
+
+    size: int = 64
+
+    method: ClassVar[str] = "absmax"
+    block_scale: ClassVar[str] = "FP32"
+    scale_bytes: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceScaling(_Scaling):
+    """Scaling of IF4 and MixFP4: E4M3 scales, whose sign bits choose the blocks' element types."""
+
+    shared: bool  #: True if both element types share the scale of a block, as in IF4
+    error: ErrorMeasure = "mse"  #: error that decides between the element types
+
+    method: ClassVar[str] = "element_choice"
+    size: ClassVar[int] = 16
+    block_scale: ClassVar[str] = "E4M3"
+    scale_bytes: ClassVar[int] = 1
+    outer: ClassVar[Outer] = "tensor"
+    target: ClassVar[float] = 6.0 * 448.0  #: product of the largest E2M1 and E4M3 numbers
+
+    def __post_init__(self) -> None:
+        check_choice("error", self.error, get_args(ErrorMeasure))
+
+    @property
+    def alternative(self) -> ElementFormat:
+        """Element type of the blocks with integers."""
+        return INT4 if self.shared else E1M2
+
+
+@dataclass(frozen=True, slots=True)
+class MacroScaling(_Scaling):
+    """Scaling with an E8M0 scale per 32 values and an 8-bit mantissa per 128 values."""
+
+    rule: ScaleRule = "even"
+    #: number that no scaled magnitude exceeds; None if only `rule` determines the scales
+    top: float | None = None
+
+    method: ClassVar[str] = "macro_blocks"
+    size: ClassVar[int] = 128
+    blocks: ClassVar[int] = 4  #: number of blocks in 128 values, each with an E8M0 scale
+    block_scale: ClassVar[str] = "E8M0"
+    scale_bytes: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        check_choice("scale rule", self.rule, get_args(ScaleRule))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScaling(_Scaling):
+    """Scaling with one float32 scale, which maps the tensor's largest magnitude to `target`."""
+
+    target: float
+    power_of_two: bool = False  #: True if the scale is rounded down to a power of two
+
+    method: ClassVar[str] = "tensor"
+    size: ClassVar[None] = None
+    block_scale: ClassVar[None] = None
+    scale_bytes: ClassVar[int] = 0
+    outer: ClassVar[Outer] = "tensor"
+    by_class: ClassVar[bool] = True
+    variants: ClassVar[tuple[str, ...]] = ("pow2",)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < math.inf:
+            raise ValueError(f"a scale to {self.target:g}; choose a target above 0")
