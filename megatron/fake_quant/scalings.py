@@ -2,8 +2,9 @@
 
 The module contains all code that depends on the scaling, and provides the functions of
 `ScalingModule`. To add a scaling, add its data to `block_scaling.py` or `special_scalings.py`, and
-one module to the table here. A format with the new scaling is computed by `reference.py`, and its statistics
-are measured value by value, until the fused kernels and the statistics by class support it.
+one module to the table here. A format with the new scaling is computed by `reference.py`, and its
+statistics are measured value by value, until the fused kernels and the statistics by class support
+it.
 """
 
 from collections.abc import Mapping
