@@ -126,12 +126,17 @@ class Capture:
             return None
 
         def observe(
-            slot: str, x: torch.Tensor, operand: Operand, axis: int, seed: int | None
+            slot: str,
+            x: torch.Tensor,
+            operand: Operand,
+            axis: int,
+            seed: int | None,
+            amax: torch.Tensor | None,
         ) -> None:
             if not self._sink.takes(names[slot]) or operand.format is None or not x.numel():
                 return
             try:
-                packed = quantize(x, operand.format, axis, seed=seed)
+                packed = quantize(x, operand.format, axis, seed=seed, amax=amax)
             except torch.OutOfMemoryError as error:
                 # The device has no memory left for the codes, but training can continue.
                 self._sink.give_up(f"no memory on the device for {names[slot]}: {error}")

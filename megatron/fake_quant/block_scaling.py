@@ -17,6 +17,9 @@ Outer = Literal["none", "tensor", "row", "1x64", "1x128"]
 #: error measure (mean absolute or mean squared) for the choice between two scales of an E2M1 block;
 #: one scale maps the block's maximum to 6, the other one to 4 ("4/6")
 Search = Literal["none", "mae", "mse"]
+#: largest magnitude (amax) from which a tensor-wide scale is computed: that of the tensor itself;
+#: that of a tensor which is divided among ranks; or one from a history of earlier tensors
+AmaxSource = Literal["own", "global", "delayed"]
 
 #: Block size that stands for the whole axis along which blocks run: one block per row.
 WHOLE_AXIS = 1 << 40
@@ -61,6 +64,7 @@ class BlockScaling:
     #: `search` is not "none"
     bound: float | None = None
     search: Search = "none"
+    amax: AmaxSource = "own"  #: amax from which an outer scale per tensor is computed
 
     per_tensor: ClassVar[bool] = False
     finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales within a block add
@@ -74,6 +78,7 @@ class BlockScaling:
         check_choice("scale type", self.scale, get_args(ScaleType))
         check_choice("outer scale", self.outer, get_args(Outer))
         check_choice("search", self.search, get_args(Search))
+        check_choice("amax", self.amax, get_args(AmaxSource))
         if self.scale == "e8m0":
             check_choice("scale rule", str(self.rule), get_args(ScaleRule))
         _check_parts(self)
@@ -163,6 +168,16 @@ def _check_parts(scaling: BlockScaling) -> None:
         raise ValueError("a bound applies to an outer scale, and there is none; remove one of both")
     if scaling.height > 1 and scaling.size == WHOLE_AXIS:
         raise ValueError("a block of whole rows has one row; remove the number of rows")
+    if scaling.amax == "delayed":
+        raise ValueError(
+            "delayed scaling is for formats with one scale per tensor and no block scales; choose "
+            "fp8_e4m3 or fp8_e5m2, or remove it"
+        )
+    if scaling.amax != "own" and scaling.outer != "tensor":
+        raise ValueError(
+            f"a {scaling.amax} amax is for one outer scale per tensor, and the outer scale is "
+            f"{scaling.outer}; choose outer-tensor, or remove the {scaling.amax} amax"
+        )
     ragged = size not in (None, WHOLE_AXIS) and size % scaling.size > 0
     if scaling.search != "none" and scaling.height & (scaling.height - 1):
         raise ValueError(

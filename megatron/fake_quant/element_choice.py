@@ -74,10 +74,14 @@ def _unit(scaling: ChoiceScaling) -> float:
 
 
 def scale_down(
-    blocks: Tensor, element: ElementFormat, scaling: ChoiceScaling
+    blocks: Tensor, element: ElementFormat, scaling: ChoiceScaling, *, amax: Tensor | None = None
 ) -> tuple[Tensor, Scales]:
-    """Return the blocks scaled to the range of their element types, and the scales."""
-    amax, largest = blocks.abs().amax(-1), finite_amax(blocks)
+    """Return the blocks scaled to the range of their element types, and the scales.
+
+    The tensor's scale is computed from `amax`, or from the largest magnitude of `blocks`.
+    """
+    largest = finite_amax(blocks) if amax is None else amax
+    amax = blocks.abs().amax(-1)
     encoding = divide_by(largest, scaling.target)
     decoding = encoding.reciprocal()
     scales = round_to(_divided(amax, E2M1.max) * encoding, E4M3)

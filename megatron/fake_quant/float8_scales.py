@@ -42,7 +42,7 @@ NaN, by the NaN code of the scale, and is ignored when a is computed. (In Transf
 NaN makes every block's scale NaN.)
 
 With tensor parallelism, a is the maximum of the tensor that `fake_quantize` receives, which for a
-weight is a shard.
+weight is a shard, unless the caller gives another a. Blocks beyond a given a saturate.
 """
 
 import functools
@@ -157,19 +157,24 @@ def _per_block(outer: Tensor, scaling: BlockScaling, like: Tensor) -> Tensor:
 
 
 def scale_down(
-    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling, *, amax: Tensor | None = None
 ) -> tuple[Tensor, Scales]:
-    """Return the blocks scaled to the element type's range, and the scales of both levels."""
+    """Return the blocks scaled to the element type's range, and the scales of both levels.
+
+    The outer scales are computed from `amax`, or from the largest magnitudes of their values.
+    """
+    if amax is None and scaling.outer != "none":
+        amax = _outer_amax(blocks, scaling)
     compute = _multiplied if scaling.scale == "e4m3" else _divided
-    return compute(blocks, element, scaling)
+    return compute(blocks, element, scaling, amax)
 
 
 def _multiplied(
-    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling, outer_amax: Tensor | None
 ) -> tuple[Tensor, Scales]:
     """Scale blocks with E4M3 scales: multiply by reciprocals, in NVIDIA's order of operations."""
     amax = blocks.abs().amax(-1)
-    encoding, decoding, stored = _encoding(blocks, amax, element, scaling)
+    encoding, decoding, stored = _encoding(amax, outer_amax, element, scaling)
     if folds(scaling, element):
         wanted = amax * (encoding * SIXTH.to(amax.device))
     else:
@@ -178,7 +183,7 @@ def _multiplied(
     if scaling.search != "none":
         wider = round_to(wanted * WIDER, E4M3)
         errors = [
-            _error(blocks, candidate, decoding, element, scaling)
+            _error(blocks, candidate, decoding, outer_amax, element, scaling)
             for candidate in (wider, block_scales)
         ]
         block_scales = torch.where(errors[0] < errors[1], wider, block_scales)
@@ -195,6 +200,7 @@ def _error(
     blocks: Tensor,
     block_scales: Tensor,
     decoding: Tensor,
+    outer_amax: Tensor | None,
     element: ElementFormat,
     scaling: BlockScaling,
 ) -> Tensor:
@@ -205,8 +211,8 @@ def _error(
     """
     values = round_to(blocks * _multiplier(block_scales, decoding), element)
     values.mul_(block_scales.unsqueeze(-1))
-    if scaling.outer != "none":
-        amax = _per_block(_outer_amax(blocks, scaling), scaling, block_scales)
+    if outer_amax is not None:
+        amax = _per_block(outer_amax, scaling, block_scales)
         values.mul_(amax.unsqueeze(-1) if amax.dim() else amax)
         values.div_(torch.full_like(amax, target(scaling, element)).unsqueeze(-1))
     difference = values.sub_(blocks)
@@ -222,31 +228,30 @@ def _error(
 
 
 def _encoding(
-    blocks: Tensor, amax: Tensor, element: ElementFormat, scaling: BlockScaling
+    amax: Tensor, outer_amax: Tensor | None, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the factors `encode` and `decode` for each block, and `decode` for each outer scale.
 
     The module's docstring defines the factors. Without an outer scale, the results are 1, 1 and
     None.
     """
-    if scaling.outer == "none":
+    if outer_amax is None:
         one = torch.ones((), device=amax.device)
         return one, one, None
-    outer = divide_by(_outer_amax(blocks, scaling), target(scaling, element))
+    outer = divide_by(outer_amax, target(scaling, element))
     stored = outer.reciprocal()
     return _per_block(outer, scaling, amax), _per_block(stored, scaling, amax), stored
 
 
 def _divided(
-    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling, outer_amax: Tensor | None
 ) -> tuple[Tensor, Scales]:
     """Scale blocks with UE5M3 or E6M2 scales: divide, in the order of operations of AMD's ALTO."""
     kind = FLOAT8[scaling.scale]
     amax = blocks.abs().amax(-1)
     wanted, stored, outer = amax, None, torch.ones((), device=amax.device)
-    if scaling.outer != "none":
-        largest = _outer_amax(blocks, scaling)
-        stored = torch.div(largest, torch.full_like(largest, target(scaling, element)))
+    if outer_amax is not None:
+        stored = torch.div(outer_amax, torch.full_like(outer_amax, target(scaling, element)))
         outer = _per_block(stored.clamp_(min=SMALLEST_OUTER), scaling, amax)
         wanted = torch.div(amax, outer)
     wanted = torch.div(wanted, torch.full_like(amax, top(scaling, element))).nan_to_num_(0.0)

@@ -18,6 +18,7 @@ import torch
 
 from megatron.fake_quant.block_scaling import (
     WHOLE_AXIS,
+    AmaxSource,
     BlockScaling,
     ScaleRule,
     check_choice,
@@ -154,6 +155,14 @@ class Format:
     def has_tensor_scale(self) -> bool:
         """True if the format has one float32 scale for the whole tensor."""
         return self.scaling is not None and self.scaling.outer == "tensor"
+
+    @property
+    def amax_source(self) -> AmaxSource:
+        """Source of the amax from which the scale of the whole tensor is computed.
+
+        Unless it is "own", the caller must give the amax with each tensor.
+        """
+        return "own" if self.scaling is None else self.scaling.amax
 
     @property
     def has_outer_scale(self) -> bool:

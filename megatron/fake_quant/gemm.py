@@ -23,7 +23,7 @@ batch dimensions are omitted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,8 +38,11 @@ from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
-#: not yet quantized), its `Operand`, the reduction axis and the seed.
-Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
+#: not yet quantized), its `Operand`, the reduction axis, the seed and the given amax (or None).
+Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None, Tensor | None], None]
+#: Callback that receives an operand's slot, the tensor (split and transformed, not yet quantized)
+#: and its format, and returns the amax from which the scale of the tensor is computed.
+AmaxCallback = Callable[[str, Tensor, Format], Tensor]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 #: Slots of the backward pass whose tensors the forward pass also multiplies, mapped to the slots of
@@ -223,7 +226,8 @@ class _Call:
     formats: GemmFormats
     alpha: float
     seed: int | Tensor | None
-    observe: "Observer | None" = None
+    observe: Observer | None = None
+    amax_of: AmaxCallback | None = None
 
     def seeded(self, seed: Tensor | None) -> "_Call":
         """Return these arguments with the tensor `seed` as their seed, unless `seed` is None.
@@ -231,7 +235,7 @@ class _Call:
         Such a seed is an input of the autograd function, so that `vmap` can make it differ between
         samples.
         """
-        return self if seed is None else _Call(self.formats, self.alpha, seed, self.observe)
+        return self if seed is None else replace(self, seed=seed)
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> SplitMatrix:
         operand: Operand = getattr(self.formats, slot)
@@ -245,9 +249,12 @@ class _Call:
         if operand.format is None:
             return parts
         seed = self._derived(slot, x) if operand.format.stochastic else None
+        amax = None
+        if self.amax_of is not None and operand.format.amax_source != "own":
+            amax = self.amax_of(slot, parts.values, operand.format)
         if self.observe is not None:
-            self.observe(slot, parts.values, operand.drawn(signs), axis, seed)
-        values = fake_quantize(parts.values, operand.format, axis=axis, seed=seed)
+            self.observe(slot, parts.values, operand.drawn(signs), axis, seed, amax)
+        values = fake_quantize(parts.values, operand.format, axis=axis, seed=seed, amax=amax)
         return parts._replace(values=values)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
@@ -317,6 +324,7 @@ def quantized_matmul(
     seed: int | Tensor | None = None,
     unnormalized: tuple[Tensor, Tensor] | None = None,
     observe: Observer | None = None,
+    amax_of: AmaxCallback | None = None,
 ) -> Tensor:
     """Return `alpha * A @ B^T`; fake-quantize the operands of this GEMM and of those for gradients.
 
@@ -332,12 +340,15 @@ def quantized_matmul(
             where A = e / sums. This computes PV as flash-attention kernels do: C is
             Q(e) Q(B)^T / sums. The backward pass uses A, which these kernels recompute.
         observe: function that is called with each operand before it is quantized.
+        amax_of: function that is called with each operand whose format demands an amax, in the
+            forward and in the backward pass, also with an empty one. It returns the amax.
 
     Returns:
         C, with the shape `[..., M, N]` and the dtype of the operands.
 
     Raises:
-        ValueError: if the shapes of A and B do not match.
+        ValueError: if the shapes of A and B do not match, or if a format demands an amax and
+            there is no `amax_of`.
     """
     if a_MK.dim() < 2 or a_MK.dim() != b_NK.dim() or a_MK.shape[-1] != b_NK.shape[-1]:
         raise ValueError(
@@ -354,7 +365,7 @@ def quantized_matmul(
     if seed is None and formats.random_signs:
         seed = draw_seed(None) if operators.is_direct(a_MK) else operators.drawn(None)
     tensor_seed, int_seed = (seed, None) if isinstance(seed, Tensor) else (None, seed)
-    call = _Call(formats, alpha, int_seed, observe)
+    call = _Call(formats, alpha, int_seed, observe, amax_of)
     results: tuple[Tensor, ...] = _QuantizedMatmul.apply(  # type: ignore[no-untyped-call]
         a_MK, b_NK, whole_MK, sums_M1, tensor_seed, call
     )

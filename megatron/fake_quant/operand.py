@@ -46,7 +46,13 @@ class Operand:
             )
 
     def quantized(
-        self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
+        self,
+        x: Tensor,
+        *,
+        axis: int,
+        seed: int | Tensor | None = None,
+        fill: bool = False,
+        amax: Tensor | None = None,
     ) -> SplitMatrix:
         """Split `x`, transform it and quantize it, and return it as the GEMM receives it.
 
@@ -55,11 +61,13 @@ class Operand:
             axis: reduction axis of the GEMM.
             seed: seed of stochastic rounding.
             fill: True to pad the axis with zeros if the transform's size does not divide it.
+            amax: number from which the scale of the whole tensor is computed; see `fake_quantize`.
         """
         parts = self.prepared(x, axis=axis, fill=fill)
         if self.format is None:
             return parts
-        return parts._replace(values=fake_quantize(parts.values, self.format, axis, seed=seed))
+        values = fake_quantize(parts.values, self.format, axis, seed=seed, amax=amax)
+        return parts._replace(values=values)
 
     def prepared(
         self, x: Tensor, *, axis: int, fill: bool = False, signs: int | Tensor | None = None

@@ -16,8 +16,9 @@ of the kernels.
 `batch` is the number of leading dimensions that `vmap` has added. The result is the same as from a
 loop over the samples: each sample has its own tensor scale, and random bits depend on a value's
 position within its sample. `seeds` is an int64 tensor with one seed per sample, or None for formats
-without stochastic rounding. Axes are counted from the end, so that batch dimensions do not shift
-them.
+without stochastic rounding. `amax` is a float32 tensor with one number per sample, from which the
+scale of the whole sample is computed, or None if it is computed from the sample. Axes are counted
+from the end, so that batch dimensions do not shift them.
 """
 
 from collections.abc import Sequence
@@ -55,9 +56,12 @@ def is_direct(x: Tensor) -> bool:
     return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 
-def compute(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
+def compute(
+    x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, *, amax: Tensor | None = None
+) -> Tensor:
     """Quantize and dequantize a non-empty tensor with the fastest available kernel."""
-    return (dispatch.find(x, fmt) or reference.fake_quantize)(x, fmt, layout, seed)
+    kernel = dispatch.find(x, fmt) or reference.fake_quantize
+    return kernel(x, fmt, layout, seed, amax=amax)
 
 
 # Seeds
@@ -104,12 +108,15 @@ def _alone(fmt: Format, seeds: Tensor | None) -> bool:
     return seeds is not None or fmt.has_tensor_scale
 
 
-def _samples(x: Tensor, seeds: Tensor | None, batch: int) -> list[tuple[Tensor, int | None]]:
-    """Return each sample of a batch with its seed, or with None if there are no seeds."""
+def _samples(
+    x: Tensor, seeds: Tensor | None, batch: int, amax: Tensor | None
+) -> list[tuple[Tensor, int | None, Tensor | None]]:
+    """Return each sample of a batch with its seed and its amax; either is None if not given."""
     samples = x.flatten(0, batch - 1).unbind(0) if batch else (x,)
-    if seeds is None:
-        return [(sample, None) for sample in samples]
-    return list(zip(samples, seeds.flatten().tolist(), strict=True))
+    none = [None] * len(samples)
+    each_seed = none if seeds is None else seeds.flatten().tolist()
+    each_amax = none if amax is None else amax.flatten().unbind(0)
+    return list(zip(samples, each_seed, each_amax, strict=True))
 
 
 def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
@@ -138,7 +145,9 @@ def constant(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 @torch.library.custom_op(f"{NAMESPACE}::fake_quantize", mutates_args=())
-def fake_quantize(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
+) -> Tensor:
     """Quantize and dequantize `x`; see `megatron.fake_quant.fake_quantize`.
 
     The module's docstring explains the arguments.
@@ -150,27 +159,41 @@ def fake_quantize(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: i
     if batch and not _alone(known, seeds):
         layout = BlockLayout.of(tuple(x.shape), known, axis)
         return compute(x, known, layout, None)
-    results = [compute(s, known, layout, seed) for s, seed in _samples(x, seeds, batch)]
+    results = [
+        compute(sample, known, layout, seed, amax=of_sample)
+        for sample, seed, of_sample in _samples(x, seeds, batch, amax)
+    ]
     return out.copy_(_stacked(results, x, batch)) if batch else results[0]
 
 
 @fake_quantize.register_fake
-def _(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int) -> Tensor:
+def _(
+    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
+) -> Tensor:
     _checked(x, fmt, axis, batch)
     return torch.empty_like(x)
 
 
 @fake_quantize.register_vmap
 def _(
-    info: Any, in_dims: Any, x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+    info: Any,
+    in_dims: Any,
+    x: Tensor,
+    fmt: str,
+    axis: int,
+    seeds: Tensor | None,
+    batch: int,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     x = with_batch(x, in_dims[0], info.batch_size)
     if seeds is not None:
         seeds = with_batch(seeds, in_dims[3], info.batch_size)
-    return fake_quantize(x, fmt, axis, seeds, batch + 1), 0
+    if amax is not None:
+        amax = with_batch(amax, in_dims[5], info.batch_size)
+    return fake_quantize(x, fmt, axis, seeds, batch + 1, amax), 0
 
 
-fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=constant)
+fake_quantize.register_autograd(lambda ctx, grad: (None,) * 6, setup_context=constant)
 
 
 # Operators that convert a tensor to codes and scales, and back; see `packing_parts.py`
@@ -178,7 +201,7 @@ fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=con
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())
 def quantize(
-    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes, the block scales and the tensor scales of `x`; see `packing.quantize`."""
     known, layout = _checked(x, fmt, axis, batch)
@@ -187,7 +210,10 @@ def quantize(
         return empty_parts(x, known, layout, tuple(x.shape[:batch]))
     if batch and not _alone(known, seeds):
         return packed(x, known, BlockLayout.of(tuple(x.shape), known, axis), None)
-    results = [packed(s, known, layout, seed) for s, seed in _samples(x, seeds, batch)]
+    results = [
+        packed(sample, known, layout, seed, amax=of_sample)
+        for sample, seed, of_sample in _samples(x, seeds, batch, amax)
+    ]
     if not batch:
         return results[0]
     codes, blocks, whole = zip(*results, strict=True)
@@ -200,7 +226,7 @@ def quantize(
 
 @quantize.register_fake
 def _(
-    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     known, layout = _checked(x, fmt, axis, batch)
     return empty_parts(x, known, layout, tuple(x.shape[:batch]))
@@ -208,21 +234,30 @@ def _(
 
 @quantize.register_vmap
 def _(
-    info: Any, in_dims: Any, x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+    info: Any,
+    in_dims: Any,
+    x: Tensor,
+    fmt: str,
+    axis: int,
+    seeds: Tensor | None,
+    batch: int,
+    amax: Tensor | None = None,
 ) -> tuple[Parts, tuple[int | None, ...]]:
     x = with_batch(x, in_dims[0], info.batch_size)
     if seeds is not None:
         seeds = with_batch(seeds, in_dims[3], info.batch_size)
+    if amax is not None:
+        amax = with_batch(amax, in_dims[5], info.batch_size)
     known = from_text(fmt)
     out_dims = (
         0,
         0 if known.block_size is not None else None,
         0 if known.has_outer_scale else None,
     )
-    return quantize(x, fmt, axis, seeds, batch + 1), out_dims
+    return quantize(x, fmt, axis, seeds, batch + 1, amax), out_dims
 
 
-quantize.register_autograd(lambda ctx, *grads: (None,) * 5, setup_context=constant)
+quantize.register_autograd(lambda ctx, *grads: (None,) * 6, setup_context=constant)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dequantize", mutates_args=())

@@ -61,6 +61,7 @@ def quantize(
     *,
     generator: torch.Generator | None = None,
     seed: int | Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize `x` and return its codes and scales.
 
@@ -68,13 +69,13 @@ def quantize(
     tensor raises ValueError unless the format is a cast. `dequantize` converts the result to
     exactly the tensor that `fake_quantize` returns.
     """
-    fmt, layout = checked(x, fmt, axis)
+    fmt, layout = checked(x, fmt, axis, amax)
     if is_direct(x):
         check_values(layout.shape, fmt)
-        parts = packed(x.detach(), fmt, layout, seed_for(fmt, generator, seed))
+        parts = packed(x.detach(), fmt, layout, seed_for(fmt, generator, seed), amax=amax)
     else:
         seeds = seeds_for(fmt, generator, seed)
-        parts = operators.quantize(x.detach(), to_text(fmt), layout.from_end, seeds, 0)
+        parts = operators.quantize(x.detach(), to_text(fmt), layout.from_end, seeds, 0, amax)
     codes, blocks, whole = parts
     has_blocks = fmt.block_size is not None
     scales = Scales(blocks if has_blocks else None, whole if fmt.has_outer_scale else None)

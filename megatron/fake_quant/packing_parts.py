@@ -33,14 +33,16 @@ def check_values(shape: tuple[int, ...], fmt: Format) -> None:
         )
 
 
-def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Parts:
+def packed(
+    x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, *, amax: Tensor | None = None
+) -> Parts:
     """Quantize a tensor, and return its codes and scales in new memory."""
     none = torch.empty(0, dtype=torch.uint8, device=x.device)
     if fmt.element.is_cast:
         codes = layout.to_rows(x.to(fmt.element.dtype)).contiguous()
         codes = codes.clone() if codes.data_ptr() == x.data_ptr() else codes
         return codes, none, none.float()
-    elements, scales = reference.split(x, fmt, layout, seed)
+    elements, scales = reference.split(x, fmt, layout, seed, amax=amax)
     codes = _codes(elements, scales, fmt, layout)
     if fmt.element.bits <= _NIBBLE:
         codes = pack_nibbles(codes if layout.shape else codes.reshape(1))

@@ -11,6 +11,7 @@ from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operators import compute, is_direct
 from megatron.fake_quant.random_bits import draw_seed
 from megatron.fake_quant.rounding import check_tensor
+from megatron.fake_quant.tensor_scale import check_amax
 
 
 def fake_quantize(
@@ -20,6 +21,7 @@ def fake_quantize(
     *,
     generator: torch.Generator | None = None,
     seed: int | Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Quantize `x` to `fmt` and return the dequantized values in a new tensor like `x`.
 
@@ -33,6 +35,10 @@ def fake_quantize(
             and from the value's position in `x`.
         seed: number from 0 to 2^62 - 1 to use instead of drawing one; may be an int64 tensor
             without dimensions.
+        amax: number from which the scale of the whole tensor is computed, instead of the tensor's
+            largest finite magnitude: float32 without dimensions, finite, 0 or more (0 means a
+            scale of 1). Values beyond it saturate. Some formats demand it; see
+            `Format.amax_source`.
 
     The arithmetic is float32 for every dtype of `x`, and the result is rounded to the dtype of `x`,
     to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last step is exact,
@@ -51,25 +57,29 @@ def fake_quantize(
     maximum is below 2^-90 (or higher, if a spelled-out element has more than 5 exponent bits).
 
     Raises:
-        ValueError: if the dtype or the format is unknown, if the axis is out of range, or if the
-            blocks need other dimensions than the tensor has.
+        ValueError: if the dtype or the format is unknown, if the axis is out of range, if the
+            blocks need other dimensions than the tensor has, or if the format demands an amax and
+            there is none.
     """
-    fmt, layout = checked(x, fmt, axis)
+    fmt, layout = checked(x, fmt, axis, amax)
     x = x.detach()
     if not is_direct(x):
         seeds = seeds_for(fmt, generator, seed)
-        result: Tensor = operators.fake_quantize(x, to_text(fmt), layout.from_end, seeds, 0)
+        result: Tensor = operators.fake_quantize(x, to_text(fmt), layout.from_end, seeds, 0, amax)
         return result
     if x.numel() == 0:
         return x.clone()
-    return compute(x, fmt, layout, seed_for(fmt, generator, seed))
+    return compute(x, fmt, layout, seed_for(fmt, generator, seed), amax=amax)
 
 
-def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayout]:
+def checked(
+    x: Tensor, fmt: Format | str, axis: int, amax: Tensor | None = None
+) -> tuple[Format, BlockLayout]:
     """Return the format and its block layout for `x`, or raise an error as in `fake_quantize`."""
     if isinstance(fmt, str):
         fmt = FORMATS.get(fmt) or get_format(fmt)
     check_tensor(x, "quantize")
+    check_amax(fmt, amax)
     return fmt, BlockLayout.of(tuple(x.shape), fmt, axis)
 
 

@@ -18,9 +18,12 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales
+from megatron.fake_quant.tensor_scale import check_amax
 
 
-def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tuple[Tensor, Scales]:
+def split(
+    x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, *, amax: Tensor | None = None
+) -> tuple[Tensor, Scales]:
     """Quantize `x`; return its elements as float32 blocks (see `BlockLayout`), and its scales.
 
     Args:
@@ -28,8 +31,9 @@ def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tupl
         fmt: format other than a cast.
         layout: positions of the blocks in `x`.
         seed: seed of stochastic rounding; None for other rounding modes.
+        amax: number from which the scale of the whole tensor is computed; None for its own amax.
     """
-    blocks, scales = scale_down(x, fmt, layout)
+    blocks, scales = scale_down(x, fmt, layout, amax=amax)
     rounded = [
         round_blocks(blocks, x, fmt, layout, seed, element=element) for element in fmt.elements
     ]
@@ -70,12 +74,23 @@ def final_scales(
     return eden.corrected(blocks, elements, scales, seed)
 
 
-def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Scales]:
-    """Return `x` as float32 blocks that are scaled to the element type's range, and the scales."""
+def scale_down(
+    x: Tensor, fmt: Format, layout: BlockLayout, *, amax: Tensor | None = None
+) -> tuple[Tensor, Scales]:
+    """Return `x` as float32 blocks that are scaled to the element type's range, and the scales.
+
+    The scale of the whole tensor, if any, is computed from `amax`, or from its own amax if that is
+    None.
+
+    Raises:
+        ValueError: if the format needs an amax and there is none; see `check_amax`.
+    """
+    check_amax(fmt, amax)
     blocks = layout.to_blocks(x.float())
     if fmt.scaling is None:
         return blocks, Scales()
-    return scalings.module_of(fmt.scaling).scale_down(blocks, fmt.element, fmt.scaling)
+    given = {} if amax is None else {"amax": amax.to(x.device)}
+    return scalings.module_of(fmt.scaling).scale_down(blocks, fmt.element, fmt.scaling, **given)
 
 
 def round_blocks(
@@ -121,10 +136,12 @@ def store(values: Tensor, out: Tensor) -> Tensor:
     return out.masked_fill_(out.isnan(), torch.nan)
 
 
-def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, *, amax: Tensor | None = None
+) -> Tensor:
     """Quantize and dequantize a non-empty tensor; see `megatron.fake_quant.fake_quantize`."""
     if fmt.element.is_cast:
         values = x.to(fmt.element.dtype)
     else:
-        values = join(*split(x, fmt, layout, seed), fmt, layout)
+        values = join(*split(x, fmt, layout, seed, amax=amax), fmt, layout)
     return store(values, torch.empty_like(x))

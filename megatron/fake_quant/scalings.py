@@ -7,7 +7,7 @@ statistics are measured value by value, until the fused kernels and the statisti
 it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -34,8 +34,11 @@ from megatron.fake_quant.special_scalings import ChoiceScaling, TensorScaling
 class ScalingModule(Protocol):
     """Functions that a module must provide to implement a scaling."""
 
-    def scale_down(self, blocks: Tensor, element: Any, scaling: Any) -> tuple[Tensor, Scales]:
-        """Return float32 `blocks` scaled to the range of the element type, and their scales."""
+    #: Function of float32 blocks, an element type and a scaling. It returns the blocks, scaled to
+    #: the range of the element type, and their scales. If the scaling has a scale for the whole
+    #: tensor, the function also takes `amax`, from which it computes this scale; if `amax` is None,
+    #: it uses the tensor's own.
+    scale_down: Callable[..., tuple[Tensor, Scales]]
 
     def scale_up(self, elements: Tensor, scales: Scales, scaling: Any) -> Tensor:
         """Return the float32 values that scaled elements and their scales stand for."""

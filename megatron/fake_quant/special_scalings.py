@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from megatron.fake_quant.block_scaling import Outer, ScaleRule, check_choice
+from megatron.fake_quant.block_scaling import AmaxSource, Outer, ScaleRule, check_choice
 from megatron.fake_quant.elements import E1M2, INT4, ElementFormat
 
 ErrorMeasure = Literal["mse", "mae"]
@@ -39,6 +39,11 @@ class _Scaling:
     def alternative(self) -> ElementFormat | None:
         """Element type that a block may have instead of the format's; None without a choice."""
         return None
+
+    @property
+    def amax(self) -> AmaxSource:
+        """Source of the amax from which the scale of the whole tensor, if any, is computed."""
+        return "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class ChoiceScaling(_Scaling):
 
     shared: bool  #: True if both element types share the scale of a block, as in IF4
     error: ErrorMeasure = "mse"  #: error that decides between the element types
+    amax: AmaxSource = "own"  #: amax from which the tensor's scale is computed
 
     method: ClassVar[str] = "element_choice"
     size: ClassVar[int] = 16
@@ -91,6 +97,7 @@ class ChoiceScaling(_Scaling):
 
     def __post_init__(self) -> None:
         check_choice("error", self.error, get_args(ErrorMeasure))
+        check_choice("amax", self.amax, get_args(AmaxSource))
 
     @property
     def alternative(self) -> ElementFormat:
@@ -122,6 +129,7 @@ class TensorScaling(_Scaling):
 
     target: float
     power_of_two: bool = False  #: True if the scale is rounded down to a power of two
+    amax: AmaxSource = "own"  #: amax from which the scale is computed
 
     method: ClassVar[str] = "tensor"
     size: ClassVar[None] = None
@@ -132,5 +140,6 @@ class TensorScaling(_Scaling):
     variants: ClassVar[tuple[str, ...]] = ("pow2",)
 
     def __post_init__(self) -> None:
+        check_choice("amax", self.amax, get_args(AmaxSource))
         if not 0 < self.target < math.inf:
             raise ValueError(f"a scale to {self.target:g}; choose a target above 0")

@@ -12,6 +12,9 @@ of two, as with Transformer Engine's `force_pow_2_scales`. Ascend scales HiFloat
 a is the tensor's largest finite magnitude. A NaN stays a NaN and an Inf saturates, and neither
 affects the scale of the other values. Transformer Engine sets the scale to 1 if the tensor has an
 Inf.
+
+The caller may give another a, such as the maximum over all ranks or over earlier tensors. Values
+beyond it are then scaled beyond the target, and saturate at the largest number of the element type.
 """
 
 from collections.abc import Callable
@@ -37,6 +40,49 @@ def finite_amax(x: Tensor) -> Tensor:
     return magnitude.masked_fill_(magnitude >= INFINITY, 0).amax().view(torch.float32)
 
 
+def local_amax(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude of a tensor of any dtype, or 0 if it has none.
+
+    The result is a float32 tensor without dimensions, from which `fake_quantize` computes the same
+    scale as from `x` itself.
+    """
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    if not x.is_cuda:  # One fast pass suffices, unless a value is not finite.
+        low, high = x.detach().aminmax()
+        largest = torch.maximum(-low, high).float()
+        if largest.isfinite():
+            return largest.abs_()
+    return finite_amax(x.detach().float())
+
+
+def check_amax(fmt: Format, amax: Tensor | None) -> None:
+    """Refuse a missing amax if the format needs one, and a superfluous or malformed amax.
+
+    Raises:
+        ValueError: if the amax is refused; the message says what to do.
+    """
+    if amax is None:
+        if fmt.amax_source != "own":
+            raise ValueError(
+                f"format {fmt.name} computes its scale from a {fmt.amax_source} amax, which the "
+                "tensor alone does not determine; pass the amax (`amax` of fake_quantize and "
+                "quantize, `amax_of` of quantized_matmul), or choose the format without this "
+                "variant, which takes the tensor's own amax"
+            )
+        return
+    if not fmt.has_tensor_scale:
+        raise ValueError(
+            f"format {fmt.name} has no scale for the whole tensor, so it takes no amax; leave "
+            "`amax` out"
+        )
+    if amax.dtype != torch.float32 or amax.dim() > 0:
+        raise ValueError(
+            f"the amax has the dtype {amax.dtype} and the shape {tuple(amax.shape)}; pass one "
+            "finite float32 number of 0 or more, as a tensor without dimensions"
+        )
+
+
 def divide_by(amax: Tensor, target: float) -> Tensor:
     """Return target / amax, clamped between 2^-126 and the largest float32; 1 if amax is 0.
 
@@ -56,9 +102,11 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
     return scale
 
 
-def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tuple[Tensor, Scales]:
-    """Return a tensor scaled so that its maximum becomes the target, and the stored scale."""
-    encode = encode_scale(finite_amax(blocks), scaling)
+def scale_down(
+    blocks: Tensor, element: Element, scaling: TensorScaling, *, amax: Tensor | None = None
+) -> tuple[Tensor, Scales]:
+    """Return a tensor scaled so that its maximum, or `amax`, becomes the target, and the scale."""
+    encode = encode_scale(finite_amax(blocks) if amax is None else amax, scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
 

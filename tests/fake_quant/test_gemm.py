@@ -71,7 +71,7 @@ def test_a_slot_changes_the_one_product_it_belongs_to(slot):
 def test_every_operand_is_quantized_from_the_high_precision_tensor_along_its_own_axis(monkeypatch):
     seen = []
 
-    def spy(x, fmt, axis, seed=None):
+    def spy(x, fmt, axis, **_):
         seen.append((x, axis))
         return fake_quantize(x, fmt, axis=axis)
 
@@ -327,7 +327,7 @@ RANDOM = Hadamard(16, "random")
 
 def rotated_with(seen):
     """Return an observer that adds each operand's slot and transform to `seen`."""
-    return lambda slot, x, operand, axis, seed: seen.update({slot: (operand, x, axis)})
+    return lambda slot, x, operand, axis, *_: seen.update({slot: (operand, x, axis)})
 
 
 def test_random_signs_are_shared_by_a_gemm_s_operands_and_differ_between_gemms_and_calls():

@@ -17,6 +17,7 @@ import os
 import subprocess
 import warnings
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -24,8 +25,23 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings import kernel_roundings
 
-Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
+
+
+class Kernel(Protocol):
+    """Function that quantizes and dequantizes a tensor; see `reference.fake_quantize`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        fmt: Format,
+        layout: BlockLayout,
+        seed: int | None,
+        *,
+        amax: Tensor | None = None,
+    ) -> Tensor:
+        """Return the dequantized values in a new tensor like `x`."""
+
 
 VARIABLE = "LAB_FUSED"
 SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU kernels worthwhile

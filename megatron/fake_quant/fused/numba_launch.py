@@ -29,7 +29,7 @@ from megatron.fake_quant.fused.numba_groups import GROUP
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings
-from megatron.fake_quant.tensor_scale import factors
+from megatron.fake_quant.tensor_scale import check_amax, factors
 
 _SOURCES = {
     torch.float32: numba_elementwise.FROM_FLOAT32,
@@ -46,7 +46,10 @@ _LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
 
-def _finite_amax(src: Flat) -> Tensor:
+def _amax(src: Flat, given: Tensor | None) -> Tensor:
+    """Return the given amax, or else the largest finite magnitude of the values in `src`."""
+    if given is not None:
+        return given
     parts = numba_threads.run(
         functools.partial(numba_elementwise.finite_amax, src), len(src), _LEAST
     )
@@ -59,7 +62,13 @@ def _random(seed: int | None) -> numba_bits.Random:
 
 
 def _groups(
-    src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
+    src: Flat,
+    dst: Flat,
+    fmt: Format,
+    shape: list[int],
+    axis: int,
+    seed: int | None,
+    amax: Tensor | None,
 ) -> None:
     """Quantize the flat array `src` into `dst`, in HiFloat4 groups along `axis` of `shape`."""
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
@@ -76,7 +85,13 @@ def _groups(
 
 
 def _blocks(
-    src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
+    src: Flat,
+    dst: Flat,
+    fmt: Format,
+    shape: list[int],
+    axis: int,
+    seed: int | None,
+    amax: Tensor | None,
 ) -> None:
     """Quantize the flat array `src` into `dst`, in blocks along `axis` of `shape`.
 
@@ -91,7 +106,7 @@ def _blocks(
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     work: Callable[[int, int], Any]
     element = numba_bits.element_bits(fmt.element)
-    rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
+    rule = numba_blocks.make_rule(fmt, functools.partial(_amax, src, amax))
     if inner == 1 and not fmt.square:
         # If a row consists of whole blocks, cut it at block boundaries into short rows, so that
         # threads get equal parts.
@@ -120,9 +135,11 @@ _BLOCK_KERNELS = {
 }
 
 
-def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
+def _elements(
+    src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None, amax: Tensor | None
+) -> None:
     """Quantize `src` into `dst` value by value, for a format without block scales."""
-    down, up = map(np.float32, factors(fmt, functools.partial(_finite_amax, src)))
+    down, up = map(np.float32, factors(fmt, functools.partial(_amax, src, amax)))
     if fmt.scaling is not None:
         source = numba_elementwise.FROM_FLOAT32
     random = _random(seed)
@@ -182,13 +199,16 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
     return result if same else out.copy_(result)
 
 
-def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, *, amax: Tensor | None = None
+) -> Tensor:
     """Quantize and dequantize `x` with a CPU kernel; see `reference.fake_quantize`.
 
     Raises:
         ValueError: if there is no CPU kernel for the format's rounding mode.
     """
     check_rounding(fmt.rounding, kernel_roundings(fmt, "cpu"), f"the CPU kernel of {fmt.name}")
+    check_amax(fmt, amax)
     out = torch.empty_like(x)
     source = _SOURCES[x.dtype]
     if x.dtype == torch.float16:
@@ -197,10 +217,10 @@ def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None)
     result = torch.empty_like(dense)
     src, dst = _memory(dense, order), _memory(result, order)
     if fmt.block_scale is None:
-        _elements(src, dst, fmt, source, seed)
+        _elements(src, dst, fmt, source, seed, amax)
     else:
         shape = [dense.shape[dim] for dim in order]
         kernel = _BLOCK_KERNELS[fmt.block_scale]
-        kernel(src, dst, fmt, shape, order.index(layout.axis), seed)
+        kernel(src, dst, fmt, shape, order.index(layout.axis), seed, amax)
     same = result.dtype == out.dtype and result.stride() == out.stride()
     return result if same else out.copy_(result)

@@ -32,6 +32,7 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings, target
 from megatron.fake_quant.special_scalings import TensorScaling
+from megatron.fake_quant.tensor_scale import check_amax
 
 #: Number of bytes in the tile that a program holds in registers, unless a block is larger.
 TILE = 1 << 14
@@ -198,21 +199,26 @@ def check() -> None:
     driver.active.get_current_target()
 
 
-def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, *, amax: Tensor | None = None
+) -> Tensor:
     """Quantize and dequantize `x` with a Triton kernel; see `reference.fake_quantize`.
 
     The format must be one for which `dispatch.find` returns this function.
     """
+    check_amax(fmt, amax)
     src, order = without_gaps(x, in_order=seed is not None or fmt.square)
     result = torch.empty_like(src)
     shape = tuple(src.shape[dim] for dim in order)
     chosen = plan(fmt, shape, order.index(layout.axis) if order else 0, x.dtype)
     with torch.cuda.device(x.get_device()):
-        amax = None
-        if chosen.amax:
-            amax = torch.zeros((), dtype=torch.int32, device=x.device)
-            amax_plan(x.numel(), x.dtype).launch(src, amax)
-        chosen.launch(src, result, amax, *_key(seed))
+        amax_bits = None
+        if amax is not None:
+            amax_bits = amax.to(x.device).view(torch.int32)
+        elif chosen.amax:
+            amax_bits = torch.zeros((), dtype=torch.int32, device=x.device)
+            amax_plan(x.numel(), x.dtype).launch(src, amax_bits)
+        chosen.launch(src, result, amax_bits, *_key(seed))
     if src is x:
         return result
     out = torch.empty_like(x)
