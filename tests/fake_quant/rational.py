@@ -80,6 +80,7 @@ E6M2 = [power(e) * (1 + F(m, 4)) for e in range(-48, 16) for m in range(4)][:-1]
 INT4 = multiples(F(1, 4), 7)
 INT5 = multiples(F(1, 8), 15)
 HIFLOAT8 = hifloat8()
+SMALLEST_OUTER = float32(F(1, 10**30))
 NF4 = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -131,6 +132,7 @@ def mx(numbers: list[F], carry: F = F(2)) -> Callable[[Block, F], list[F]]:
 
 
 def nvfp4(block: Block, of_tensor: F) -> list[F]:
+    """Return NVFP4, given the maximum of the values that share the outer scale of the block."""
     encode = quotient(6 * 448, of_tensor)
     decode = float32(1 / encode)
     wanted = float32(largest(block) * float32(encode * float32(F(1, 6))))
@@ -151,28 +153,59 @@ def nvint4(block: Block, of_tensor: F) -> list[F]:
     return _elements(block, nearest(wanted, E4M3), float32(1 / encode), INT4)
 
 
-def four_over_six(block: Block, of_tensor: F) -> list[F]:
-    """Return NVFP4 with 4/6 by the mean absolute error, whose bound is 256."""
-    target = 6 * 256
-    encode = quotient(target, of_tensor)
-    decode = float32(1 / encode)
-    wanted = float32(float32(largest(block) / 6) * encode)
-    candidates = [nearest(wanted, E4M3), nearest(float32(wanted * F(3, 2)), E4M3)]
-    errors = []
-    for scale in candidates:
-        multiplier = reciprocal(float32(scale * decode))
-        total = F(0)
-        for x in block:
-            code = nearest(float32(x * multiplier), E2M1)
-            value = float32(float32(float32(code * scale) * of_tensor) / target)
-            total = float32(total + abs(float32(value - x)))
-        errors.append(total)
-    return _elements(block, candidates[errors[1] < errors[0]], decode, E2M1)
+def four_over_six(
+    measure: Callable[[F], F], width: int = 16, bound: int = 256
+) -> Callable[[Block, F], list[F]]:
+    """Return NVFP4 with 4/6 for blocks of one or several rows of `width` values.
+
+    `measure` is the error of a value, given its difference. Values of a row are added one by one,
+    and the rows in halves.
+    """
+
+    def convert(block: Block, of_tensor: F) -> list[F]:
+        target = 6 * bound
+        encode = quotient(target, of_tensor)
+        decode = float32(1 / encode)
+        wanted = float32(float32(largest(block) / 6) * encode)
+        candidates = [nearest(wanted, E4M3), nearest(float32(wanted * F(3, 2)), E4M3)]
+        errors = []
+        for scale in candidates:
+            multiplier = reciprocal(float32(scale * decode))
+            sums = []
+            for i in range(0, len(block), width):
+                total = F(0)
+                for x in block[i : i + width]:
+                    code = nearest(float32(x * multiplier), E2M1)
+                    value = float32(float32(float32(code * scale) * of_tensor) / target)
+                    total = float32(total + float32(measure(float32(value - x))))
+                sums.append(total)
+            while len(sums) > 1:
+                half = len(sums) // 2
+                sums = [float32(a + b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+            errors += sums
+        return _elements(block, candidates[errors[1] < errors[0]], decode, E2M1)
+
+    return convert
 
 
-def amdfp4(block: Block, of_tensor: F) -> list[F]:
-    scale = max(nearest(float32(largest(block) / 6), UE5M3), power(-17))
-    return [float32(nearest(float32(x / scale), E2M1) * scale) for x in block]
+def square(x: F) -> F:
+    return x * x
+
+
+def divided(scales: list[F], *, outer: bool) -> Callable[[Block, F], list[F]]:
+    """Return E2M1 elements that are divided by their scales, in the order of AMD's ALTO.
+
+    `scales` are the numbers of the block scales; without an outer scale, `outer` is False.
+    """
+    smallest = next(x for x in scales if x > 0)
+
+    def convert(block: Block, of_tensor: F) -> list[F]:
+        whole = max(float32(of_tensor / (6 * scales[-1])), SMALLEST_OUTER) if outer else F(1)
+        wanted = float32(float32(largest(block) / whole) / 6)
+        scale = float32(nearest(max(wanted, smallest), scales) * whole)
+        return [float32(nearest(float32(x / scale), E2M1) * scale) for x in block]
+
+    return convert
 
 
 def fp8_float32(block: Block, of_tensor: F) -> list[F]:
@@ -220,22 +253,38 @@ def if4(block: Block, of_tensor: F) -> list[F]:
     scaled = [float32(x * multiplier) for x in block]
     floats = [nearest(x, E2M1) for x in scaled]
     integers = [nearest(float32(x * more), multiples(F(1), 7)) for x in scaled]
-    errors = []
-    for codes, is_integer in ((floats, False), (integers, True)):
-        squares = []
-        for x, code in zip(block, codes, strict=True):
-            value = float32(float32(code * scale) * of_tensor)
-            value = float32(value * less) if is_integer else value
-            difference = float32(float32(value / 2688) - x)
-            squares.append(float32(difference * difference))
-        sums = [float32(a + b) for a, b in zip(squares[:8], squares[8:], strict=True)]
-        total = sums[0]
-        for part in sums[1:]:
-            total = float32(total + part)
-        errors.append(total)
-    if errors[1] < errors[0]:
+    values = [float32(float32(code * scale) * of_tensor) for code in floats]
+    others = [float32(float32(float32(n * scale) * of_tensor) * less) for n in integers]
+    if _squared_error(others, block) < _squared_error(values, block):
         return [float32(float32(float32(n * scale) * less) * decode) for n in integers]
     return [float32(float32(code * scale) * decode) for code in floats]
+
+
+def _squared_error(values: Block, block: Block) -> F:
+    """Return the sum of the squares of values / 2688 - x; values 8 places apart are added first."""
+    differences = [float32(float32(v / 2688) - x) for v, x in zip(values, block, strict=True)]
+    squares = [float32(difference * difference) for difference in differences]
+    sums = [float32(a + b) for a, b in zip(squares[:8], squares[8:], strict=True)]
+    total = sums[0]
+    for part in sums[1:]:
+        total = float32(total + part)
+    return total
+
+
+def mixfp4(block: Block, of_tensor: F) -> list[F]:
+    """Return MixFP4: E2M1 elements, or integers under a scale of their own if no worse."""
+    encode = quotient(6 * 448, of_tensor)
+    decode = float32(1 / encode)
+    candidates = []
+    for numbers in (E2M1, multiples(F(1), 7)):
+        scale = nearest(float32(float32(largest(block) / numbers[-1]) * encode), E4M3)
+        multiplier = reciprocal(float32(scale * decode)) if scale else F(0)
+        codes = [nearest(float32(x * multiplier), numbers) for x in block]
+        scaled = [float32(code * scale) for code in codes]
+        error = _squared_error([float32(x * of_tensor) for x in scaled], block)
+        candidates.append((error, [float32(x * decode) for x in scaled]))
+    (error, floats), (other, integers) = candidates
+    return integers if other <= error else floats
 
 
 def macro_block(block: Block, of_tensor: F) -> list[F]:

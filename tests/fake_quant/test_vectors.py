@@ -1,10 +1,12 @@
 """Test the conformance kit against exact rational arithmetic, and the commands that handle it."""
 
+import itertools
 import json
 import math
 import re
-import sys
+from collections.abc import Callable
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,26 +15,50 @@ from megatron.fake_quant import FORMATS, get_format
 from megatron.fake_quant.__main__ import main
 from megatron.fake_quant.inspect.vector_kit import KIT, VARIANTS, first_difference, write
 from tests.fake_quant import rational
-from tests.subprocesses import run
 
-#: By format: the definition in rational arithmetic, and the number of values in a block (0: a row).
+
+class Definition(NamedTuple):
+    """Format in rational arithmetic."""
+
+    #: function of a block and of the maximum of the values that share its outer scale
+    convert: Callable[[rational.Block, Fraction], list[Fraction]]
+    size: int  #: values of a block along the axis; 0 for a row
+    height: int = 1  #: rows of a block
+    group: int | None = None  #: values that share an outer scale; 0 for a row; None for the tensor
+
+
+MAE, MSE = rational.four_over_six(abs), rational.four_over_six(rational.square)
 DEFINITIONS = {
-    "mxfp8": (rational.mx(rational.E4M3), 32),
-    "mxfp4": (rational.mx(rational.E2M1), 32),
-    "mxint4": (rational.mx(rational.INT4), 32),
-    "nvfp4": (rational.nvfp4, 16),
-    "nvfp4:4over6-mae": (rational.four_over_six, 16),
-    "nvint4": (rational.nvint4, 16),
-    "amdfp4": (rational.amdfp4, 16),
-    "fp8_block": (rational.fp8_float32, 128),
-    "fp8_rowwise": (rational.fp8_float32, 0),
-    "hifp8": (rational.hifp8, 32),
-    "hifp4": (rational.hifp4, 64),
-    "mx6": (rational.mx6, 16),
-    "nf4": (rational.nf4, 64),
-    "if4": (rational.if4, 16),
-    "mxfp4_macro": (rational.macro_block, 128),
+    "mxfp8": Definition(rational.mx(rational.E4M3), 32),
+    "mxfp4": Definition(rational.mx(rational.E2M1), 32),
+    "mxint4": Definition(rational.mx(rational.INT4), 32),
+    "nvfp4": Definition(rational.nvfp4, 16),
+    "nvfp4:2d": Definition(rational.nvfp4, 16, height=16),
+    "nvfp4:outer-row": Definition(rational.nvfp4, 16, group=0),
+    "nvfp4:outer-1x64": Definition(rational.nvfp4, 16, group=64),
+    "nvfp4:outer-1x128": Definition(rational.nvfp4, 16, group=128),
+    "nvfp4:4over6-mae": Definition(MAE, 16),
+    "nvfp4:4over6-mse": Definition(MSE, 16),
+    "nvfp4:2d:4over6-mae": Definition(MAE, 16, height=16),
+    "nvint4": Definition(rational.nvint4, 16),
+    "amdfp4": Definition(rational.divided(rational.UE5M3, outer=False), 16),
+    "nv:e2m1:b16:e6m2": Definition(rational.divided(rational.E6M2, outer=True), 16),
+    "fp8_block": Definition(rational.fp8_float32, 128),
+    "fp8_rowwise": Definition(rational.fp8_float32, 0),
+    "hifp8": Definition(rational.hifp8, 32),
+    "hifp4": Definition(rational.hifp4, 64),
+    "mx6": Definition(rational.mx6, 16),
+    "nf4": Definition(rational.nf4, 64),
+    "if4": Definition(rational.if4, 16),
+    "mixfp4": Definition(rational.mixfp4, 16),
+    "mxfp4_macro": Definition(rational.macro_block, 128),
 }
+#: Formats of the kit that neither `FORMATS` nor `VARIANTS` has.
+SPELLED_OUT = tuple(
+    name for name in ("mx:e3m4:b16:rceil", *DEFINITIONS) if name not in {*FORMATS, *VARIANTS}
+)
+#: Values of a vector that are compared for formats with square blocks.
+MOST_SQUARE_VALUES = 1024
 STORED = {"float32": rational.float32, "bfloat16": rational.bfloat16, "float16": rational.float16}
 MANY = ("edges", "nan", "infinity", "zero_block", "zero_tensor", "subnormal_block", "saturation")
 
@@ -40,7 +66,7 @@ MANY = ("edges", "nan", "infinity", "zero_block", "zero_tensor", "subnormal_bloc
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kit") / "kit"
-    assert main(["vectors", str(folder), "--formats", "mx:e3m4:b16:rceil"]) == 0
+    assert main(["vectors", str(folder), "--formats", *SPELLED_OUT]) == 0
     return folder
 
 
@@ -60,29 +86,34 @@ def largest(x):
     return Fraction(float(finite.max())) if finite.size else Fraction(0)
 
 
-def expected(x, of_tensor, *, definition, size, round_result):
+def expected(x, definition, *, of_tensor, round_result):
     """Return the values of a matrix by a definition; blocks run along the last axis."""
-    size = size or x.shape[1]
-    rows = []
-    for row in x.tolist():
-        values = []
-        for start in range(0, len(row), size):
-            block = row[start : start + size]
-            values += _values_of(block, definition, of_tensor, size)[: len(block)]
-        rows.append([_number(value, round_result) for value in values])
-    return np.array(rows, dtype=np.float32)
+    convert, size, height, group = definition
+    size, values = size or x.shape[1], np.empty_like(x)
+    for top, start in itertools.product(range(0, len(x), height), range(0, x.shape[1], size)):
+        of_group = of_tensor
+        if group is not None:
+            first = start // group * group if group else 0
+            of_group = largest(x[top, first : first + (group or x.shape[1])])
+        place = slice(top, top + height), slice(start, start + size)
+        block = np.zeros((height, size), x.dtype)
+        rows, columns = x[place].shape
+        block[:rows, :columns] = x[place]
+        result = _values_of(block.ravel().tolist(), convert, of_group)
+        numbers = [_number(value, round_result) for value in result]
+        values[place] = np.reshape(numbers, block.shape)[:rows, :columns]
+    return values
 
 
-def _values_of(block, definition, of_tensor, size):
+def _values_of(block, convert, of_group):
     """Return the values of a block as fractions; None stands for NaN."""
-    if definition is rational.hifp8:
+    if convert is rational.hifp8:
         return [_hifp8(x) for x in block]
     if not all(map(math.isfinite, block)):
-        return [None] * size
+        return [None] * len(block)
     if not any(block):
-        return [Fraction(0)] * size
-    padded = [*block, *[0.0] * (size - len(block))]
-    return definition([Fraction(x) for x in padded], of_tensor)
+        return [Fraction(0)] * len(block)
+    return convert([Fraction(x) for x in block], of_group)
 
 
 def _hifp8(x):
@@ -104,23 +135,26 @@ def _number(value, round_result):
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_values_equal_exact_rational_arithmetic(kit, name):
-    definition, size = DEFINITIONS[name]
+    definition = DEFINITIONS[name]
     content = arrays(kit, name)
     for vector, fields in manifest(kit)["formats"][name]["vectors"].items():
         x, values = content[f"{vector}.input"], content[f"{vector}.values"]
         if fields["axis"] == 0:
             x, values = x.T, values.T
         of_tensor = largest(x)
-        if vector == "scale_ends":  # Every third block is enough for the slowest vector.
+        if definition.height > 1:
+            rows = max(definition.height, MOST_SQUARE_VALUES // x.shape[1])
+            x, values = x[:rows], values[:rows]
+        elif vector == "scale_ends":  # Every third row is enough for the slowest vector.
             x, values = x[::3], values[::3]
-        rule = {"definition": definition, "size": size, "round_result": STORED[fields["dtype"]]}
-        wanted = expected(x, of_tensor, **rule)
+        round_result = STORED[fields["dtype"]]
+        wanted = expected(x, definition, of_tensor=of_tensor, round_result=round_result)
         np.testing.assert_array_equal(values, wanted, err_msg=f"{name} {vector}")
 
 
 def test_every_named_format_has_a_vector_for_each_rule(kit):
     formats = manifest(kit)["formats"]
-    assert set(formats) == {*FORMATS, *VARIANTS, "mx:e3m4:b16:rceil"}
+    assert set(formats) == {*FORMATS, *VARIANTS, *SPELLED_OUT}
     for name, entry in formats.items():
         names = set(entry["vectors"])
         several = len(get_format(name).elements) > 1
@@ -183,7 +217,7 @@ def test_codes_and_scales_decode_to_the_values(kit):
 
 def test_two_runs_write_the_same_bytes(kit, tmp_path):
     again = tmp_path / "again"
-    write(again, map(get_format, [*FORMATS, *VARIANTS, "mx:e3m4:b16:rceil"]))
+    write(again, map(get_format, [*FORMATS, *VARIANTS, *SPELLED_OUT]))
     files = sorted(path.name for path in kit.iterdir())
     assert files == sorted(path.name for path in again.iterdir())
     assert all((kit / file).read_bytes() == (again / file).read_bytes() for file in files)
@@ -198,7 +232,7 @@ def small(tmp_path):
 
 def test_check_agrees_with_the_code_that_wrote_the_kit(kit, capsys):
     assert main(["vectors", str(kit), "--check"]) == 0
-    count = len(FORMATS) + len(VARIANTS) + 1
+    count = len({*FORMATS, *VARIANTS, *SPELLED_OUT})
     words = rf"compared \d+ vectors of {count} formats in .*: no difference\n"
     assert re.fullmatch(words, capsys.readouterr().out)
 
@@ -267,7 +301,8 @@ def test_folders_that_are_no_kit_are_refused(tmp_path, capsys):
     assert not (tmp_path / "kit").exists()
 
 
-def test_help_has_an_example():
-    done = run([sys.executable, "-m", "megatron.fake_quant", "vectors", "--help"])
-    assert done.returncode == 0
-    assert "example: python -m megatron.fake_quant vectors kit --formats" in done.stdout
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["vectors", "--help"])
+    assert ended.value.code == 0
+    assert "example: python -m megatron.fake_quant vectors kit --formats" in capsys.readouterr().out
