@@ -29,6 +29,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import results_page
+
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
@@ -206,11 +208,6 @@ def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...
     return rows
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     start = time.time()
@@ -235,20 +232,19 @@ def main(arguments: list[str] | None = None) -> None:
             f"Formats: {', '.join(options.formats)}; every statistic, along both axes where there "
             f"are blocks. Made by `python benchmarks/analysis.py` in {time.time() - start:.0f} s.",
             "",
-            *table(HEAD, rows),
+            results_page.table(HEAD, rows),
             "",
             f"Plain: one tensor in {options.every}, on all cores. Ours: the best of "
             f"{options.rounds}; the peak is the largest.",
             "",
             "## Tiny tensors",
             "",
-            *table(("records", "seconds", "ms per record", "peak MiB"), lines),
+            results_page.table(("records", "seconds", "ms per record", "peak MiB"), lines),
             "",
         ]
     )
-    print(text)
+    results_page.publish(text, options.output)
     if options.output is not None:
-        options.output.write_text(text, encoding="utf-8")
         print(f"Wrote {options.output}", file=sys.stderr)
 
 

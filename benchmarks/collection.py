@@ -39,7 +39,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import peers_env
-import quoting
+import results_page
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -300,7 +300,6 @@ def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, re
         (f"sparse, 1 in {options.every}" if cells[0] == "sparse" else cells[0], *cells[1:])
         for cells in table
     ]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *table)]
     peer = f", mindstudio-probe {release}" if release else ""
     facts = (
         f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
@@ -309,8 +308,10 @@ def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, re
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}{peer}."
     )
-    head = ["# Collection", "", f"`{quoting.quoted('collection.py')}`", "", facts, ""]
-    return "\n".join([*head, *lines, "", *findings(workers, disk, options), ""])
+    head = ["# Collection", "", f"`{results_page.quoted('collection.py')}`", "", facts, ""]
+    return "\n".join(
+        [*head, results_page.table(HEAD, table), "", *findings(workers, disk, options), ""]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -320,10 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
         text = page(options, *measure(options, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    results_page.publish(text, options.output)
     return 0
 
 

@@ -18,17 +18,15 @@ Writes a Markdown file.
 
 import argparse
 import json
-import os
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import conformance_report
+import peer_process
 import peers_env
-import quoting
+import results_page
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -39,7 +37,6 @@ from megatron.fake_quant.inspect import vector_kit  # noqa: E402
 from megatron.fake_quant.names import get_format  # noqa: E402
 
 WORKER = Path(__file__).with_name("conformance_worker.py")
-LOG_LINES = 20  #: number of lines of the worker's error output that are shown if the worker fails
 #: Formats that peers have under names that are spelled out here.
 SPELLED_OUT = (
     "mx:e4m3:b32:rceil",
@@ -81,39 +78,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run_worker(python: Path, kit: Path, fouroversix: Path | None) -> list[dict[str, Any]]:
+def run_worker(python: Path, kit: Path, fouroversix: Path | None) -> list[peer_process.Event]:
     """Run the worker process, show its progress, and return all events that it reports."""
     source = None if fouroversix is None else str(fouroversix.resolve())
     request = {"kit": str(kit), "fouroversix": source}
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    events = []
-    with (
-        # Some of the compared packages write files to the current folder.
-        tempfile.TemporaryDirectory() as elsewhere,
-        tempfile.TemporaryFile("w+") as log,
-    ):
-        with subprocess.Popen(
-            [python, WORKER, json.dumps(request)],
-            env=environment,
-            cwd=elsewhere,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as worker:
-            for line in worker.stdout or ():
-                events.append(json.loads(line))
-                show(events[-1])
-        if worker.returncode != 0:
-            log.seek(0)
-            peers_env.say("".join(log.readlines()[-LOG_LINES:]))
-            raise SystemExit(
-                f"[ERROR] the comparing process ended with status {worker.returncode}; its last "
-                "messages are above"
-            )
-    return events
+    command = [python, WORKER, json.dumps(request)]
+    return peer_process.run_worker(command, {"OMP_NUM_THREADS": "1"}, show)
 
 
-def show(event: dict[str, Any]) -> None:
+def show(event: peer_process.Event) -> None:
     """Show an event of the worker to the user."""
     if event["kind"] == "peer" and event["missing"]:
         peers_env.say(f"without {event['name']}: {event['missing']}")
@@ -134,11 +107,11 @@ def main() -> int:
         kit = Path(folder) / "kit"
         peers_env.say(vector_kit.write(kit, formats).partition(" to ")[0])
         events = run_worker(python, kit, options.fouroversix)
-    made_by = f"Python {platform.python_version()}. Made by `{quoting.quoted('conformance.py')}`."
+    made_by = (
+        f"Python {platform.python_version()}. Made by `{results_page.quoted('conformance.py')}`."
+    )
     text = conformance_report.page(events, made_by)
-    print(text)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text)
+    results_page.publish(text, options.output)
     return 0
 
 

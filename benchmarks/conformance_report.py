@@ -1,9 +1,9 @@
 """Write the page of benchmarks/conformance.py: which packages differ from the kit, and why."""
 
 import math
-from typing import Any
 
-Event = dict[str, Any]
+import results_page
+from peer_process import Event
 
 INTRODUCTION = (
     "A vector is one input of the [conformance kit](../formats.md#conformance-kit): a tensor that "
@@ -38,11 +38,6 @@ def shown_input(case: Event) -> str:
     return f"{number(case['x'])}{beside}"
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def packages(events: list[Event]) -> str:
     """Return a table of the packages with their releases."""
     rows = [
@@ -50,7 +45,7 @@ def packages(events: list[Event]) -> str:
         for event in events
         if event["kind"] == "peer"
     ]
-    return table(["package", "release", "state"], rows)
+    return results_page.table(["package", "release", "state"], rows)
 
 
 def counts(results: list[Event]) -> str:
@@ -65,7 +60,7 @@ def counts(results: list[Event]) -> str:
         parts = [str(len(event[key])) for key in ("agree", "bits", "differ", "refused")]
         rows.append([event["peer"], f"`{event['format']}`", *parts, *smallest])
     header = ["package", "format", "agree", "last bits", "differ", "refused"]
-    return table([*header, "smallest input that differs", "package", "kit"], rows)
+    return results_page.table([*header, "smallest input that differs", "package", "kit"], rows)
 
 
 def differences(results: list[Event]) -> str:
@@ -78,7 +73,7 @@ def differences(results: list[Event]) -> str:
         for text, vectors in reasons.items():
             names = ", ".join(vectors)
             rows.append([event["peer"], f"`{event['format']}`", names, text])
-    return table(["package", "format", "vectors that differ", "reason"], rows)
+    return results_page.table(["package", "format", "vectors that differ", "reason"], rows)
 
 
 SPECIAL = ("nan", "infinity")  #: vectors that the definitions of most formats leave open

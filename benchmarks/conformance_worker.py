@@ -13,69 +13,37 @@ for examples.
 import functools
 import json
 import math
-import os
 import sys
-import warnings
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
-    print(__doc__)
-    sys.exit()
-reports = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-warnings.simplefilter("ignore")
+from peer_process import load_peers, reason, report, start_worker
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+if __name__ == "__main__":
+    start_worker(__doc__)
 
-import conformance_peers  # noqa: E402
-import peers  # noqa: E402
-from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
+import numpy as np
+import torch
+from torch import Tensor
+
+import conformance_peers
+import peers
+from megatron.fake_quant import Format, fake_quantize, get_format
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ULPS = 4  #: difference in units in the last place up to which only the last bits differ
 TRIED = 4  #: number of differing values per vector for which a smaller input is searched
 
 
-def report(kind: str, **fields: Any) -> None:
-    reports.write(json.dumps({"kind": kind} | fields) + "\n")
-
-
-def release(distribution: str) -> str | None:
-    """Return the installed release of a distribution, or None if it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def reason(error: Exception) -> str:
-    """Return a one-line description of an error, for a table."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:120]
-
-
-def load_peers(fouroversix: str | None) -> dict[str, peers.Finder]:
+def load_all(fouroversix: str | None) -> dict[str, peers.Finder]:
     """Import every package, and report which are available."""
     loaders = dict(conformance_peers.PEERS)
-    finders = {}
     if fouroversix is None:
         report("peer", name="fouroversix", release=None, missing="no --fouroversix is given")
     else:
         load = functools.partial(conformance_peers.fouroversix, Path(fouroversix))
         loaders["fouroversix"] = (load, "fouroversix")
-    for name, (load, distribution) in loaders.items():
-        missing = None
-        try:
-            finders[name] = load()
-        except Exception as error:  # An import may raise any error; continue with the next peer.
-            missing = reason(error)
-        report("peer", name=name, release=release(distribution), missing=missing)
-    return finders
+    return load_peers(loaders)
 
 
 def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -91,20 +59,6 @@ def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, 
             if fields["axis"] == 0:
                 x, values = x.t().contiguous(), values.t().contiguous()
             yield vector, x, values
-
-
-def unlike(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks of the values that differ, and of those that differ by more than last bits.
-
-    Zeros of either sign are equal, and so are all NaNs.
-    """
-    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
-        raise ValueError(f"returns {theirs.dtype} of shape {tuple(theirs.shape)}")
-    differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
-    a, b = theirs.double(), ours.double()
-    step = torch.finfo(ours.dtype).eps * b.abs().clamp(min=torch.finfo(ours.dtype).tiny)
-    near = (a - b).abs() <= ULPS * step
-    return differ, differ & ~near
 
 
 def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tensor]:
@@ -133,7 +87,7 @@ def smallest(
             ours = fake_quantize(reduced, fmt)
             try:
                 theirs = call(reduced.clone())
-                differs = bool(unlike(theirs, ours)[1][0, column])
+                differs = bool(peers.unlike(theirs, ours)[1][0, column])
             except Exception:  # The package may refuse a single row; try a larger input.
                 continue
             if differs:
@@ -162,7 +116,7 @@ def compare(call: peers.Call, fmt: Format, kit: Path, entry: dict[str, Any]) -> 
     cases = []
     for vector, x, values in vectors(kit, fmt.name, entry):
         try:
-            differing, wrong = unlike(call(x.clone()), values)
+            differing, wrong = peers.unlike(call(x.clone()), values)
         except Exception as error:  # A package may raise any error for an input.
             refused[vector] = reason(error)
             continue
@@ -182,7 +136,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kit = Path(request["kit"])
     formats = json.loads((kit / "manifest.json").read_text())["formats"]
-    finders = load_peers(request["fouroversix"])
+    finders = load_all(request["fouroversix"])
     for peer, find in finders.items():
         for name, entry in formats.items():
             fmt = get_format(name)

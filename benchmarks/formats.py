@@ -36,15 +36,15 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 import formats_report
+import peer_process
 import peers_env
-import quoting
+import results_page
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -52,7 +52,6 @@ sys.path.insert(0, str(REPO))
 from megatron.console import ArgumentParser  # noqa: E402
 
 WORKER = Path(__file__).with_name("formats_worker.py")
-LOG_LINES = 20  #: number of lines of the worker's error output that are shown if the worker fails
 FORMATS = (
     "bf16",
     "fp16",
@@ -125,7 +124,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
+def measure(python: Path, options: argparse.Namespace) -> list[peer_process.Event]:
     """Measure all cases in a worker process, and return the events that the worker reports.
 
     On the CPU, a second run with reused memory adds its times to each case.
@@ -144,7 +143,7 @@ def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Ev
 
 def run_worker(
     python: Path, options: argparse.Namespace, memory: dict[str, str], *, peers: bool
-) -> list[formats_report.Event]:
+) -> list[peer_process.Event]:
     """Run a worker process, show its progress, and return all events that it reports."""
     names = ("shape", "dtypes", "axes", "repeats", "threads", "device")
     request: dict[str, Any] = {name: getattr(options, name) for name in names} | {
@@ -153,37 +152,14 @@ def run_worker(
     }
     request |= {"formats": options.formats or FORMATS, "required": options.formats is not None}
     threads = str(options.threads)
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": threads}
-    environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads} | memory
-    events = []
-    with (
-        # Some of the compared packages write files to the current folder.
-        tempfile.TemporaryDirectory() as elsewhere,
-        tempfile.TemporaryFile("w+") as log,
-        tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
-    ):
-        with subprocess.Popen(
-            [python, WORKER, json.dumps(request)],
-            env=environment,
-            cwd=elsewhere,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as worker:
-            for line in worker.stdout or ():
-                events.append(json.loads(line))
-                show(events[-1], bar)
-        if worker.returncode != 0:
-            log.seek(0)
-            peers_env.say("".join(log.readlines()[-LOG_LINES:]))
-            raise SystemExit(
-                f"[ERROR] the measuring process ended with status {worker.returncode}; "
-                "its last messages are above"
-            )
-    return events
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    environment = dict.fromkeys(pools, threads) | memory
+    command = [python, WORKER, json.dumps(request)]
+    with tqdm(unit="case", disable=None, dynamic_ncols=True) as bar:
+        return peer_process.run_worker(command, environment, lambda event: show(event, bar))
 
 
-def show(event: formats_report.Event, bar: tqdm) -> None:
+def show(event: peer_process.Event, bar: tqdm) -> None:
     """Show an event of the worker to the user; end the program if the worker refused a request."""
     match event["kind"]:
         case "refused" if event["format"] is None:
@@ -201,7 +177,7 @@ def show(event: formats_report.Event, bar: tqdm) -> None:
             bar.update()
 
 
-def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
+def machine(options: argparse.Namespace, plan: peer_process.Event) -> str:
     """Describe the machine, the software releases and the settings that affect the results."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
@@ -212,7 +188,7 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
     device = f"{plan['device_name']}, beside a {cpu}" if plan["device_name"] else cpu
     releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
     rows, columns = options.shape
-    command = quoting.quoted("formats.py")
+    command = results_page.quoted("formats.py")
     return (
         f"{device}; {options.threads} threads; {releases}. "
         f"Matrix {rows} x {columns}, median of {options.repeats} rounds, in milliseconds; a ratio "
@@ -243,10 +219,7 @@ def main() -> int:
     parts += [formats_report.summary(cases, elements, cuda), READING, "## Every peer"]
     parts += [formats_report.packages(of_kind["peer"]), formats_report.every_peer(cases)]
     text = "\n\n".join(parts) + "\n"
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    results_page.publish(text, options.output)
     if options.csv is not None:
         formats_report.write_csv(options.csv, cases, elements)
     unlike = [case for case in cases if case["unlike_cpu"]]

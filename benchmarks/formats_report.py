@@ -3,9 +3,10 @@
 import csv
 import statistics
 from pathlib import Path
-from typing import Any
 
-Event = dict[str, Any]
+import results_page
+from peer_process import Event
+
 COLUMNS = (
     "format",
     "dtype",
@@ -21,11 +22,6 @@ COLUMNS = (
     "note",
 )
 DATA = {"randn": "normal data", "wide": "wide data"}
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in [header, *rows]]
-    return "\n".join([lines[0], "|" + " --- |" * len(header), *lines[1:]])
 
 
 def count(elements: int) -> str:
@@ -102,7 +98,7 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
         else:
             row += ["-"] * 3
         rows.append(row + [agreement(case, data, elements) for data in DATA])
-    return markdown(header, rows)
+    return results_page.table(header, rows)
 
 
 def every_peer(cases: list[Event]) -> str:
@@ -128,7 +124,7 @@ def every_peer(cases: list[Event]) -> str:
         for name, reason in case["failed"].items():
             rows.append([*where, name, *[""] * 5, "failed " + note(f"{name}: {reason}")])
     explained = [f"({number}) {text}." for text, number in notes.items()]
-    return "\n\n".join([markdown(header, rows), *explained])
+    return "\n\n".join([results_page.table(header, rows), *explained])
 
 
 def packages(peers: list[Event]) -> str:
@@ -138,7 +134,7 @@ def packages(peers: list[Event]) -> str:
         missing = peer["missing"]
         state = f"not installed: {missing}" if missing else "measured"
         rows.append([peer["name"], peer["release"] or "-", state.replace("|", "\\|")])
-    return markdown(["peer", "release", "state"], rows)
+    return results_page.table(["peer", "release", "state"], rows)
 
 
 def write_csv(path: Path, cases: list[Event], elements: int) -> None:

@@ -14,28 +14,24 @@ examples.
 
 import gc
 import json
-import os
 import platform
 import random
 import sys
 import time
-import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
-    print(__doc__)
-    sys.exit()
-reports = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-warnings.simplefilter("ignore")
+import peer_process
+from peer_process import reason, release, report, start_worker
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+if __name__ == "__main__":
+    start_worker(__doc__)
 
-import peers  # noqa: E402
-from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
+import torch
+from torch import Tensor
+
+import peers
+from megatron.fake_quant import Format, fake_quantize, get_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
@@ -43,36 +39,12 @@ INDEX = {"last": -1, "first": 0}
 LAUNCHES = 10
 
 
-def report(kind: str, **fields: Any) -> None:
-    reports.write(json.dumps({"kind": kind} | fields) + "\n")
-
-
-def release(distribution: str) -> str | None:
-    """Return the installed release of a distribution, or None if it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def reason(error: Exception) -> str:
-    """Return a one-line description of an error, for a table."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
-
-
 def load_peers(device: str) -> dict[str, peers.Finder]:
     """Import every peer package that runs on this device type, and report which are available."""
-    finders = {}
-    for name, (load, distribution) in peers.PEERS.items():
-        if device != "cpu" and name in peers.ONLY_ON_CPU:
-            continue
-        missing = None
-        try:
-            finders[name] = load()
-        except Exception as error:  # An import may raise any error; continue with the next package.
-            missing = reason(error)
-        report("peer", name=name, release=release(distribution), missing=missing)
-    return finders
+    only_cpu = () if device == "cpu" else peers.ONLY_ON_CPU
+    return peer_process.load_peers(
+        {name: loader for name, loader in peers.PEERS.items() if name not in only_cpu}
+    )
 
 
 def known_formats(names: list[str], required: bool) -> list[Format]:
@@ -103,12 +75,8 @@ def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
     """Count the elements that differ, and those that differ by more than 4 ulp."""
-    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
-        raise ValueError(f"returned {theirs.dtype} of shape {tuple(theirs.shape)}")
-    differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
-    a, b = theirs[differ].double(), ours[differ].double()
-    near = (a - b).abs() <= 4 * torch.finfo(ours.dtype).eps * b.abs()
-    return len(a), len(a) - int(near.sum())
+    differ, far = peers.unlike(theirs, ours)
+    return int(differ.sum()), int(far.sum())
 
 
 def other_bits(a: Tensor, b: Tensor) -> int:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import matplotlib
 
-import quoting
+import results_page
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -157,8 +157,7 @@ def table(losses: pd.DataFrame) -> str:
         [f"last {window}, minus {types[0]}: mean (least to most) of {seeds} seeds", *spread]
     )
     rows.append([f"the same, in % of {types[0]}", *in_percent])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+    return results_page.table(rows[0], rows[1:])
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
@@ -234,7 +233,7 @@ def main() -> int:
     draw(losses, options.output_dir / "loss_curves.png")
     text = table(losses)
     print(text)
-    command = quoting.quoted("loss_curves.py")
+    command = results_page.quoted("loss_curves.py")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     source = f"Made by `{command}` with {versions}."
     (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{source}\n")

@@ -18,8 +18,28 @@ from torch import Tensor
 
 from megatron.fake_quant import Format
 
+ULPS = 4  #: difference in units in the last place up to which only the last bits differ
+
 Call = Callable[[Tensor], Tensor]
 Finder = Callable[[Format], Call | None]
+
+
+def unlike(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks of the values that differ, and of those that differ by more than last bits.
+
+    Zeros of either sign are equal, and so are all NaNs.
+
+    Raises:
+        ValueError: if the tensors have different dtypes or shapes.
+    """
+    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
+        raise ValueError(f"returns {theirs.dtype} of shape {tuple(theirs.shape)}")
+    differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
+    a, b = theirs[differ].double(), ours[differ].double()
+    info = torch.finfo(ours.dtype)
+    far = differ.clone()
+    far[differ] = ~((a - b).abs() <= ULPS * info.eps * b.abs().clamp(min=info.tiny))
+    return differ, far
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:

@@ -36,7 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import quoting
+import results_page
 
 # The tokenizer uses one thread, because both programs run it in several processes.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -192,7 +192,7 @@ class Theirs:
 def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
     """Return a Markdown table of each program's times and rates, followed by their ratios."""
     head = ("", "seconds", "CPU seconds", "documents/s", "MB of text/s", "million tokens/s")
-    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    rows = []
     for name in NAMES:
         seconds, cpu = (
             statistics.median(getattr(turns[name], field) for turns in rounds)
@@ -200,10 +200,10 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
         )
         figures = (text_bytes / seconds / 1e6, tokens / seconds / 1e6)
         cells = [name, f"{seconds:.2f}", f"{cpu:.2f}", f"{count / seconds:,.0f}"]
-        lines.append(f"| {' | '.join([*cells, *(f'{figure:.3g}' for figure in figures)])} |")
+        rows.append([*cells, *(f"{figure:.3g}" for figure in figures)])
     return "\n".join(
         [
-            *lines,
+            results_page.table(head, rows),
             "",
             "Documents per second, ours over theirs, from the JSONL file to token ids on the "
             f"disk: {ratio(rounds, 'seconds', LOAD, MAP)}; over `map` alone, which starts from "
@@ -288,11 +288,9 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     with tempfile.TemporaryDirectory() as folder:
         report, same = measure(options, Path(folder))
-    command = quoting.quoted("preprocessing.py")
+    command = results_page.quoted("preprocessing.py")
     text = f"# Preprocessing\n\n`{command}`\n\n{report}\n"
-    print(text)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    (options.output_dir / "preprocessing.md").write_text(text)
+    results_page.publish(text, options.output_dir / "preprocessing.md")
     if not same:
         print("[ERROR] the token ids differ; see the report", file=sys.stderr)
     return 0 if same else 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-import quoting
+import results_page
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "script")]
@@ -79,31 +79,28 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.manual_seed(1)
     head = ["format", *(f"{model.title}, GB" for model in MODELS.values()), "bits per value"]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
     models = [model.full.architecture for model in MODELS.values()]
     values = [sum(out * into * n for out, into, n in linear_weights(model)) for model in models]
+    rows = []
     for name in options.formats:
         try:
             sizes = [stored_bytes(model, name) for model in models]
         except ValueError as error:
             parser.error(str(error))
         bits = 8 * sum(sizes) / sum(values)
-        lines.append(
-            f"| {name} | " + " | ".join(f"{size / 1e9:.4g}" for size in sizes) + f" | {bits:.4g} |"
-        )
+        rows.append([name, *(f"{size / 1e9:.4g}" for size in sizes), f"{bits:.4g}"])
     numbers = ", ".join(
         f"{model.title} {count:,}" for model, count in zip(MODELS.values(), values, strict=True)
     )
-    command = quoting.quoted("storage.py")
+    command = results_page.quoted("storage.py")
     text = "\n".join(
         [
             *("# What a real format would store", "", f"`{command}`", ""),
             f"Weights of the linear layers ({numbers}), codes and scales.",
-            *("", *lines, ""),
+            *("", results_page.table(head, rows), ""),
         ]
     )
-    print(text)
-    options.output.write_text(text)
+    results_page.publish(text, options.output)
     return 0
 
 

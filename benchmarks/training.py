@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import quoting
+import results_page
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -188,7 +188,6 @@ def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
 
 def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
     """Return the report as Markdown: the setup and the table."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *table)]
     facts = (
         f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
         f"2 micro-batches of 2 per step, {options.dtype}; {options.rounds} rounds, "
@@ -196,18 +195,17 @@ def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}."
     )
-    command = quoting.quoted("training.py")
-    return "\n".join(["# Training step", "", f"`{command}`", "", facts, "", *lines, ""])
+    command = results_page.quoted("training.py")
+    return "\n".join(
+        ["# Training step", "", f"`{command}`", "", facts, "", results_page.table(HEAD, table), ""]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     workers = measure(options)
     text = page(options, rows(workers))
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    results_page.publish(text, options.output)
     unquantized = [w.losses for w in workers.values() if w.name in (BASE, "wheel")]
     for name, worker in workers.items():
         if name not in (BASE, "wheel") and worker.losses in unquantized:

@@ -8,7 +8,7 @@ import pytest
 from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
-import quoting
+import results_page
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ import quoting
     ],
 )
 def test_places_are_left_out(given, said):
-    assert quoting.quoted("x.py", given) == f"python benchmarks/x.py {said}"
+    assert results_page.quoted("x.py", given) == f"python benchmarks/x.py {said}"
 
 
 def test_no_page_names_a_folder_of_a_machine():

@@ -1,8 +1,8 @@
-"""Format a benchmark's command line for its results page, without local paths."""
+"""Write the results page of a benchmark: its command without local paths, tables, and the file."""
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 #: Options that a quoted command omits, because they take paths that do not affect the measurement.
@@ -29,3 +29,17 @@ def quoted(script: str, arguments: Sequence[str] | None = None) -> str:
             words.append(word)
         before = word
     return shlex.join(words)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with one line per row."""
+    lines = (head, ["---"] * len(head), *rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def publish(text: str, output: Path | None) -> None:
+    """Print a page, and write it to the file `output` if there is one."""
+    print(text)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
