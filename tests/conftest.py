@@ -8,6 +8,10 @@ import gc
 import re
 import signal
 
+import pytest
+
+from tests import forks
+
 #: Files that take long. They run first, so that no worker is left with one at the end. The test of
 #: the READMEs is not among them, because it uses kernels that other files have compiled.
 LONGEST_FIRST = (
@@ -51,6 +55,13 @@ for _number, _usual in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sockets_of_fork_servers(request, tmp_path_factory):
+    """Let all test processes of a run share the servers of `tests/forks.py`."""
+    folder = tmp_path_factory.getbasetemp()
+    forks.sockets = folder.parent if hasattr(request.config, "workerinput") else folder
 
 
 def pytest_addoption(parser):

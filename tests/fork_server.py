@@ -1,9 +1,13 @@
 """Start Python programs in forks of one process that has already imported torch and megatron-core.
 
-    python tests/fork_server.py SOCKET IMPORTS   a file descriptor; a key of IMPORTS below
+    python tests/fork_server.py SOCKET IMPORTS LOCK
 
-A program starts at once instead of after eight seconds of imports. `tests/forks.py` is the client.
-A request on the socket is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
+The arguments are the file descriptor of a listening socket, a key of IMPORTS below, and a file that
+is locked by whoever connects to the socket or removes it. A program starts at once instead of after
+eight seconds of imports. `tests/forks.py` is the client. All test processes share one server, which
+ends when none of them is connected.
+
+A request on a connection is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
 descriptors to write to: standard output, standard error, and a status pipe. The status pipe gets
 one line with the ids of the process group and of all ranks, and one line with the exit status.
 
@@ -14,12 +18,14 @@ in one respect: the imports ran before, without the environment of the program.
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib.util
 import json
 import os
 import resource
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -184,22 +190,44 @@ def end(ranks: dict[int, int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def serve(requests: socket.socket) -> Callable:
-    """Answer requests until the socket closes; in the fork of a program, return what it runs."""
+def serve(listener: socket.socket, lock: Path) -> Callable:
+    """Answer requests until all clients are gone; in the fork of a program, return what it runs."""
     signal.signal(signal.SIGCHLD, reap)
+    clients: list[socket.socket] = []
     while True:
-        length, files, _, _ = socket.recv_fds(requests, 8, 3)
-        if not length:
+        ready, _, _ = select.select([listener, *clients], [], [])
+        for connection in ready:
+            if connection is listener:
+                clients.append(listener.accept()[0])
+                continue
+            length, files, _, _ = socket.recv_fds(connection, 8, 3)
+            if not length:
+                clients.remove(connection)
+                connection.close()
+                continue
+            message = b""
+            while len(message) < int.from_bytes(length, "big"):
+                message += connection.recv(1 << 16)
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for inherited in (listener, *clients):
+                    inherited.close()
+                return launch(json.loads(message), files)
+            for file in files:
+                os.close(file)
+        if not clients and closed(listener, lock):
             return leave
-        message = b""
-        while len(message) < int.from_bytes(length, "big"):
-            message += requests.recv(1 << 16)
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            return launch(json.loads(message), files)
-        for file in files:
-            os.close(file)
+
+
+def closed(listener: socket.socket, lock: Path) -> bool:
+    """Close the listening socket unless a client is connecting; return whether it is closed."""
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if select.select([listener], [], [], 0)[0]:
+            return False
+        Path(listener.getsockname()).unlink(missing_ok=True)
+        listener.close()
+        return True
 
 
 def reap(*_: Any) -> None:
@@ -230,7 +258,7 @@ def exit_quickly(status: int) -> NoReturn:
 if __name__ == "__main__":
     BORN_WITH = set(os.environ)
     prepare(sys.argv[2])
-    run = serve(socket.socket(fileno=int(sys.argv[1])))
+    run = serve(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[3]))
     try:
         run()
     except SystemExit as stop:

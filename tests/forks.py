@@ -6,6 +6,7 @@ All tests that start training or a layer, and check what it computes or prints, 
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -21,39 +22,58 @@ from pathlib import Path
 from tests.subprocesses import REPO, TIMEOUT, environment
 
 SERVER = Path(__file__).with_name("fork_server.py")
-TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training")
+TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training", REPO / "script" / "data")
 VISUALIZATION = REPO / "script" / "visualization"
 #: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
 AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
 _running: set[int] = set()  #: process groups that no test has waited for
+#: Folder of the servers' sockets, which `tests/conftest.py` sets; all test processes share it.
+sockets: Path | None = None
+_started: list[subprocess.Popen] = []  #: servers that this process has started
 
 
 @functools.cache
 def _server(imports: str) -> socket.socket:
-    """Return the socket of a server, which is started at the first request."""
-    ours, its = socket.socketpair()
-    env = environment() if imports == "wheel" else environment(PYTHONPATH=REPO)
-    if imports == "analysis":
-        env["MPLBACKEND"] = "agg"
-    process = subprocess.Popen(
-        [sys.executable, str(SERVER), str(its.fileno()), imports],
-        cwd="/",
-        env=env,
-        stdin=subprocess.DEVNULL,
-        pass_fds=[its.fileno()],
-    )
-    its.close()
+    """Return a connection to a server, which the first request of any test process starts."""
+    if sockets is None:
+        raise RuntimeError("tests/conftest.py has not set `sockets`: run the test by pytest")
+    connection = socket.socket(socket.AF_UNIX)
+    path, lock = sockets / f"{imports}.socket", sockets / "lock"
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            connection.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            path.unlink(missing_ok=True)
+            _start_server(imports, path, lock)
+            connection.connect(str(path))
 
     def stop() -> None:
         for group in _running.copy():  # of tests that failed
             _end(group)
-        ours.close()
-        process.wait(timeout=60)
+        connection.close()
 
     atexit.register(stop)
-    return ours
+    return connection
+
+
+def _start_server(imports: str, path: Path, lock: Path) -> None:
+    env = environment() if imports == "wheel" else environment(PYTHONPATH=REPO)
+    if imports == "analysis":
+        env["MPLBACKEND"] = "agg"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        server = subprocess.Popen(
+            [sys.executable, str(SERVER), str(listener.fileno()), imports, str(lock)],
+            cwd="/",
+            env=env,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
+    _started.append(server)
 
 
 def _end(group: int) -> None:

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import forks
 from tests.script.preprocess_runs import NULL, make_inputs
-from tests.subprocesses import REPO, run
+from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
 
@@ -19,7 +20,7 @@ import parquet
 
 def preprocess(tmp_path, *inputs):
     words = ["--input", *inputs, "--output-prefix", tmp_path / "cut", *NULL, "--workers", "1"]
-    return run([sys.executable, REPO / "script/data/preprocess.py", *words])
+    return forks.run(REPO / "script/data/preprocess.py", *words)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"mark": 7})])

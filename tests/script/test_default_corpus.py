@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 SCRIPT = REPO / "script/data/default_corpus.py"
 
 
 def command(folder: Path) -> list[str]:
+    return [sys.executable, *words(folder)]
+
+
+def words(folder: Path) -> list[str]:
     where = ["--output-dir", str(folder / "data"), "--model-dir", str(folder / "model")]
-    return [sys.executable, str(SCRIPT), *where]
+    return [str(SCRIPT), *where]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -82,10 +87,10 @@ def test_the_second_call_does_nothing_at_once(made):
 def test_what_is_missing_is_made_again_the_same(made):
     before = digests(made)
     (made / "data/corpus_text_document.idx").unlink()
-    assert run(command(made)).returncode == 0
+    assert forks.run(*words(made)).returncode == 0
     assert digests(made) == before
     (made / "model/tokenizer.model").unlink()
-    result = run(command(made))
+    result = forks.run(*words(made))
     assert "Training a tokenizer" in result.stderr
     assert digests(made) == before
 
@@ -102,7 +107,7 @@ def test_a_python_without_its_topics(tmp_path):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "data").touch()
-    result = run(command(tmp_path))
+    result = forks.run(*words(tmp_path))
     assert result.returncode == 1
     assert result.stderr.startswith("[ERROR] cannot make the default corpus")
     assert "--output-dir" in result.stderr

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.training.data.paths import parse_blend
+from tests import forks
 from tests.subprocesses import REPO, run
 
 SCRIPT = REPO / "script/data/preprocess.py"
@@ -33,7 +34,7 @@ def tokenizer(tmp_path_factory) -> Path:
 
 
 def call(tmp_path: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, SCRIPT, *options], cwd=tmp_path)
+    return forks.run(SCRIPT, *options, cwd=tmp_path)
 
 
 def read_documents(prefix: Path) -> list[list[int]]:
