@@ -10,7 +10,7 @@ NVFP4, arXiv 2509.25149 appendix B; the other modules name theirs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -163,6 +163,18 @@ class Format:
         Unless it is "own", the caller must give the amax with each tensor.
         """
         return "own" if self.scaling is None else self.scaling.amax
+
+    def with_own_amax(self) -> "Format":
+        """Return this format with scales that follow from the tensor alone.
+
+        The name stays. Tools that look at a format or a tensor outside a run use it.
+        """
+        if self.amax_source == "own":
+            return self
+        assert isinstance(self.scaling, BlockScaling | ChoiceScaling | TensorScaling)
+        if isinstance(self.scaling, TensorScaling):
+            return replace(self, scaling=replace(self.scaling, amax="own", history=0))
+        return replace(self, scaling=replace(self.scaling, amax="own"))
 
     @property
     def has_outer_scale(self) -> bool:

@@ -19,6 +19,9 @@ eden                    MS-EDEN rounding (E4M3 scales); implies bound255.99 for 
 inf                     HiFloat8 overflows to Inf instead of the largest number
 t15, t224, ...          one scale for the tensor, which maps its largest magnitude to 15, 224, ...
 pow2                    the tensor's scale is a power of two
+delayed, delayed16      its scale follows from the largest of the last 1024 or 16 amaxes
+recent                  its scale follows from the last amax: delayed scaling with a history of 1
+margin1, margin2, ...   delayed scaling to the target / 2, / 4, ...
 
 A block is b32 (1 x 32 values), b64x128 (64 x 128 values of the last two axes) or row (a whole row).
 Scales of an nv format are e4m3, ue5m3, e6m2 or fp32; the first three have an outer scale per tensor
@@ -48,7 +51,7 @@ from megatron.fake_quant.elements import ELEMENTS, ElementFormat, HiFloat8
 from megatron.fake_quant.float8_scales import FLOAT8, bound
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.rounding_modes import EDEN_BOUND, ROUNDINGS, Rounding
-from megatron.fake_quant.special_scalings import TensorScaling
+from megatron.fake_quant.special_scalings import DELAYED, HISTORY, MARGIN, TensorScaling
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -89,6 +92,8 @@ _VARIANTS = (
     "inf",
     _TARGET_HELP,
     "pow2",
+    *DELAYED,
+    MARGIN,
 )
 #: Placeholders that help shows for variants with a number, by the pattern of the variant.
 _WITH_NUMBER: Mapping[str, str] = MappingProxyType(
@@ -97,6 +102,8 @@ _WITH_NUMBER: Mapping[str, str] = MappingProxyType(
         f"top{_NUMBER}": TOP,
         f"bound{_NUMBER}": BOUND,
         rf"head([0-9]+/[0-9]+|{_NUMBER})": HEADROOM,
+        "delayed[0-9]+": DELAYED[1],
+        "margin[0-9]{1,2}": MARGIN,
     }
 )
 #: Property of a format that each variant changes. A name may change each property only once.
@@ -105,7 +112,8 @@ _KINDS: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(_ROUNDINGS, "rounding")
     | dict.fromkeys(_OUTER, "outer scale")
     | dict.fromkeys(_SEARCHES, "search")
-    | {_TARGET_HELP: "target", TOP: "top", BOUND: "bound", HEADROOM: "headroom"}
+    | dict.fromkeys(DELAYED, "amax")
+    | {_TARGET_HELP: "target", TOP: "top", BOUND: "bound", HEADROOM: "headroom", MARGIN: "margin"}
 )
 
 
@@ -147,8 +155,9 @@ def get_format(name: str) -> Format:
 def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
     """Return the variants in a name, in the order in which they apply.
 
-    The scale rule comes first; a top without a rule implies rceil. The rounding mode comes last,
-    because it may depend on the scales.
+    The scale rule comes first; a top without a rule implies rceil. The margin comes late, because
+    it depends on delayed scaling. The rounding mode comes last, because it may depend on the
+    scales.
     """
     names = variants.split(":")
     rules = [name for name in names if name in RULES]
@@ -156,7 +165,8 @@ def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
     if not given and any(_help(name) == TOP for name in names):
         rules = ["rceil"]
     others = [name for name in names if name not in RULES]
-    return [*rules, *sorted(others, key=lambda name: name in _ROUNDINGS)]
+    order = {"margin": 1, "rounding": 2}
+    return [*rules, *sorted(others, key=lambda name: order.get(_kind(name), 0))]
 
 
 def _unknown(name: str) -> ValueError:
@@ -247,9 +257,8 @@ def _changed(fmt: Format, variant: str) -> Format:
     if kind == "target":
         power = getattr(fmt.scaling, "power_of_two", False)
         return replace(fmt, scaling=TensorScaling(float(variant[1:]), power))
-    if kind == "pow2":
-        assert isinstance(fmt.scaling, TensorScaling)
-        return replace(fmt, scaling=replace(fmt.scaling, power_of_two=True))
+    if isinstance(fmt.scaling, TensorScaling):
+        return replace(fmt, scaling=_TENSOR_CHANGES[kind](fmt.scaling, variant))
     assert isinstance(fmt.scaling, BlockScaling)
     return replace(fmt, scaling=_CHANGES[kind](fmt.scaling, variant))
 
@@ -265,6 +274,25 @@ _CHANGES: Mapping[str, Callable[[BlockScaling, str], BlockScaling]] = MappingPro
         "bound": lambda scaling, variant: replace(scaling, bound=float(variant[5:])),
         "headroom": lambda scaling, variant: replace(scaling, headroom=_fraction(variant[4:])),
         "ue8m0": lambda scaling, variant: replace(scaling, scale="e8m0", rule="rceil"),
+    }
+)
+
+
+def _delayed(scaling: TensorScaling, variant: str) -> TensorScaling:
+    """Return a scaling with delayed scaling, whose history has the length that `variant` gives."""
+    digits = variant.removeprefix("delayed")
+    history = 1 if variant == "recent" else int(digits) if digits else HISTORY
+    return replace(scaling, amax="delayed", history=history)
+
+
+#: Function that applies a variant to the scaling of a tensor, by the property that it changes.
+_TENSOR_CHANGES: Mapping[str, Callable[[TensorScaling, str], TensorScaling]] = MappingProxyType(
+    {
+        "pow2": lambda scaling, variant: replace(scaling, power_of_two=True),
+        "amax": _delayed,
+        "margin": lambda scaling, variant: replace(
+            scaling, target=math.ldexp(scaling.target, -int(variant[6:]))
+        ),
     }
 )
 
@@ -319,11 +347,24 @@ def _canonical(base: Format, fmt: Format) -> str:
         changes.append("inf")
     old, new = base.scaling, fmt.scaling
     if isinstance(new, TensorScaling):
-        if getattr(old, "target", None) != new.target:
-            changes.append(f"t{_plain(new.target)}")
-        if new.power_of_two and not getattr(old, "power_of_two", False):
-            changes.append("pow2")
+        changes += _tensor_changes(old if isinstance(old, TensorScaling) else None, new)
     return ":".join([base.name, *changes])
+
+
+def _tensor_changes(old: TensorScaling | None, new: TensorScaling) -> list[str]:
+    """Return the variants that give a tensor the scaling `new`, in a fixed order.
+
+    `old` is the scaling of the base format. Without one, a target includes the margin.
+    """
+    changes = [f"t{_plain(new.target)}"] if old is None else []
+    if new.power_of_two and not (old is not None and old.power_of_two):
+        changes.append("pow2")
+    if new.amax == "delayed":
+        named = {HISTORY: "delayed", 1: "recent"}
+        changes.append(named.get(new.history, f"delayed{new.history}"))
+    if old is not None and new.target != old.target:
+        changes.append(f"margin{math.frexp(old.target / new.target)[1] - 1}")
+    return changes
 
 
 def _changes(old: object, new: object) -> list[str]:

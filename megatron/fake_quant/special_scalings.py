@@ -16,6 +16,13 @@ from megatron.fake_quant.elements import E1M2, INT4, ElementFormat
 
 ErrorMeasure = Literal["mse", "mae"]
 
+HISTORY = 1024  #: default number of amaxes in the history of delayed scaling
+LONGEST_HISTORY = 1 << 16
+#: Variants that select delayed scaling, as help and error messages show them: a history of 1024,
+#: one of another length, and one of length 1.
+DELAYED = ("delayed", "delayed<length> (as in delayed16)", "recent")
+MARGIN = "margin<k>"  #: variant that divides the target by 2^k
+
 
 class _Scaling:
     """Attributes that most scalings share: one row per block, no outer scale, no variants."""
@@ -130,6 +137,8 @@ class TensorScaling(_Scaling):
     target: float
     power_of_two: bool = False  #: True if the scale is rounded down to a power of two
     amax: AmaxSource = "own"  #: amax from which the scale is computed
+    #: number of amaxes in the history of delayed scaling, whose maximum is the amax; otherwise 0
+    history: int = 0
 
     method: ClassVar[str] = "tensor"
     size: ClassVar[None] = None
@@ -137,9 +146,22 @@ class TensorScaling(_Scaling):
     scale_bytes: ClassVar[int] = 0
     outer: ClassVar[Outer] = "tensor"
     by_class: ClassVar[bool] = True
-    variants: ClassVar[tuple[str, ...]] = ("pow2",)
 
     def __post_init__(self) -> None:
         check_choice("amax", self.amax, get_args(AmaxSource))
         if not 0 < self.target < math.inf:
             raise ValueError(f"a scale to {self.target:g}; choose a target above 0")
+        if self.amax == "delayed" and not 0 < self.history <= LONGEST_HISTORY:
+            raise ValueError(
+                f"an amax history of {self.history}; choose a length from 1 to {LONGEST_HISTORY}"
+            )
+        if self.amax != "delayed" and self.history:
+            raise ValueError(
+                f"a history of {self.history} amaxes without delayed scaling; remove the history, "
+                "or choose the amax delayed"
+            )
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Variants that the name of a format with this scaling accepts, each after a colon."""
+        return ("pow2", *DELAYED, MARGIN) if self.amax == "delayed" else ("pow2", *DELAYED)

@@ -146,6 +146,11 @@ def describe(fmt: Format, scaling: TensorScaling, element: Element) -> ScaleDesc
         source = f"{element.source}; scale as in Ascend's tensor-wise recipe"
     brief = f"float32 per tensor, maps the maximum to {scaling.target:g}"
     found = f"{scaling.target:g} / its largest finite magnitude"
+    if scaling.amax == "delayed":
+        source = source.replace("current scaling", "delayed scaling")
+        several = f"{scaling.history} tensors" if scaling.history > 1 else "tensor"
+        brief = f"float32 per tensor, maps the maximum of the last {several} to {scaling.target:g}"
+        found = f"{scaling.target:g} / the largest magnitude of the {several} before it"
     if scaling.power_of_two:
         brief += ", a power of two"
         found += "; the power of two at or below it"

@@ -27,6 +27,8 @@ VARIANTS = [
     "mx:e3m0:b16:rceil",
     "mx:e1m0:b1:even",
     "hifp8:t40000",
+    "fp8_e4m3:delayed16:margin1",
+    "hifp8:t15:recent:sr",
 ]
 MX = {
     "mxfp8": "e4m3",

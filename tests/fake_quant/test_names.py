@@ -37,6 +37,9 @@ from megatron.fake_quant.special_scalings import GroupScaling, TensorScaling
         ("hifp4:sr", {"rounding": "stochastic"}),
         ("fp8_e4m3:pow2", {"scaling": TensorScaling(448.0, power_of_two=True)}),
         ("fp8_e5m2:sr", {"rounding": "stochastic"}),
+        ("fp8_e4m3:delayed", {"scaling": TensorScaling(448.0, amax="delayed", history=1024)}),
+        ("fp8_e4m3:delayed16", {"scaling": TensorScaling(448.0, amax="delayed", history=16)}),
+        ("fp8_e5m2:recent", {"scaling": TensorScaling(57344.0, amax="delayed", history=1)}),
     ],
 )
 def test_a_variant_changes_one_thing(name, changes):
@@ -72,6 +75,11 @@ def test_formats_without_variants():
         ("hifp8:t15.0:pow2", "hifp8:t15:pow2"),
         ("mxfp8:floor", "mxfp8"),
         ("mx:e3m4:b16:rceil:sr", "mx:e3m4:b16:rceil:sr"),
+        ("fp8_e4m3:margin1:Delayed1024", "fp8_e4m3:delayed:margin1"),
+        ("fp8_e4m3:delayed:margin0", "fp8_e4m3:delayed"),
+        ("fp8_e4m3:margin12:delayed007:sr:pow2", "fp8_e4m3:sr:pow2:delayed7:margin12"),
+        ("fp8_e5m2:delayed1", "fp8_e5m2:recent"),
+        ("hifp8:t15:recent:margin1", "hifp8:t7.5:recent"),  # a target is a number
     ],
 )
 def test_a_format_has_one_name(name, canonical):
@@ -102,7 +110,7 @@ ACCEPTED = {
     ],
     "hifp4": ["sr"],
     "hifp8": ["sr", "hr", "inf", "t15"],
-    "fp8_e5m2": ["sr", "pow2"],
+    "fp8_e5m2": ["sr", "pow2", "delayed", "delayed16", "recent"],
     "bf16": [],
 }
 EVERY = [*dict.fromkeys(variant for accepted in ACCEPTED.values() for variant in accepted), "hr"]
@@ -112,6 +120,7 @@ WITH_NUMBER = {
     "top400": "top<number> (as in top7.25)",
     "bound256": "bound<number>",
     "head3/4": "head<fraction>",
+    "delayed16": "delayed<length> (as in delayed16)",
 }
 
 
@@ -121,8 +130,9 @@ def test_a_variant_applies_or_is_refused(name, variant):
     """A variant that applies changes numbers; the error for another lists the accepted ones."""
     if variant in ACCEPTED[name]:
         fmt = get_format(f"{name}:{variant}")
+        amax = torch.tensor(1.0) if fmt.amax_source != "own" else None
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(23)) * 2.0**14
-        changed = not torch.equal(fake_quantize(x, fmt), fake_quantize(x, name))
+        changed = not torch.equal(fake_quantize(x, fmt, amax=amax), fake_quantize(x, name))
         assert changed == (variant not in ("floor", "outer-tensor"))
     elif variant:
         accepted = ", ".join(WITH_NUMBER.get(each, each) for each in ACCEPTED[name])
@@ -149,7 +159,7 @@ def test_every_name_that_is_made_can_be_read():
     for name in names:
         fmt = get_format(name)
         assert get_format(fmt.name) == fmt
-        assert fake_quantize(torch.ones(4, 4), fmt).shape == (4, 4)
+        assert fake_quantize(torch.ones(4, 4), fmt.with_own_amax()).shape == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -229,3 +239,19 @@ def test_a_target_s_name_reads_back(target):
     fmt = get_format(f"hifp8:t{target}")
     assert fmt.name == f"hifp8:t{target}"
     assert get_format(fmt.name) == fmt
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8_e4m3:delayed0", "an amax history of 0; choose a length from 1 to 65536"),
+        ("fp8_e4m3:delayed70000", "an amax history of 70000"),
+        ("fp8_e4m3:delayed:recent", "'recent' sets the amax a second time"),
+        ("fp8_e4m3:margin1", "does not take 'margin1'; it takes sr, pow2, delayed"),
+        ("fp8_e4m3:delayed:margin", r"recent, margin<k>"),
+        ("nvfp4:delayed", "nvfp4 does not take 'delayed'"),
+    ],
+)
+def test_delayed_scaling_that_makes_no_sense_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        get_format(name)

@@ -197,7 +197,8 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
         largest: largest magnitude in the tensor, which determines its tensor scale; None if the
             format has no tensor scale.
     """
-    size = get_format(fmt).block_size or 1
+    known = get_format(fmt).with_own_amax()
+    size = known.block_size or 1
     signal = noise = 0.0
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
         if largest is not None:
@@ -207,7 +208,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])
         # The seed makes stochastic rounding reproducible.
-        quantized = fake_quantize(part.contiguous(), fmt, axis=-1, seed=number)
+        quantized = fake_quantize(part.contiguous(), known, axis=-1, seed=number)
         if largest is not None:
             part, quantized = part[size:], quantized[size:]
         x = part.double().flatten()

@@ -34,7 +34,7 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
         ValueError: the format does not have one scale per block of a row, or the tensor has no
             values.
     """
-    known = get_format(fmt)
+    known = get_format(fmt).with_own_amax()
     size = known.block_size
     if size in (None, WHOLE_AXIS) or known.scale_bytes != 1 or known.height > 1:
         raise ValueError(f"{fmt} has no scale for each block of a row")
@@ -49,9 +49,9 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
         # row with this value
         largest = torch.zeros(1, taken.shape[1])
         largest[0, 0] = largest_finite(table)
-        bytes_ = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.block()[:-1]
+        bytes_ = quantize(torch.cat([taken, largest]), known, axis=-1).scales.block()[:-1]
     else:
-        bytes_ = quantize(taken, fmt, axis=-1).scales.block()[:, :blocks]
+        bytes_ = quantize(taken, known, axis=-1).scales.block()[:, :blocks]
     stored = torch.from_numpy(scale_exponents(known))[bytes_.int()]
     taken = taken[:, : blocks * size]
     stored[_amax(taken, size) == 0] = torch.nan

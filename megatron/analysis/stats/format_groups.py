@@ -76,13 +76,15 @@ def axes_of(fmt: Format) -> tuple[str, ...]:
 def group_formats(names: Sequence[str]) -> FormatGroups:
     """Group the formats with these names; a format that is named twice counts once.
 
+    A scale that a run computes from another amax is computed from the measured tensor's own amax.
+
     Raises:
         ValueError: if a format is unknown.
     """
     plain: list[Format] = []
     sampled: list[Format] = []
     groups: dict[tuple[object, ...], list[Format]] = {}
-    for fmt in dict.fromkeys(get_format(name) for name in names):
+    for fmt in dict.fromkeys(get_format(name).with_own_amax() for name in names):
         if fmt.rounding != "nearest" or not fmt.by_class:
             sampled.append(fmt)
         elif fmt.block_size is None:

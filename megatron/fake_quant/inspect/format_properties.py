@@ -208,5 +208,5 @@ def effect(fmt: Format, special: float) -> str:
 
 
 def _nearest(fmt: Format) -> Format:
-    """Return a copy of the format that rounds to nearest, which needs no random numbers."""
-    return replace(fmt, rounding="nearest")
+    """Return a copy of the format that rounds to nearest, with scales from the tensor alone."""
+    return replace(fmt.with_own_amax(), rounding="nearest")

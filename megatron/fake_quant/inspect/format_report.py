@@ -91,6 +91,8 @@ def _bias(fmt: Format) -> list[Line]:
     if bias is None:
         return []
     label = "bias" if fmt.stochastic else "bias of :sr"
+    if fmt.amax_source == "delayed":
+        return [(label, "unbiased until a value exceeds what the history allows, and clips")]
     if bias.unbiased:
         return [(label, "unbiased: no value clips, and the mean of a product is the product")]
     causes = [
@@ -259,6 +261,9 @@ def _whole(fmt: Format) -> list[Line]:
     elif isinstance(fmt.scaling, TensorScaling):
         target = fmt.scaling.target
         most = "amax, the tensor's largest finite magnitude"
+        if fmt.amax_source == "delayed":
+            above = "" if high == target else f" x {number(high / target)}"
+            most = f"amax{above}, where amax is the largest magnitude of the history"
         if target > high:
             most = f"{number(high)} over the scale, as {target:g} is more than the element has"
         twice = ", up to twice that" if fmt.scaling.power_of_two else ""

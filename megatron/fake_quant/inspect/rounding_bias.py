@@ -65,6 +65,7 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
     """
     if "stochastic" not in fmt.roundings:
         return None
+    fmt = fmt.with_own_amax()
     if not fmt.corrects_scales:
         fmt = replace(fmt, rounding="stochastic")
     x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0))

@@ -62,7 +62,7 @@ Array: TypeAlias = NDArray[Any]
 
 def results(x: Tensor, fmt: Format, axis: int) -> dict[str, Array]:
     """Return the codes, scales and values of a tensor, as arrays by their names in a kit."""
-    quantized = quantize(x, fmt, axis)
+    quantized = quantize(x, fmt.with_own_amax(), axis)
     codes, element = quantized.codes, fmt.element
     if element.is_cast:
         arrays = {"codes": codes.view(torch.int16).numpy().view(np.uint16)}
@@ -289,7 +289,7 @@ def _differing(stored: dict[str, Array], fmt: Format, fields: dict[str, Any]) ->
     for part, array in computed.items():
         if (words := _first_unlike(part, stored[part], array, given)) is not None:
             return words
-    fused = fake_quantize(x, fmt, fields["axis"]).float().numpy()
+    fused = fake_quantize(x, fmt.with_own_amax(), fields["axis"]).float().numpy()
     return _first_unlike("values", stored["values"], fused, given, "fake_quantize")
 
 
