@@ -61,6 +61,8 @@ CPU_NAMES = [
     "nvfp4:4over6-mae",
     "nvfp4:outer-none:4over6-mse",
     "nvfp4:4over6-mse:bound448:head16/17:sr",
+    "mx9",
+    "mx6:sr",
 ]
 
 

@@ -21,8 +21,10 @@ from megatron.fake_quant.fused import (
     numba_blocks,
     numba_elementwise,
     numba_groups,
+    numba_pairs,
     numba_rotation,
     numba_threads,
+    numba_tiles,
 )
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_groups import GROUP
@@ -125,13 +127,37 @@ def _blocks(
         numba_threads.run(work, items, -(-_LEAST * strips // (size * inner)))
 
 
-#: Functions that quantize to formats with block scales, by number type of the scale.
+def _tiles(
+    src: Flat,
+    dst: Flat,
+    fmt: Format,
+    shape: list[int],
+    axis: int,
+    seed: int | None,
+    amax: Tensor | None,
+) -> None:
+    """Quantize the flat array `src` into `dst` by tiles, in blocks along `axis` of `shape`."""
+    assert fmt.scaling is not None
+    assert fmt.block_size is not None
+    outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    cut, tiles = numba_tiles.cut(outer, n, inner, fmt.block_size)
+    kernel, make_rule = _TILE_KERNELS[fmt.scaling.method]
+    core = functools.partial(kernel, make_rule(fmt, functools.partial(_amax, src, amax)))
+    work = numba_tiles.quantize(core, src, dst, cut, _random(seed))
+    numba_threads.run(work, tiles, -(-_LEAST * tiles // len(src)))
+
+
+#: Kernels that work by tiles and the functions that return their constants, by scaling method.
+_TILE_KERNELS = {
+    "pair_exponents": (numba_pairs.pairs, numba_pairs.make_rule),
+}
+#: Functions that quantize to formats with block scales, by scaling method.
 _BLOCK_KERNELS = {
-    "E8M0": _blocks,
-    "E4M3": _blocks,
-    "UE5M3": _blocks,
-    "FP32": _blocks,
-    "E6M2": _groups,
+    "mx": _blocks,
+    "float8": _blocks,
+    "float32": _blocks,
+    "hifloat4": _groups,
+    "pair_exponents": _tiles,
 }
 
 
@@ -220,7 +246,8 @@ def fake_quantize(
         _elements(src, dst, fmt, source, seed, amax)
     else:
         shape = [dense.shape[dim] for dim in order]
-        kernel = _BLOCK_KERNELS[fmt.block_scale]
+        assert fmt.scaling is not None
+        kernel = _BLOCK_KERNELS[fmt.scaling.method]
         kernel(src, dst, fmt, shape, order.index(layout.axis), seed, amax)
     same = result.dtype == out.dtype and result.stride() == out.stride()
     return result if same else out.copy_(result)
