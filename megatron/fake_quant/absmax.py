@@ -58,7 +58,7 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    return ()
+    return ("nearest",) if device == "cpu" and fmt.element.name == "nf4" else ()
 
 
 def describe(fmt: Format, scaling: AbsmaxScaling, element: TableElement) -> ScaleDescription:

@@ -30,18 +30,18 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
 from megatron.fake_quant.special_scalings import MacroScaling
 
-_SMALLEST = 1e-12
-_STEPS = 256
+SMALLEST = 1e-12
+STEPS = 256
 
 
-def _block_scaling(scaling: MacroScaling) -> BlockScaling:
+def block_scaling(scaling: MacroScaling) -> BlockScaling:
     """Return the scaling of the blocks in a macro block."""
     return BlockScaling(scaling.size // scaling.blocks, scaling.rule, top=scaling.top)
 
 
 def _factors(mantissa: Tensor) -> Tensor:
     """Return the factor f = 1 + k / 256 of each macro block; `mantissa` holds the integers k."""
-    return 1 + mantissa.float().unsqueeze(-1) / _STEPS
+    return 1 + mantissa.float().unsqueeze(-1) / STEPS
 
 
 def scale_down(
@@ -49,13 +49,13 @@ def scale_down(
 ) -> tuple[Tensor, Scales]:
     """Return the macro blocks scaled to the element type's range, and five bytes for each."""
     amax = blocks.abs().amax(-1)
-    quotient = torch.div(torch.full_like(amax, E2M1.max), amax.clamp(min=_SMALLEST))
-    mantissa = quotient.view(torch.int32) >> (MANTISSA_BITS - 8) & (_STEPS - 1)
+    quotient = torch.div(torch.full_like(amax, E2M1.max), amax.clamp(min=SMALLEST))
+    mantissa = quotient.view(torch.int32) >> (MANTISSA_BITS - 8) & (STEPS - 1)
     special = ~amax.isfinite()
     beyond = (amax * _factors(mantissa).squeeze(-1)).isinf()
     mantissa.masked_fill_(special | beyond, 0)
     parts = torch.unflatten(blocks * _factors(mantissa), -1, (scaling.blocks, -1))
-    scaled, scales = mx.scale_down(parts, element, _block_scaling(scaling))
+    scaled, scales = mx.scale_down(parts, element, block_scaling(scaling))
     codes = scales.block().masked_fill(special.unsqueeze(-1), mx.NAN_BYTE)
     stored = torch.cat([codes, mantissa.to(torch.uint8).unsqueeze(-1)], dim=-1)
     return scaled.flatten(-2), Scales(stored)
@@ -65,7 +65,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: MacroScaling) -> Tensor:
     """Multiply elements by the scales of their blocks, and divide by their macro block's factor."""
     stored = scales.block()
     parts = torch.unflatten(elements, -1, (scaling.blocks, -1))
-    values = mx.scale_up(parts, Scales(stored[..., :-1]), _block_scaling(scaling))
+    values = mx.scale_up(parts, Scales(stored[..., :-1]), block_scaling(scaling))
     return values.flatten(-2) / _factors(stored[..., -1])
 
 
@@ -75,7 +75,7 @@ def stored_scales(scaling: MacroScaling) -> Tensor:
     2 - 1/256 is the largest f.
     """
     byte = torch.arange(256, dtype=torch.uint8).repeat(2).unsqueeze(-1)
-    mantissa = torch.tensor([0, _STEPS - 1], dtype=torch.uint8).repeat_interleave(256)
+    mantissa = torch.tensor([0, STEPS - 1], dtype=torch.uint8).repeat_interleave(256)
     stored = torch.cat([byte.expand(-1, scaling.blocks), mantissa.unsqueeze(-1)], dim=-1)
     return scale_up(torch.ones(512, scaling.size), Scales(stored), scaling)[:, 0]
 
@@ -87,13 +87,13 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    return ()
+    return ("nearest", "stochastic") if device == "cpu" and fmt.element == E2M1 else ()
 
 
 def describe(fmt: Format, scaling: MacroScaling, element: ElementFormat) -> ScaleDescription:
     """Return a description of both levels of scales."""
     size = scaling.size // scaling.blocks
-    inner = _block_scaling(scaling)
+    inner = block_scaling(scaling)
     rules = mx.describe(Format("mxfp4", element, inner), inner, element).found
     chosen = next(words for label, words in rules if label.endswith("*") and "rule" not in label)
     rule = f"{scaling.rule}, top {scaling.top:g}" if scaling.top is not None else scaling.rule

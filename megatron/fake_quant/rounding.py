@@ -100,7 +100,7 @@ def _round_to_table(
     return values[position].masked_fill_(x.isnan(), torch.nan)
 
 
-def _middles(values: Tensor) -> Tensor:
+def midpoints(values: Tensor) -> Tensor:
     """Return the midpoints between neighboring values, rounded to float32 as in bitsandbytes."""
     exact = values.double()
     return ((exact[1:] + exact[:-1]) / 2).float()
@@ -132,7 +132,7 @@ _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = M
             _round_element,
             {"nearest": _nearest, "stochastic": _stochastic, "eden": _nearest},
         ),
-        TableElement: (_round_to_table, {"nearest": _middles}),
+        TableElement: (_round_to_table, {"nearest": midpoints}),
         HiFloat8: (
             hifloat8.round_between_neighbors,
             {

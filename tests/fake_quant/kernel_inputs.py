@@ -63,6 +63,9 @@ CPU_NAMES = [
     "nvfp4:4over6-mse:bound448:head16/17:sr",
     "mx9",
     "mx6:sr",
+    "nf4",
+    "mxfp4_macro",
+    "mxfp4_macro_oas:sr",
 ]
 
 

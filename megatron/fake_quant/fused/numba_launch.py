@@ -21,8 +21,10 @@ from megatron.fake_quant.fused import (
     numba_blocks,
     numba_elementwise,
     numba_groups,
+    numba_macro,
     numba_pairs,
     numba_rotation,
+    numba_table,
     numba_threads,
     numba_tiles,
 )
@@ -150,6 +152,8 @@ def _tiles(
 #: Kernels that work by tiles and the functions that return their constants, by scaling method.
 _TILE_KERNELS = {
     "pair_exponents": (numba_pairs.pairs, numba_pairs.make_rule),
+    "absmax": (numba_table.table, numba_table.make_rule),
+    "macro_blocks": (numba_macro.macro, numba_macro.make_rule),
 }
 #: Functions that quantize to formats with block scales, by scaling method.
 _BLOCK_KERNELS = {
@@ -157,7 +161,7 @@ _BLOCK_KERNELS = {
     "float8": _blocks,
     "float32": _blocks,
     "hifloat4": _groups,
-    "pair_exponents": _tiles,
+    **dict.fromkeys(_TILE_KERNELS, _tiles),
 }
 
 

@@ -218,6 +218,18 @@ def maxima(tile: Any, amax: Any, columns: Any) -> Any:
 
 
 @inlined
+def spread(amax: Any, place: Any, together: Any) -> Any:
+    """Replace the maximum of each column by that of its block, which has `together` columns."""
+    for first in range(0, place.columns, place.near * together):
+        for j in range(first, first + place.near):
+            largest = ZERO
+            for i in range(together):
+                largest = max(largest, amax[j + i * place.near])
+            for i in range(together):
+                amax[j + i * place.near] = largest
+
+
+@inlined
 def fill_special(tile: Any, amax: Any, columns: Any) -> Any:
     """Make each column NaN whose maximum is an Inf or a NaN."""
     largest = ZERO
