@@ -53,8 +53,9 @@ class BlockLayout:
             )
         if fmt.height > 1 and (dims < 2 or axis % dims < dims - 2):
             raise ValueError(
-                f"format {fmt.name!r} has square blocks over the last two axes; a tensor of shape "
-                f"{shape} and axis {axis} do not fit: give a matrix and one of its two axes"
+                f"format {fmt.name!r} has blocks of {fmt.height} x {fmt.block_size} values over "
+                f"the last two axes; a tensor of shape {shape} and axis {axis} do not fit: give "
+                "a matrix and one of its two axes"
             )
         return cls(shape, axis % dims, fmt.block_size, fmt.height)
 

@@ -24,6 +24,12 @@ AmaxSource = Literal["own", "global", "delayed"]
 #: Block size that stands for the whole axis along which blocks run: one block per row.
 WHOLE_AXIS = 1 << 40
 E2M1_MAX = 6.0
+LARGEST_SIDE = 1 << 16  #: largest number of rows or columns of a block, except for whole rows
+#: Largest number of values per block, except for whole rows. Blocks are padded with zeros where
+#: they extend beyond the tensor, so much larger ones would exhaust the memory.
+LARGEST_BLOCK = 1 << 20
+#: Range of the numbers in a format (`top`, `bound`, ...), far inside the range of float32.
+SMALLEST_NUMBER, LARGEST_NUMBER = math.ldexp(1, -32), math.ldexp(1, 32)
 #: Placeholders, in help and error messages, for variants that contain a number.
 TOP, BOUND, HEADROOM = "top<number> (as in top7.25)", "bound<number>", "head<fraction>"
 
@@ -36,6 +42,32 @@ def check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
     """
     if value not in choices:
         raise ValueError(f"unknown {kind} {value!r}; choose one of {', '.join(choices)}")
+
+
+def check_block(height: int, size: int) -> None:
+    """Raise ValueError if a block of `height` rows with `size` values has an unsupported shape.
+
+    Raises:
+        ValueError: if the shape is refused; the message states the limits.
+    """
+    for side in (size, height):
+        if side < 1:
+            raise ValueError(f"a block of {side} values; choose a block size of 1 or more")
+    if max(size, height) > LARGEST_SIDE or size * height > LARGEST_BLOCK:
+        raise ValueError(
+            f"a block of {height} x {size} values; choose at most {LARGEST_SIDE} along an axis and "
+            f"{LARGEST_BLOCK} in a block, or row for whole rows"
+        )
+
+
+def check_number(what: str, number: float, name: str = "number") -> None:
+    """Raise ValueError if a number in a format is not above 0 or not well inside float32's range.
+
+    Raises:
+        ValueError: if the number is refused; `what` and `name` say in the message what it is.
+    """
+    if not SMALLEST_NUMBER <= number <= LARGEST_NUMBER:
+        raise ValueError(f"{what} {number:g}; choose a {name} above 0, from 2^-32 to 2^32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +104,7 @@ class BlockScaling:
     alternative: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        for size in (self.size, self.height):
-            if size < 1:
-                raise ValueError(f"a block of {size} values; choose a block size of 1 or more")
+        check_block(self.height, 1 if self.size == WHOLE_AXIS else self.size)
         check_choice("scale type", self.scale, get_args(ScaleType))
         check_choice("outer scale", self.outer, get_args(Outer))
         check_choice("search", self.search, get_args(Search))
@@ -145,14 +175,11 @@ def _check_parts(scaling: BlockScaling) -> None:
     Raises:
         ValueError: if one part excludes another; the message says what to change.
     """
-    share, size = scaling.share, scaling.outer_size
-    if scaling.top is not None and not scaling.top > 0:
-        raise ValueError(f"a top of {scaling.top:g}; choose a number above 0")
-    if not 0 < share <= 1:
-        raise ValueError(
-            f"a headroom of {scaling.headroom}; choose a fraction of the largest number, from "
-            "above 0 to 1, such as 16/17"
-        )
+    size = scaling.outer_size
+    for what, number in (("a top of", scaling.top), ("a bound of", scaling.bound)):
+        if number is not None:
+            check_number(what, number)
+    _check_headroom(scaling)
     if scaling.scale in ("e8m0", "fp32"):
         if (scaling.outer, scaling.search, scaling.bound) != ("none", "none", None):
             raise ValueError(
@@ -188,6 +215,17 @@ def _check_parts(scaling: BlockScaling) -> None:
         raise ValueError(
             f"outer scales per {scaling.outer} need whole blocks of one row in each group, and the "
             f"blocks are {scaling.height} x {scaling.size}; choose outer-tensor or outer-none"
+        )
+
+
+def _check_headroom(scaling: BlockScaling) -> None:
+    """Raise ValueError for a headroom outside of the range from 2^-32 to 1."""
+    whole, _, part = scaling.headroom.partition("/")
+    # Integers are compared first, because their quotient can be too large for a float.
+    if int(whole) > int(part or 1) or scaling.share < SMALLEST_NUMBER:
+        raise ValueError(
+            f"a headroom of {scaling.headroom}; choose a fraction of the largest number, from "
+            "2^-32 to 1, such as 16/17"
         )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron.fake_quant import operators
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.random_bits import SEEDS, check_seed
 from megatron.fake_quant.reference import store
 from megatron.fake_quant.rounding import check_tensor
 
@@ -55,9 +56,14 @@ class Hadamard:
                 f"the signs 'nvfp4' are for size {len(NVFP4_SIGNS)}, not {self.size}; "
                 "give a seed instead"
             )
-        if not isinstance(self.signs, int) and self.signs not in _NAMED_SIGNS:
+        if isinstance(self.signs, int) and not isinstance(self.signs, bool):
+            valid = 0 <= self.signs < SEEDS
+        else:
+            valid = self.signs in _NAMED_SIGNS
+        if not valid:
             raise ValueError(
-                f"unknown signs {self.signs!r}; choose {', '.join(_NAMED_SIGNS)} or a seed"
+                f"unknown signs {self.signs!r}; choose {', '.join(_NAMED_SIGNS)} or a seed from 0 "
+                "to 2^62 - 1"
             )
 
     @property
@@ -140,6 +146,8 @@ class Hadamard:
             )
         x = x.detach()
         if operators.is_direct(x):
+            if seed is not None:
+                check_seed(seed)
             transform = self if seed is None else self.drawn(int(seed))
             return _rotated(x, transform, axis, inverse=inverse)
         axis = axis % x.ndim - x.ndim

@@ -46,6 +46,7 @@ from megatron.fake_quant.block_scaling import (
     ScaleRule,
     ScaleType,
     Search,
+    check_block,
 )
 from megatron.fake_quant.elements import ELEMENTS, ElementFormat, HiFloat8
 from megatron.fake_quant.float8_scales import FLOAT8, bound
@@ -72,6 +73,7 @@ _FLOAT_NAME = re.compile(r"e(?P<exponent>[1-9])m(?P<mantissa>[0-9])")
 _NUMBER = r"[0-9]+(\.[0-9]+)?"
 _TARGET_HELP = "t<number> (as in t15)"
 _ELEMENT_BITS = 8
+_LONGEST_NAME = 200  #: maximum length of a name, in characters
 _ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {mode.suffix: rounding for rounding, mode in ROUNDINGS.items() if mode.suffix}
 )
@@ -117,6 +119,10 @@ _KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+class UnknownFormatError(ValueError):
+    """Error about a name that does not begin with the name or the spelling of a format."""
+
+
 def get_format(name: str) -> Format:
     """Return the format with the given name. The docstring of this module lists all names.
 
@@ -126,6 +132,11 @@ def get_format(name: str) -> Format:
     Raises:
         ValueError: if there is no such format; the message lists the accepted names.
     """
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(
+            f"a format's name of {len(name)} characters, {name[:20]!r}...; choose a name of at "
+            f"most {_LONGEST_NAME} characters"
+        )
     key = name.lower()
     spelled_out = _SPELLED_OUT.fullmatch(key)
     first, colon, variants = key.partition(":")
@@ -143,7 +154,11 @@ def get_format(name: str) -> Format:
         fmt = base
         for variant in _in_order(variants, base, changed) if varied else ():
             if (kind := _kind(variant)) in changed:
-                raise ValueError(f"{variant!r} sets the {kind} a second time; set it once")
+                raise ValueError(
+                    f"{variant!r} is given twice; remove one"
+                    if kind == variant
+                    else f"{variant!r} sets the {kind} a second time; set it once"
+                )
             changed.add(kind)
             fmt = _changed(fmt, variant)
         fmt = _without_defaults(fmt)
@@ -155,9 +170,9 @@ def get_format(name: str) -> Format:
 def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
     """Return the variants in a name, in the order in which they apply.
 
-    The scale rule comes first; a top without a rule implies rceil. The margin comes late, because
-    it depends on delayed scaling. The rounding mode comes last, because it may depend on the
-    scales.
+    The scale rule comes first; a top without a rule implies rceil. The outer scale follows,
+    because it decides whether there is a bound. The margin comes late, because it depends on
+    delayed scaling. The rounding mode comes last, because it may depend on the scales.
     """
     names = variants.split(":")
     rules = [name for name in names if name in RULES]
@@ -165,17 +180,17 @@ def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
     if not given and any(_help(name) == TOP for name in names):
         rules = ["rceil"]
     others = [name for name in names if name not in RULES]
-    order = {"margin": 1, "rounding": 2}
+    order = {"outer scale": -1, "margin": 1, "rounding": 2}
     return [*rules, *sorted(others, key=lambda name: order.get(_kind(name), 0))]
 
 
-def _unknown(name: str) -> ValueError:
+def _unknown(name: str) -> UnknownFormatError:
     known = sorted({*FORMATS, *ALIASES})
     first = name.lower().partition(":")[0]
-    # A name that begins with "mx:" is spelled out, so the user did not mean a named format.
-    near = [] if first == "mx" else difflib.get_close_matches(first, known, n=3)
+    # "mx:" and "nv:" begin spelled-out formats, so the user did not mean a named one.
+    near = [] if first in ("mx", "nv") else difflib.get_close_matches(first, known, n=3)
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
-    return ValueError(
+    return UnknownFormatError(
         f"unknown format {name!r}{meant} choose one of {', '.join(known)}, "
         "or spell out element, block size and scale rule, as in 'mx:e3m4:b16:rceil' or "
         "'nv:e2m1:b16:e4m3'"
@@ -211,6 +226,7 @@ def _block(text: str) -> tuple[int, int, str]:
         return WHOLE_AXIS, 1, text
     height, _, size = text[1:].rpartition("x")
     rows, values = int(height or 1), int(size)
+    check_block(rows, values)
     return values, rows, f"b{rows}x{values}" if rows > 1 else f"b{values}"
 
 

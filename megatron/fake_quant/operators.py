@@ -69,6 +69,7 @@ def compute(
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
     """Convert a seed to the form that operators take: an int64 tensor without dimensions."""
+    random_bits.check_seed(seed)
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), seed, dtype=torch.int64, device="cpu")

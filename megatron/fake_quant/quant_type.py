@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron.console import did_you_mean
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.gemm import GemmFormats
-from megatron.fake_quant.names import get_format
+from megatron.fake_quant.names import UnknownFormatError, get_format
 from megatron.fake_quant.operand import Operand
 
 OPERATIONS = ("linear", "qk", "pv")
@@ -68,7 +68,7 @@ def parse_type(name: str) -> dict[str, Format | None]:
     prefix, format_name = split_type(name)
     try:
         fmt = parse_format(format_name)
-    except ValueError:
+    except UnknownFormatError:
         known = [f"{place}{known}" for place in PREFIXES for known in FORMATS]
         meant = did_you_mean(name, known) or ";"
         raise ValueError(

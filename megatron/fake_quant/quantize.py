@@ -9,7 +9,7 @@ from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operators import compute, is_direct
-from megatron.fake_quant.random_bits import draw_seed
+from megatron.fake_quant.random_bits import check_seed, draw_seed
 from megatron.fake_quant.rounding import check_tensor
 from megatron.fake_quant.tensor_scale import check_amax
 
@@ -78,6 +78,8 @@ def checked(
     """Return the format and its block layout for `x`, or raise an error as in `fake_quantize`."""
     if isinstance(fmt, str):
         fmt = FORMATS.get(fmt) or get_format(fmt)
+    elif not isinstance(fmt, Format):
+        raise ValueError(f"{fmt!r} is not a format; give a Format, or a name such as 'mxfp8'")
     check_tensor(x, "quantize")
     check_amax(fmt, amax)
     return fmt, BlockLayout.of(tuple(x.shape), fmt, axis)
@@ -89,7 +91,10 @@ def seed_for(
     """Return `seed`, or a drawn seed if it is None; return None if rounding is not stochastic."""
     if not fmt.stochastic:
         return None
-    return draw_seed(generator) if seed is None else int(seed)
+    if seed is None:
+        return draw_seed(generator)
+    check_seed(seed)
+    return int(seed)
 
 
 def seeds_for(

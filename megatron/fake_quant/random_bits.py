@@ -15,6 +15,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
+SEEDS = 1 << 62  #: number of seeds, which are the integers from 0 on
 RANDOM_BITS = 24  #: number of random bits that rounding uses per value; float32 holds them exactly
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -26,7 +27,26 @@ def draw_seed(generator: torch.Generator | None) -> int:
     If the generator is on a CUDA device, the call waits for the device.
     """
     device = "cpu" if generator is None else generator.device
-    return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
+    return int(torch.randint(0, SEEDS, (), generator=generator, device=device))
+
+
+def check_seed(seed: int | Tensor) -> None:
+    """Raise ValueError unless `seed` is an integer from 0 to 2^62 - 1, or a tensor of one integer.
+
+    The number in a tensor is not checked, because torch may be tracing it.
+
+    Raises:
+        ValueError: if the seed is refused; the message says what is accepted.
+    """
+    if isinstance(seed, Tensor):
+        valid = not (seed.dim() or seed.is_floating_point() or seed.is_complex())
+    else:
+        valid = isinstance(seed, int | torch.SymInt) and 0 <= seed < SEEDS
+    if not valid:
+        raise ValueError(
+            f"the seed {seed!r}; give an integer from 0 to 2^62 - 1, or an int64 tensor of one "
+            "without dimensions"
+        )
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -7,11 +7,16 @@ Sources: HiFloat4, arXiv 2602.11287; MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2
 IF4, arXiv 2603.28765; MixFP4, arXiv 2605.31035; macro blocks, arXiv 2603.08713.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from megatron.fake_quant.block_scaling import AmaxSource, Outer, ScaleRule, check_choice
+from megatron.fake_quant.block_scaling import (
+    AmaxSource,
+    Outer,
+    ScaleRule,
+    check_choice,
+    check_number,
+)
 from megatron.fake_quant.elements import E1M2, INT4, ElementFormat
 
 ErrorMeasure = Literal["mse", "mae"]
@@ -149,8 +154,7 @@ class TensorScaling(_Scaling):
 
     def __post_init__(self) -> None:
         check_choice("amax", self.amax, get_args(AmaxSource))
-        if not 0 < self.target < math.inf:
-            raise ValueError(f"a scale to {self.target:g}; choose a target above 0")
+        check_number("a scale to", self.target, "target")
         if self.amax == "delayed" and not 0 < self.history <= LONGEST_HISTORY:
             raise ValueError(
                 f"an amax history of {self.history}; choose a length from 1 to {LONGEST_HISTORY}"

@@ -85,7 +85,7 @@ def test_an_axis_counts_from_either_end():
 @pytest.mark.parametrize(("shape", "axis"), [((64,), 0), ((2, 3, 64), 0), ((2, 3, 64), -3)])
 @pytest.mark.parametrize("name", ["mxfp8:2d", "nvfp4:2d"])
 def test_square_blocks_need_one_of_the_last_two_axes(shape, axis, name):
-    message = rf"format '{name}' has square blocks over the last two axes; .* give a matrix"
+    message = rf"format '{name}' has blocks of .* over the last two axes; .* give a matrix"
     with pytest.raises(ValueError, match=message):
         fake_quantize(torch.ones(shape), name, axis=axis)
 

@@ -1,5 +1,7 @@
 """Hadamard transforms against Transformer Engine, Kronecker powers in float64 and hand cases."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -222,10 +224,14 @@ def test_a_size_that_is_no_power_of_two_is_refused(size):
         Hadamard(size)
 
 
-def test_unknown_signs_are_refused():
-    message = "unknown signs 'mixed'; choose none, nvfp4, random or a seed"
+@pytest.mark.parametrize("signs", ["mixed", True, -1, 1 << 62, 1.0, ["none"]], ids=str)
+def test_unknown_signs_are_refused(signs):
+    message = f"unknown signs {re.escape(repr(signs))}; choose none, nvfp4, random or a seed from 0"
     with pytest.raises(ValueError, match=message):
-        Hadamard(16, "mixed")
+        Hadamard(16, signs)
+
+
+def test_signs_of_another_size_are_refused():
     with pytest.raises(ValueError, match="signs 'nvfp4' are for size 16, not 32; give a seed"):
         Hadamard(32, "nvfp4")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import FORMATS, Format, fake_quantize, get_format
-from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import E2M1, E4M3, S1P2, Cast, HiFloat8
 from megatron.fake_quant.special_scalings import GroupScaling, TensorScaling
 
@@ -232,6 +232,51 @@ def test_unknown_ways_to_round_are_refused():
 def test_contradictions_and_empty_variants_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         get_format(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mx:e4m3:b1000000000:floor", "a block of 1 x 1000000000 values; choose at most 65536"),
+        (f"mx:e4m3:b{WHOLE_AXIS}:floor", "or row for whole rows"),
+        ("mx:e4m3:b2048x1024:floor", "a block of 2048 x 1024 values; .* 1048576 in a block"),
+        ("mx:e4m3:b2048:floor:2d", "a block of 2048 x 2048 values; .* 1048576 in a block"),
+        ("nvfp4:bound0", "a bound of 0; choose a number above 0"),
+        ("nvfp4:bound1" + "0" * 39, "a bound of 1e\\+39; choose a number above 0"),
+        ("nvfp4:top0", "a top of 0; choose a number above 0, from 2\\^-32 to 2\\^32"),
+        ("fp8_block:top1" + "0" * 39, "a top of 1e\\+39; choose a number"),
+        ("amdfp4:top0." + "0" * 60 + "1", "a top of 1e-61; choose a number"),
+        ("hifp8:t1" + "0" * 39, "a scale to 1e\\+39; choose a target above 0"),
+        ("mxfp4:head1/1" + "0" * 39, "choose a fraction of the largest number, from 2\\^-32 to 1"),
+        ("nvfp4:head" + "9" * 180, "choose a fraction of the largest number, from 2\\^-32 to 1"),
+        ("nvfp4:head" + "9" * 5000, "a format's name of 5010 characters, 'nvfp4:head9999999999'"),
+        ("x" * 10_000, "a format's name of 10000 characters, .* at most 200 characters"),
+        ("mxfp8:2d:2d", "'2d' is given twice; remove one"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_in_a_short_message(name, message):
+    with pytest.raises(ValueError, match=message) as error:
+        get_format(name)
+    assert len(str(error.value)) < 700
+
+
+def test_a_headroom_beyond_float64_is_refused():
+    with pytest.raises(ValueError, match="choose a fraction of the largest number"):
+        BlockScaling(16, "floor", headroom="9" * 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("amdfp4:bound300:outer-row", "amdfp4:outer-row:bound300"),
+        ("fp8_block:ue8m0:outer-none", "fp8_block:ue8m0"),
+        ("nvfp4:eden:top5:outer-1x64", "nvfp4:top5:outer-1x64:bound255.99:eden"),
+    ],
+)
+def test_variants_may_have_any_order(name, canonical):
+    first, *variants = name.split(":")
+    for order in itertools.permutations(variants):
+        assert get_format(":".join([first, *order])).name == canonical
 
 
 @pytest.mark.parametrize("target", ["1000000", "0.1234567", "0.00001", "15", "32768.5"])

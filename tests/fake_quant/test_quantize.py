@@ -265,3 +265,19 @@ def test_a_gpu_gives_the_same_bits(name, dtype, axis):
     x = torch.cat([random_bit_patterns(1 << 14).view(-1, 64), normal(64, 64)]).to(dtype)
     on_cpu, on_gpu = fake_quantize(x, name, axis=axis), fake_quantize(x.cuda(), name, axis=axis)
     assert_same(on_gpu.cpu().float(), on_cpu.float().numpy())
+
+
+@pytest.mark.parametrize("fmt", [None, 8, b"mxfp8", torch.float16])
+def test_an_object_that_is_not_a_format_is_refused(fmt):
+    with pytest.raises(ValueError, match="is not a format; give a Format, or a name such as"):
+        fake_quantize(torch.ones(4), fmt)
+
+
+@pytest.mark.parametrize(
+    "seed", [-1, 1 << 62, 10**40, 1.5, "7", torch.tensor(7.0), torch.tensor([7])], ids=str
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_seed_out_of_range_is_refused_on_every_path(seed, device):
+    x = torch.ones(4, 32, device=device)
+    with pytest.raises(ValueError, match=r"the seed .*; give an integer from 0 to 2\^62 - 1"):
+        fake_quantize(x, "mxfp8:sr", seed=seed)
