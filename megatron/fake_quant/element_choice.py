@@ -155,7 +155,7 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    return ()
+    return ("nearest", "stochastic") if device == "cpu" and fmt.element == E2M1 else ()
 
 
 def describe(fmt: Format, scaling: ChoiceScaling, element: ElementFormat) -> ScaleDescription:

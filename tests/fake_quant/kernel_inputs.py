@@ -66,6 +66,9 @@ CPU_NAMES = [
     "nf4",
     "mxfp4_macro",
     "mxfp4_macro_oas:sr",
+    "if4",
+    "if4_mae:sr",
+    "mixfp4",
 ]
 
 

@@ -19,6 +19,7 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import (
     numba_bits,
     numba_blocks,
+    numba_choice,
     numba_elementwise,
     numba_groups,
     numba_macro,
@@ -153,6 +154,7 @@ def _tiles(
 _TILE_KERNELS = {
     "pair_exponents": (numba_pairs.pairs, numba_pairs.make_rule),
     "absmax": (numba_table.table, numba_table.make_rule),
+    "element_choice": (numba_choice.choice, numba_choice.make_rule),
     "macro_blocks": (numba_macro.macro, numba_macro.make_rule),
 }
 #: Functions that quantize to formats with block scales, by scaling method.
