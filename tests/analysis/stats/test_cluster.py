@@ -16,8 +16,9 @@ from megatron.analysis import stats
 from megatron.analysis.__main__ import main
 from megatron.analysis.stats import executors
 from megatron.analysis.store import TensorStore
+from tests import forks
 from tests.analysis.fake_dump import write_dump
-from tests.subprocesses import REPO, run
+from tests.subprocesses import REPO, environment
 
 FORMATS = ["mxfp8", "nvfp4", "hifp8"]
 
@@ -114,9 +115,11 @@ def test_an_address_that_is_no_scheduler_ends_at_once(tmp_path, no_dask_server, 
         "import sys; from megatron.analysis.stats import executors; executors.PATIENCE = '2s';"
         "from megatron.analysis.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    words = [sys.executable, "-c", code, "stats", str(tmp_path), "--scheduler", address]
+    words = ["-c", code, "stats", tmp_path, "--scheduler", address, "--cache", "none"]
+    env = environment(PYTHONPATH=REPO)
+    forks.run("-c", "import megatron.analysis", env=env)  # the first one starts the server
     started = time.monotonic()
-    done = run([*words, "--cache", "none"])
+    done = forks.run(*words, env=env)
     assert time.monotonic() - started < 35
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
