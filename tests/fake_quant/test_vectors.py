@@ -4,8 +4,12 @@ import itertools
 import json
 import math
 import re
+import shutil
+import zipfile
 from collections.abc import Callable
 from fractions import Fraction
+from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +17,8 @@ import pytest
 
 from megatron.fake_quant import FORMATS, get_format
 from megatron.fake_quant.__main__ import main
+from megatron.fake_quant.inspect import vector_kit
+from megatron.fake_quant.inspect.vector_inputs import vector_inputs
 from megatron.fake_quant.inspect.vector_kit import KIT, VARIANTS, first_difference, write
 from tests.fake_quant import rational
 
@@ -223,11 +229,16 @@ def test_two_runs_write_the_same_bytes(kit, tmp_path):
     assert all((kit / file).read_bytes() == (again / file).read_bytes() for file in files)
 
 
-@pytest.fixture
-def small(tmp_path):
-    folder = tmp_path / "small"
+@pytest.fixture(scope="module")
+def small_kit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kit") / "small"
     write(folder, map(get_format, ["mxfp4", "nvfp4:2d"]))
     return folder
+
+
+@pytest.fixture
+def small(small_kit, tmp_path):
+    return Path(shutil.copytree(small_kit, tmp_path / "small"))
 
 
 def test_check_agrees_with_the_code_that_wrote_the_kit(kit, capsys):
@@ -262,6 +273,98 @@ def test_check_names_a_file_with_another_sha256(small, capsys):
     text.write_text(text.read_text().replace("3f800000", "3f800001", 1))
     assert main(["vectors", str(small), "--check"]) == 1
     assert "nvfp4.2d.json: its SHA-256 is not the one in manifest.json" in capsys.readouterr().err
+
+
+def test_check_compares_the_json_with_the_arrays(small, capsys):
+    """A changed JSON file is found even if its SHA-256 in the manifest was changed, too."""
+    text, content = small / "mxfp4.json", manifest(small)
+    text.write_text(text.read_text().replace("3f800000", "3f800001", 1))
+    content["formats"]["mxfp4"]["files"][text.name] = sha256(text.read_bytes()).hexdigest()
+    (small / "manifest.json").write_text(json.dumps(content))
+    assert main(["vectors", str(small), "--check"]) == 1
+    assert "mxfp4.json: its content is not that of mxfp4.npz and" in capsys.readouterr().err
+
+
+def changed_manifest(**changes):
+    """Return a function that changes the entry of mxfp4 in the manifest of a kit."""
+
+    def change(folder):
+        content = manifest(folder)
+        content["formats"]["mxfp4"] |= changes
+        (folder / "manifest.json").write_text(json.dumps(content))
+
+    return change
+
+
+def drop_a_vector(folder):
+    content = manifest(folder)
+    del content["formats"]["mxfp4"]["vectors"]["edges"]
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def compress(folder):
+    np.savez_compressed(folder / "mxfp4.npz", **{"edges.input": np.zeros(1 << 20, np.float32)})
+
+
+def overlap(folder):
+    """Write an archive in which two arrays have the same bytes, as in a zip bomb."""
+    path = folder / "mxfp4.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("edges.input.npy", bytes(4096))
+        archive.infolist()[0].header_offset = 0
+        archive.filelist.append(archive.infolist()[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "status", "words"),
+    [
+        (compress, 2, "its arrays are compressed; those of a kit are not"),
+        (overlap, 2, "its arrays are larger than the file"),
+        (drop_a_vector, 1, "mxfp4.npz: the vector edges is not in manifest.json"),
+        (changed_manifest(vectors={}), 2, "a kit without vectors, or one that was not completed"),
+        (
+            changed_manifest(vectors={"edges": {"dtype": [1], "axis": 1}}),
+            2,
+            "a manifest without its formats",
+        ),
+        (
+            changed_manifest(vectors={"edges": {"dtype": "float32", "axis": 1, "shape": [1]}}),
+            1,
+            "and manifest.json states another one",
+        ),
+        (
+            lambda folder: (folder / "manifest.json").write_text(
+                json.dumps({"kit": KIT, "version": 1, "formats": {}})
+            ),
+            2,
+            "a kit without vectors",
+        ),
+    ],
+)
+def test_check_refuses_a_damaged_kit(small, capsys, damage, status, words):
+    damage(small)
+    assert main(["vectors", str(small), "--check"]) == status
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("[ERROR] ")
+    assert error.count("\n") == 1
+
+
+def test_an_interrupted_kit_is_replaced(tmp_path, monkeypatch):
+    def interrupt(fmt):
+        if fmt.name == "mxfp4":
+            raise KeyboardInterrupt
+        return vector_inputs(fmt)
+
+    monkeypatch.setattr(vector_kit, "vector_inputs", interrupt)
+    formats = [get_format("hifp8"), get_format("mxfp4")]
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "kit", formats)
+    with pytest.raises(ValueError, match="a kit without vectors, or one that was not completed"):
+        first_difference(tmp_path / "kit")
+    monkeypatch.undo()
+    write(tmp_path / "kit", formats)
+    assert first_difference(tmp_path / "kit")[0] is None
 
 
 def test_a_kit_is_replaced_and_other_files_stay(small):

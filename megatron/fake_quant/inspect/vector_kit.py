@@ -21,6 +21,7 @@ The bytes of a kit depend on the code and the formats only, so two runs write th
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.bounded_files import UnusableFileError, read_bytes
+from megatron.bounded_files import UnusableFileError, printable, read_bytes
 from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_report import describe
@@ -93,14 +94,21 @@ def write(folder: Path, formats: Iterable[Format]) -> str:
                 "that rounds to nearest"
             )
     _make_room(folder)
-    entries, count = {}, 0
+    # An interrupted call leaves a manifest that the next call can replace.
+    entries: dict[str, Any] = {fmt.name: {"files": {}, "vectors": {}} for fmt in formats}
+    _write_manifest(folder, entries)
+    count = 0
     for fmt in formats:
         vectors = vector_inputs(fmt)
         entries[fmt.name] = _write_format(folder, fmt, vectors)
         count += len(vectors)
+    _write_manifest(folder, entries)
+    return f"wrote {count} vectors of {len(formats)} formats to {folder}"
+
+
+def _write_manifest(folder: Path, entries: dict[str, Any]) -> None:
     manifest = {"kit": KIT, "version": VERSION, "layout": __doc__, "formats": entries}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    return f"wrote {count} vectors of {len(formats)} formats to {folder}"
 
 
 def _make_room(folder: Path) -> None:
@@ -125,10 +133,10 @@ def _make_room(folder: Path) -> None:
             f"{folder} is not empty and has no conformance kit; name a folder that does not exist, "
             "is empty, or has a kit to replace"
         ) from None
-    (folder / MANIFEST).unlink()
     for name in names:
         for path in _paths(folder, name):
             path.unlink(missing_ok=True)
+    (folder / MANIFEST).unlink()
 
 
 def _paths(folder: Path, name: str) -> tuple[Path, Path]:
@@ -158,19 +166,24 @@ def _write_format(folder: Path, fmt: Format, vectors: Sequence[VectorInput]) -> 
     flat = {f"{name}.{part}": a for name, parts in arrays.items() for part, a in parts.items()}
     with npz.open("wb") as file:
         np.savez(file, **flat)  # type: ignore[arg-type]
-    content = {
-        "format": fmt.name,
-        "vectors": {
-            name: entries[name] | {part: _as_hex(array) for part, array in parts.items()}
-            for name, parts in arrays.items()
-        },
-    }
-    text.write_text(json.dumps(content, indent=1) + "\n")
+    text.write_text(_json(fmt.name, entries, arrays))
     return {
         "description": describe(fmt).splitlines(),
         "files": {path.name: _sha256(path.read_bytes()) for path in (npz, text)},
         "vectors": entries,
     }
+
+
+def _json(name: str, entries: dict[str, Any], arrays: dict[str, dict[str, Array]]) -> str:
+    """Return the text of the JSON file of a format."""
+    content = {
+        "format": name,
+        "vectors": {
+            vector: entries[vector] | {part: _as_hex(array) for part, array in parts.items()}
+            for vector, parts in arrays.items()
+        },
+    }
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _as_hex(array: Array) -> dict[str, Any]:
@@ -225,7 +238,7 @@ def _is_entry(entry: Any) -> bool:
         return False
     return all(
         isinstance(vector, dict)
-        and vector.get("dtype") in _DTYPES
+        and str(vector.get("dtype")) in _DTYPES
         and isinstance(vector.get("axis"), int)
         for vector in entry["vectors"].values()
     )
@@ -242,23 +255,37 @@ def first_difference(folder: Path) -> tuple[str | None, str]:
     """
     formats = _read_manifest(folder)["formats"]
     count = sum(len(entry["vectors"]) for entry in formats.values())
+    if not formats or not all(entry["vectors"] for entry in formats.values()):
+        raise UnusableFileError(
+            folder / MANIFEST, "a kit without vectors, or one that was not completed; write it anew"
+        )
     summary = f"compared {count} vectors of {len(formats)} formats in {folder}"
     for name, entry in formats.items():
-        fmt = get_format(name)
-        files = {path.name: _content(path) for path in _paths(folder, name)}
-        arrays = _load(folder / next(iter(files)), next(iter(files.values())))
-        for vector, fields in entry["vectors"].items():
-            stored = {
-                key.removeprefix(f"{vector}."): array
-                for key, array in arrays.items()
-                if key.rpartition(".")[0] == vector
-            }
-            if (words := _differing(stored, fmt, fields)) is not None:
-                return f"{name}, vector {vector}: {words}", summary
-        for file, content in files.items():
-            if entry["files"].get(file) != _sha256(content):
-                return f"{file}: its SHA-256 is not the one in {MANIFEST}", summary
+        if (words := _differing_format(folder, name, entry)) is not None:
+            return words, summary
     return None, summary
+
+
+def _differing_format(folder: Path, name: str, entry: dict[str, Any]) -> str | None:
+    """Return the first difference of a format in words, or None if there is none."""
+    fmt = get_format(name)
+    npz, text = _paths(folder, name)
+    contents = {path: _content(path) for path in (npz, text)}
+    arrays: dict[str, dict[str, Array]] = {}
+    for key, array in _load(npz, contents[npz]).items():
+        vector, _, part = key.rpartition(".")
+        arrays.setdefault(vector, {})[part] = array
+    for vector, fields in entry["vectors"].items():
+        if (words := _differing(dict(arrays.get(vector, {})), fmt, fields)) is not None:
+            return f"{name}, vector {vector}: {words}"
+    if unknown := arrays.keys() - entry["vectors"].keys():
+        return f"{npz.name}: the vector {printable(min(unknown))} is not in {MANIFEST}"
+    for path, content in contents.items():
+        if entry["files"].get(path.name) != _sha256(content):
+            return f"{path.name}: its SHA-256 is not the one in {MANIFEST}"
+    if contents[text] != _json(name, entry["vectors"], arrays).encode():
+        return f"{text.name}: its content is not that of {npz.name} and {MANIFEST}"
+    return None
 
 
 def _content(path: Path) -> bytes:
@@ -269,8 +296,17 @@ def _content(path: Path) -> bytes:
 
 
 def _load(path: Path, content: bytes) -> dict[str, Array]:
-    """Return the arrays of an npz file, given its path and its content."""
+    """Return the arrays of an npz file, given its path and its content.
+
+    Compressed or overlapping arrays could exhaust the memory, so they are refused.
+    """
     try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError("its arrays are compressed; those of a kit are not")
+        if sum(member.file_size for member in members) > len(content):
+            raise ValueError("its arrays are larger than the file")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # zipfile and numpy raise many types of errors for a damaged file
@@ -282,6 +318,8 @@ def _differing(stored: dict[str, Array], fmt: Format, fields: dict[str, Any]) ->
     if "input" not in stored or stored["input"].dtype != np.float32:
         return "the kit has no float32 input"
     given = stored.pop("input")
+    if list(given.shape) != fields.get("shape"):
+        return f"the input has the shape {list(given.shape)}, and {MANIFEST} states another one"
     x = torch.from_numpy(given).to(_DTYPES[fields["dtype"]])
     computed = results(x, fmt, fields["axis"])
     if stored.keys() != computed.keys():
