@@ -2,7 +2,7 @@
 
     python benchmarks/conformance.py                          # all formats and packages
     python benchmarks/conformance.py --formats mxfp8 nvfp4 --output /tmp/conformance.md
-    python benchmarks/conformance.py --fouroversix ../fouroversix
+    python benchmarks/conformance.py --transformer-engine ../TransformerEngine
 
 The kit is the one that `python -m megatron.fake_quant vectors` writes. Each package (peer) gets the
 inputs of each format that it supports. Its dequantized values are compared with those of the kit:
@@ -10,8 +10,9 @@ zeros of either sign are equal, and so are all NaNs. For a peer that differs, va
 differing one are removed as long as it still differs, and the smallest input is reported.
 
 The peers have their own environment, the one of benchmarks/formats.py, whose help describes it.
-fouroversix has no release on PyPI; give the folder of its source. Transformer Engine is
-compared only if it is installed and there is a CUDA device.
+Transformer Engine is compared only if it is installed and there is a CUDA device, or if the folder
+of its source is given: its references in plain torch need neither. If the source of fouroversix is
+given, it replaces the installed release.
 
 Writes a Markdown file.
 """
@@ -49,9 +50,21 @@ SPELLED_OUT = (
     "nvfp4:2d",
     "nvfp4:4over6-mae",
     "nvfp4:4over6-mse",
+    "nvfp4:2d:4over6-mae",
+    "nvfp4:outer-row",
+    "fp8_block:2d",
+    "fp8_block:ue8m0",
+    "fp8_block:ue8m0:2d",
     "nv:e2m3:b16:e4m3",
     "nv:e3m2:b16:e4m3",
     "hifp8:inf",
+)
+
+
+#: By peer that can be loaded from its source: the option, its field, and the peer's name.
+SOURCES = (
+    ("--fouroversix", "fouroversix", "fouroversix"),
+    ("--transformer-engine", "transformer_engine", "Transformer Engine"),
 )
 
 
@@ -62,7 +75,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         advice="see --help",
     )
     add = parser.add_argument
-    add("--formats", nargs="+", metavar="FORMAT", help="default: all named ones and 13 others")
+    add(
+        "--formats",
+        nargs="+",
+        metavar="FORMAT",
+        help=f"default: all named ones and {len(SPELLED_OUT)} others",
+    )
     add(
         "--output",
         type=Path,
@@ -71,18 +89,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="default: docs/results/conformance.md",
     )
     add("--peers-python", type=Path, metavar="PATH", help="default: .venv-peers/bin/python")
-    add("--fouroversix", type=Path, metavar="DIR", help="source folder; without it, it is left out")
+    for option, _, name in SOURCES:
+        add(option, type=Path, metavar="DIR", help=f"folder with the source of {name}")
     options = parser.parse_args(arguments)
-    if options.fouroversix is not None and not options.fouroversix.is_dir():
-        parser.error(f"no folder {options.fouroversix} for --fouroversix")
+    for option, field, _ in SOURCES:
+        folder = getattr(options, field)
+        if folder is not None and not folder.is_dir():
+            parser.error(f"no folder {folder} for {option}")
     return options
 
 
-def run_worker(python: Path, kit: Path, fouroversix: Path | None) -> list[peer_process.Event]:
+def run_worker(python: Path, kit: Path, options: argparse.Namespace) -> list[peer_process.Event]:
     """Run the worker process, show its progress, and return all events that it reports."""
-    source = None if fouroversix is None else str(fouroversix.resolve())
-    request = {"kit": str(kit), "fouroversix": source}
-    command = [python, WORKER, json.dumps(request)]
+    folders = {name: getattr(options, field) for _, field, name in SOURCES}
+    sources = {name: str(folder.resolve()) for name, folder in folders.items() if folder}
+    command = [python, WORKER, json.dumps({"kit": str(kit), "sources": sources})]
     return peer_process.run_worker(command, {"OMP_NUM_THREADS": "1"}, show)
 
 
@@ -106,7 +127,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         kit = Path(folder) / "kit"
         peers_env.say(vector_kit.write(kit, formats).partition(" to ")[0])
-        events = run_worker(python, kit, options.fouroversix)
+        events = run_worker(python, kit, options)
     made_by = (
         f"Python {platform.python_version()}. Made by `{results_page.quoted('conformance.py')}`."
     )

@@ -1,9 +1,9 @@
 """Call other packages' number formats for benchmarks/conformance.py.
 
 The finders have the interface that `peers.py` describes. This file adds packages that
-benchmarks/formats.py does not time: a reference in plain Python (gfloat), one without a release
-(fouroversix), and one that needs a GPU (Transformer Engine). For torchao, it adds formats that
-train with float32 block scales. It only calls the packages and contains none of their code.
+benchmarks/formats.py does not time: a reference in plain Python (gfloat), Transformer Engine's
+kernels, which need a GPU, and packages whose source is in a given folder. It only calls the
+packages and contains none of their code.
 """
 
 import functools
@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,32 +28,15 @@ FOUROVERSIX_PACKAGES = (
     "fouroversix.quantize",
     "fouroversix.quantize.pytorch",
 )
-
-
-def torchao() -> peers.Finder:
-    """Return the finder of `peers.torchao`, with FP8 by rows and by blocks of 128 values."""
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-
-    def rowwise(x: Tensor) -> Tensor:
-        return hp_tensor_to_float8_dynamic(
-            x,
-            torch.float8_e4m3fn,
-            LinearMMConfig(),
-            scaling_granularity=ScalingGranularity.AXISWISE,
-            axiswise_dim=-1,
-        ).to_original_precision()
-
-    def blockwise(x: Tensor) -> Tensor:
-        from torchao.prototype.blockwise_fp8_training import kernels
-
-        codes, scales = kernels.torch_blockwise_scale_act_quant_lhs(x)
-        return (codes.float() * scales.repeat_interleave(128, -1)).to(x.dtype)
-
-    find = peers.torchao()
-    more = {"fp8_rowwise": rowwise, "fp8_block": blockwise}
-    return lambda fmt: more.get(fmt.name) or find(fmt)
+#: Modules of Transformer Engine for the same purpose. The last two are replaced, because they need
+#: its compiled library; the reference of NVFP4 takes only base classes and annotations from them.
+TRANSFORMER_ENGINE_PACKAGES = (
+    "transformer_engine",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.custom_recipes",
+    "transformer_engine.pytorch.custom_recipes.gemm",
+    "transformer_engine.pytorch.quantized_tensor",
+)
 
 
 def gfloat() -> peers.Finder:
@@ -99,79 +83,101 @@ def ml_dtypes() -> peers.Finder:
     return lambda fmt: cast if fmt.name == "bf16" else find(fmt)
 
 
+def from_source(
+    load: Callable[[], peers.Finder], root: Path, names: tuple[str, ...]
+) -> peers.Finder:
+    """Return the finder of a package whose source is in the folder `root`.
+
+    Args:
+        load: function that imports the package and returns its finder.
+        root: folder that contains the package.
+        names: modules that are imported as empty ones, without running their own `__init__`.
+
+    Raises:
+        ImportError: if the folder does not contain the package.
+    """
+    package = names[0].partition(".")[0]
+    if not (root / package).is_dir():
+        raise ImportError(f"no package {package} in the given source")
+    for name in names:
+        module = types.ModuleType(name)
+        module.__path__ = [str(root / name.replace(".", "/"))]
+        sys.modules[name] = module
+    sys.path.append(str(root))
+    return load()
+
+
 def fouroversix(source: Path) -> peers.Finder:
     """Return the finder of fouroversix's PyTorch reference in the folder `source`."""
-    root = next(
-        (path for path in (source / "src", source) if (path / "fouroversix").is_dir()), None
-    )
-    if root is None:
-        raise ImportError(f"no package fouroversix in {source.name}")
-    for name in FOUROVERSIX_PACKAGES:
-        package = types.ModuleType(name)
-        package.__path__ = [str(root / name.replace(".", "/"))]
-        sys.modules[name] = package
-    sys.path.append(str(root))
-    from fouroversix.quantize import dequantize_utils
-    from fouroversix.quantize.pytorch import fp6, reference
-    from fouroversix.utils import DataType, ScaleRule
+    root = source / "src" if (source / "src").is_dir() else source
+    return from_source(peers.fouroversix, root, FOUROVERSIX_PACKAGES)
 
-    def fp4(codes: Tensor, scales: Tensor) -> Tensor:
-        return dequantize_utils.unpack_packed_fp4(codes).float()
 
-    def int4(codes: Tensor, scales: Tensor) -> Tensor:
-        return dequantize_utils.unpack_packed_int4(codes, torch.float32)
+class _Quantizer:
+    """Base class that Transformer Engine's reference expects."""
 
-    def if4(codes: Tensor, scales: Tensor) -> Tensor:
-        shape = codes.shape[0], -1
-        return dequantize_utils.unpack_packed_if4(codes, scales.reshape(shape), torch.float32)
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
-    static = ScaleRule.static_6
-    #: By format: type, scale rule, function that decodes elements, and whether blocks are square.
-    known: dict[str, tuple[DataType, ScaleRule, Callable[[Tensor, Tensor], Tensor], bool]] = {
-        "mx:e2m1:b32:rceil": (DataType.mxfp4, static, fp4, False),
-        "nvfp4": (DataType.nvfp4, static, fp4, False),
-        "nvfp4:2d": (DataType.nvfp4, static, fp4, True),
-        "nvfp4:4over6-mae": (DataType.nvfp4, ScaleRule.mae, fp4, False),
-        "nvfp4:4over6-mse": (DataType.nvfp4, ScaleRule.mse, fp4, False),
-        "nvint4": (DataType.nvint4, static, int4, False),
-        "if4": (DataType.if4, ScaleRule.mse, if4, False),
-        "if4_mae": (DataType.if4, ScaleRule.mae, if4, False),
-        "nv:e2m3:b16:e4m3": (
-            DataType.nvfp6_e2m3,
-            static,
-            lambda codes, _: fp6.convert_e2m3_to_high_precision(codes).float(),
-            False,
-        ),
-        "nv:e3m2:b16:e4m3": (
-            DataType.nvfp6_e3m2,
-            static,
-            lambda codes, _: fp6.convert_e3m2_to_high_precision(codes).float(),
-            False,
-        ),
-    }
 
-    def call(x: Tensor, name: str) -> Tensor:
-        dtype, rule, elements, square = known[name]
-        codes, scales, amax = reference.quantize(
-            x,
-            fp4_format=dtype,
-            scale_rule=rule,
-            block_scale_2d=square,
-            use_blackwell_scale_layout=False,
-        )
-        values = elements(codes, scales)
-        if dtype.scale_type.value == "nv_if":  # The sign bit is not part of the scale.
-            scales = (scales.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)
-        factors = scales.float().reshape(len(x), -1).repeat_interleave(dtype.block_size, -1)
-        values = values.reshape(x.shape) * factors
-        if dtype.scale_type.value != "mx":
-            largest = dtype.quantized_value_type.get_maximum_value(rule)
-            target = largest * dtype.scale_type.get_maximum_value(rule)
-            encode = torch.full_like(amax, target) / amax
-            values = values * torch.where(amax == 0, amax, encode.reciprocal())
-        return values.to(x.dtype)
+def transformer_engine_reference(source: Path) -> peers.Finder:
+    """Return the finder of Transformer Engine's references in plain torch, in the folder `source`.
 
-    return lambda fmt: functools.partial(call, name=fmt.name) if fmt.name in known else None
+    They are NVFP4 of its custom recipes, and FP8 blocks, which are part of its tests.
+    """
+
+    def load() -> peers.Finder:
+        base = sys.modules["transformer_engine.pytorch.quantized_tensor"]
+        base.Quantizer, base.QuantizedTensorStorage = _Quantizer, object
+        gemm = sys.modules["transformer_engine.pytorch.custom_recipes.gemm"]
+        gemm.MMParams, gemm.GEMMType = object, types.SimpleNamespace(FPROP=None)
+        from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+        sys.path.append(str(source / "tests" / "pytorch"))
+        from references.blockwise_quantizer_reference import BlockwiseQuantizerReference
+
+        square, search = {"quant_tile_shape": (16, 16)}, {"nvfp4_use_4over6": True}
+        search["nvfp4_e4m3_max"] = 256
+        nvfp4_options = {
+            "nvfp4": {},
+            "nvfp4:2d": square,
+            "nvfp4:outer-row": {"row_scaled_nvfp4": True},
+            "nvfp4:4over6-mae": search,
+            "nvfp4:4over6-mse": search | {"nvfp4_4over6_err_mode": "MSE"},
+            "nvfp4:2d:4over6-mae": search | square,
+        }
+
+        def nvfp4(x: Tensor, options: dict[str, Any]) -> Tensor:
+            element = reference_utils.Fp4Formats.E2M1
+            quantizer = reference_nvfp4.NVFP4QuantizerRef(element, columnwise=False, **options)
+            codes, scales, _, _, amax, _ = quantizer._quantize(x)
+            encode = torch.full_like(amax, 6 * quantizer.nvfp4_e4m3_max) / amax
+            decode = encode.clamp(max=torch.finfo(torch.float32).max).reciprocal()
+            factors = scales.float().repeat_interleave(16, -1)[: len(x), : x.shape[1]]
+            values = reference_nvfp4.cast_from_fp4x2(codes, torch.float32)
+            return (values * factors * decode.view(-1, 1)).to(x.dtype)
+
+        def fp8(x: Tensor, shape: tuple[int, int], powers: bool) -> Tensor:
+            result = BlockwiseQuantizerReference().quantize(
+                x,
+                torch.float8_e4m3fn,
+                quant_tile_shape=shape,
+                pow_2_scales=powers,
+                munge_scale_shapes=False,
+            )
+            factors = result.scale.repeat_interleave(shape[0], 0).repeat_interleave(128, 1)
+            return (result.data.float() * factors[: len(x), : x.shape[1]]).to(x.dtype)
+
+        calls = {
+            name: functools.partial(nvfp4, options=options)
+            for name, options in nvfp4_options.items()
+        }
+        for suffix, shape in (("", (1, 128)), (":2d", (128, 128))):
+            calls[f"fp8_block{suffix}"] = functools.partial(fp8, shape=shape, powers=False)
+            calls[f"fp8_block:ue8m0{suffix}"] = functools.partial(fp8, shape=shape, powers=True)
+        return lambda fmt: calls.get(fmt.name)
+
+    return from_source(load, source, TRANSFORMER_ENGINE_PACKAGES)
 
 
 def transformer_engine() -> peers.Finder:
@@ -207,12 +213,13 @@ def transformer_engine() -> peers.Finder:
 
 #: By the name of each peer: the function that loads it, and the distribution that contains it.
 PEERS: dict[str, tuple[Callable[[], peers.Finder], str]] = {
-    "torch": (peers.torch_cast, "torch"),
-    "torchao": (torchao, "torchao"),
-    "modelopt": (peers.modelopt, "nvidia-modelopt"),
-    "quark": (peers.quark, "amd-quark"),
-    "en_dtypes": (peers.en_dtypes, "en_dtypes"),
+    **{name: loader for name, loader in peers.PEERS.items() if name != "torchao compiled"},
     "ml_dtypes": (ml_dtypes, "ml_dtypes"),
     "gfloat": (gfloat, "gfloat"),
     "Transformer Engine": (transformer_engine, "transformer-engine"),
+}
+#: By the name of each peer: the function that loads it from the source in a given folder.
+SOURCES: dict[str, Callable[[Path], peers.Finder]] = {
+    "fouroversix": fouroversix,
+    "Transformer Engine": transformer_engine_reference,
 }

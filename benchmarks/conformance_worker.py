@@ -35,14 +35,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TRIED = 4  #: number of differing values per vector for which a smaller input is searched
 
 
-def load_all(fouroversix: str | None) -> dict[str, peers.Finder]:
-    """Import every package, and report which are available."""
+def load_all(sources: dict[str, str]) -> dict[str, peers.Finder]:
+    """Import every package, and report which are available.
+
+    Args:
+        sources: by the name of a peer, the folder with its source, if it is not to be taken from
+            the installed package.
+    """
     loaders = dict(conformance_peers.PEERS)
-    if fouroversix is None:
-        report("peer", name="fouroversix", release=None, missing="no --fouroversix is given")
-    else:
-        load = functools.partial(conformance_peers.fouroversix, Path(fouroversix))
-        loaders["fouroversix"] = (load, "fouroversix")
+    for name, folder in sources.items():
+        loaders[name] = functools.partial(conformance_peers.SOURCES[name], Path(folder)), None
     return load_peers(loaders)
 
 
@@ -136,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kit = Path(request["kit"])
     formats = json.loads((kit / "manifest.json").read_text())["formats"]
-    finders = load_all(request["fouroversix"])
+    finders = load_all(request["sources"])
     for peer, find in finders.items():
         for name, entry in formats.items():
             fmt = get_format(name)

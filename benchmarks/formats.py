@@ -9,7 +9,7 @@ For each format, input dtype and block axis, the benchmark times a copy of the m
 `fake_quantize`, and each other package (peer) that has the format. A peer quantizes the matrix and
 dequantizes it to the input's dtype. All calls run in one process with the same number of threads,
 except peers based on numpy (ml_dtypes, en_dtypes), which use one thread. In each round, every call
-has one turn.
+has one turn; a peer that is very slow takes part in the first rounds only.
 
 On the CPU, results are written to memory newly obtained from the system, and its page faults take
 most of a copy's time. A second pass, only for the copy and our function, reuses freed memory. (By
@@ -68,6 +68,27 @@ FORMATS = (
     "hifp4",
     "fp8_e4m3",
     "fp8_e5m2",
+    "fp8_rowwise",
+    "fp8_block",
+    "fp8_block:2d",
+    "nvfp4:2d",
+    "nvfp4:outer-row",
+    "nvfp4:head16/17",
+    "nvfp4:4over6-mae",
+    "nvfp4:4over6-mse",
+    "nvint4",
+    "if4",
+    "if4_mae",
+    "mixfp4",
+    "amdfp4",
+    "mxint6",
+    "mxint4",
+    "mxfp4:top7.25",
+    "mxfp4_macro",
+    "mxfp4_macro_oas",
+    "mx9",
+    "mx6",
+    "nf4",
 )
 SEED = 1234
 #: Environment variables of glibc's malloc, with values in bytes. Allocations of at least
@@ -77,6 +98,12 @@ MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
 }
+GOALS = (
+    "The project's goals are limits for the time of our function over that of a copy: 2; 4 if two "
+    "candidates are computed for each block (4/6, IF4, MixFP4); 2.5 for HiFloat4. Columns with a "
+    "dtype and an axis have this ratio. The fastest peer should take at least 4 times as long as "
+    "ours; the smallest and largest of its ratios are shown, with the name of the closest one."
+)
 READING = (
     "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's time "
     "over ours. Differ: number of elements that differ from ours; in brackets, if smaller, the "
@@ -216,6 +243,7 @@ def main() -> int:
     cases, cuda = of_kind["case"], options.device == "cuda"
     elements = options.shape[0] * options.shape[1]
     parts = ["# Formats beside their peers", machine(options, of_kind["plan"][0])]
+    parts += ["## Goals", GOALS, formats_report.goals(cases), "## Every case"]
     parts += [formats_report.summary(cases, elements, cuda), READING, "## Every peer"]
     parts += [formats_report.packages(of_kind["peer"]), formats_report.every_peer(cases)]
     text = "\n\n".join(parts) + "\n"

@@ -1,6 +1,7 @@
 """Create the tables of benchmarks/formats.py from the events that its worker reports."""
 
 import csv
+import itertools
 import statistics
 from pathlib import Path
 
@@ -21,6 +22,7 @@ COLUMNS = (
     "far_wide",
     "note",
 )
+PEER_GOAL = 4  #: smallest time of the fastest peer over ours that the project has set as a goal
 DATA = {"randn": "normal data", "wide": "wide data"}
 
 
@@ -37,10 +39,10 @@ def typical(case: Event, who: str) -> float:
 def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
     """Return the time of the implementation `who` divided by that of the implementation `other`.
 
-    The result is the median of the rounds' ratios. Other load on the machine affects both times of
-    a round alike.
+    The result is the median of the ratios of the rounds in which both took part, which for slow
+    peers are only the first ones. Other load on the machine affects both times of a round alike.
     """
-    pairs = zip(case[memory][who], case[memory][other], strict=True)
+    pairs = zip(case[memory][who], case[memory][other], strict=False)
     return statistics.median(time / base for time, base in pairs)
 
 
@@ -74,6 +76,58 @@ def apart(differ: int, far: int) -> str:
     if differ == 0 or differ == far:
         return f"{differ:,}"
     return f"{differ:,} ({far:,} by > 4 ulp)"
+
+
+def goals(cases: list[Event]) -> str:
+    """Return a table with one row per format: its ratios to a copy, and whether it meets its goals.
+
+    The first goal is the limit of each ratio to a copy. The second one is that the fastest peer
+    takes at least `PEER_GOAL` times as long.
+    """
+    axes = [axis for axis in ("last", "first") if axis in map(_axis, cases)]
+    columns = list(itertools.product(dict.fromkeys(case["dtype"] for case in cases), axes))
+    formats: dict[str, list[Event]] = {}
+    for case in cases:
+        formats.setdefault(case["format"], []).append(case)
+    rows = []
+    for name, of_format in formats.items():
+        ratios = {(c["dtype"], _axis(c)): ratio(c, "ours", "clone") for c in of_format}
+        limit = of_format[0]["limit"]
+        above = sum(value > limit for value in ratios.values())
+        row = [f"`{name}`", f"{limit:g}"]
+        row += [f"{ratios[column]:.2f}" if column in ratios else "" for column in columns]
+        row.append(f"no, {above} of {len(ratios)} above" if above else "yes")
+        rows.append(row + _beside_peers(of_format))
+    header = ["format", "limit", *map(" ".join, columns), "within the limit"]
+    header += ["closest peer", "its time over ours", f"at least {PEER_GOAL}"]
+    within = sum(row[-4] == "yes" for row in rows)
+    with_peers = [row for row in rows if row[-3]]
+    ahead = sum(row[-1] == "yes" for row in with_peers)
+    text = (
+        f"{within} of {len(rows)} formats are within their limit in every case. Of the "
+        f"{len(with_peers)} with a peer, {ahead} are at least {PEER_GOAL} times as fast as the "
+        "fastest one in every case."
+    )
+    return f"{text}\n\n{results_page.table(header, rows)}"
+
+
+def _axis(case: Event) -> str:
+    """Return the axis of a case; formats without blocks count as measured along the last one."""
+    return "last" if case["axis"] == "-" else case["axis"]
+
+
+def _beside_peers(cases: list[Event]) -> list[str]:
+    """Return the peer that comes closest to ours, the range of its ratios, and whether it is far.
+
+    In each case of the format, only the fastest peer counts.
+    """
+    fastest = [(case, peers_of(case)[0]) for case in cases if peers_of(case)]
+    if not fastest:
+        return ["", "", "no peer"]
+    speeds = sorted((ratio(case, name, "ours"), name) for case, name in fastest)
+    below = sum(speed < PEER_GOAL for speed, _ in speeds)
+    verdict = f"no, {below} of {len(speeds)} below" if below else "yes"
+    return [speeds[0][1], f"{speeds[0][0]:.1f} to {speeds[-1][0]:.1f}", verdict]
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:

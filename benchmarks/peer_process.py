@@ -92,21 +92,25 @@ def release(distribution: str) -> str | None:
 
 def reason(error: Exception) -> str:
     """Return a one-line description of an error, for a table."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:LONGEST_REASON]
+    message = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message}".removesuffix(": ")[:LONGEST_REASON]
 
 
-def load_peers(loaders: Mapping[str, tuple[Callable[[], Loaded], str]]) -> dict[str, Loaded]:
+def load_peers(
+    loaders: Mapping[str, tuple[Callable[[], Loaded], str | None]],
+) -> dict[str, Loaded]:
     """Import every peer package, and report which are available.
 
     Args:
-        loaders: by the name of each peer, the function that loads it, and its distribution.
+        loaders: by the name of each peer, the function that loads it, and its distribution, which
+            is None for a package that is loaded from its source.
     """
     loaded = {}
     for name, (load, distribution) in loaders.items():
-        missing = None
+        missing, installed = None, "source" if distribution is None else release(distribution)
         try:
             loaded[name] = load()
         except Exception as error:  # An import may raise any error; continue with the next package.
             missing = reason(error)
-        report("peer", name=name, release=release(distribution), missing=missing)
+        report("peer", name=name, release=installed, missing=missing)
     return loaded

@@ -10,6 +10,7 @@ Three of the packages (torch, ml_dtypes and en_dtypes) quantize only single elem
 numpy code in this file computes the block scales.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -55,8 +56,10 @@ def mx_of(fmt: Format) -> tuple[str, int, str] | None:
 
 
 def torchao() -> Finder:
+    from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.prototype.blockwise_fp8_training import kernels
     from torchao.prototype.mx_formats import mx_tensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
@@ -77,6 +80,28 @@ def torchao() -> Finder:
             x, dtype, LinearMMConfig()
         ).to_original_precision()
 
+    def rowwise(x: Tensor) -> Tensor:
+        return (
+            hp_tensor_to_float8_dynamic(
+                x,
+                torch.float8_e4m3fn,
+                LinearMMConfig(),
+                scaling_granularity=ScalingGranularity.AXISWISE,
+                axiswise_dim=-1,
+            )
+            .to_original_precision()
+            .to(x.dtype)
+        )
+
+    def blockwise(x: Tensor) -> Tensor:
+        codes, scales = kernels.torch_blockwise_scale_act_quant_lhs(x)
+        return (codes.float() * scales.repeat_interleave(128, -1)).to(x.dtype)
+
+    def squares(x: Tensor) -> Tensor:
+        codes, scales = kernels.torch_blockwise_scale_weight_quant(x)
+        factors = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (codes.float() * factors).to(x.dtype)
+
     def mx(element: object, size: int, rule: str) -> Call:
         mode = mx_tensor.ScaleCalculationMode[rule.upper()]
 
@@ -90,6 +115,9 @@ def torchao() -> Finder:
         "nvfp4": nvfp4,
         "fp8_e4m3": tensorwise(torch.float8_e4m3fn),
         "fp8_e5m2": tensorwise(torch.float8_e5m2),
+        "fp8_rowwise": rowwise,
+        "fp8_block": blockwise,
+        "fp8_block:2d": squares,
     }
 
     def find(fmt: Format) -> Call | None:
@@ -116,7 +144,12 @@ def torchao_compiled() -> Finder:
 
 
 def quark() -> Finder:
-    from quark.torch.kernel.hw_emulation.hw_emulation_interface import fake_quantize_mx
+    from quark.torch.kernel.hw_emulation.hw_emulation_interface import (
+        fake_quantize_mx,
+        fake_quantize_mx6_mx9,
+    )
+    from quark.torch.quantization.config.config import AmdFP4Spec
+    from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
 
     elements = {
         "e4m3": "fp8_e4m3",
@@ -127,10 +160,19 @@ def quark() -> Finder:
         "int8": "int8",
     }
 
+    def amdfp4(x: Tensor) -> Tensor:
+        spec = AmdFP4Spec(ch_axis=-1, group_size=16).to_quantization_spec()
+        return FakeQuantizeBase.get_fake_quantize(spec)(x)
+
+    def shared_exponents(bits: int) -> Call:
+        return lambda x: fake_quantize_mx6_mx9(x, -1, 16, quant_bit=bits, sub_block_size=2)
+
+    named = {"amdfp4": amdfp4, "mx6": shared_exponents(5), "mx9": shared_exponents(8)}
+
     def find(fmt: Format) -> Call | None:
         element, size, rule = mx_of(fmt) or (None, 0, "")
         if element not in elements or rule not in ("floor", "ceil", "even"):
-            return None
+            return named.get(fmt.name)
         name = elements[element]
         return lambda x: fake_quantize_mx(x, -1, size, rule, mx_element_dtype=name)
 
@@ -138,7 +180,12 @@ def quark() -> Finder:
 
 
 def modelopt() -> Finder:
-    from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+    from modelopt.torch.quantization.qtensor import (
+        FP8QTensor,
+        MXFP4QTensor,
+        MXFP8QTensor,
+        NVFP4QTensor,
+    )
 
     def mxfp8(x: Tensor) -> Tensor:
         codes, scale = MXFP8QTensor.quantize(x)
@@ -152,7 +199,22 @@ def modelopt() -> Finder:
         codes, scale, tensor_scale = NVFP4QTensor.quantize(x, 16)
         return codes.dequantize(scale=scale, double_scale=tensor_scale, block_sizes=[16])
 
-    calls = {("e4m3", 32, "rceil"): mxfp8, ("e2m1", 32, "rceil"): mxfp4, "nvfp4": nvfp4}
+    def fp8(axis: int | None = None, sizes: dict[int, int] | None = None) -> Call:
+        def call(x: Tensor) -> Tensor:
+            codes, scale = FP8QTensor.quantize(x, axis=axis, block_sizes=sizes)
+            return codes.dequantize(scale=scale, block_sizes=sizes)
+
+        return call
+
+    calls = {
+        ("e4m3", 32, "rceil"): mxfp8,
+        ("e2m1", 32, "rceil"): mxfp4,
+        "nvfp4": nvfp4,
+        "fp8_e4m3": fp8(),
+        "fp8_rowwise": fp8(axis=0),
+        "fp8_block": fp8(sizes={-1: 128}),
+        "fp8_block:2d": fp8(sizes={-1: 128, -2: 128}),
+    }
     return lambda fmt: calls.get(mx_of(fmt) or fmt.name)
 
 
@@ -200,6 +262,82 @@ def en_dtypes() -> Finder:
     return lambda fmt: call if fmt.name in ("hifp8", "hifp8:inf") else None
 
 
+def bitsandbytes() -> Finder:
+    from bitsandbytes import functional
+
+    def call(x: Tensor) -> Tensor:
+        codes, state = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
+        return functional.dequantize_4bit(codes, state)
+
+    return lambda fmt: call if fmt.name == "nf4" else None
+
+
+def fouroversix() -> Finder:
+    """Return the finder of the PyTorch reference of fouroversix, as pip installs it or from source.
+
+    Its function is called `quantize_to_fp4` up to release 1.0 and `quantize` in newer sources,
+    which also have 6-bit elements.
+    """
+    from fouroversix.quantize import dequantize_utils
+    from fouroversix.quantize.pytorch import reference
+    from fouroversix.utils import DataType, ScaleRule
+
+    known = {
+        "mx:e2m1:b32:rceil": ("mxfp4", "static_6"),
+        "nvfp4": ("nvfp4", "static_6"),
+        "nvfp4:2d": ("nvfp4", "static_6"),
+        "nvfp4:4over6-mae": ("nvfp4", "mae"),
+        "nvfp4:4over6-mse": ("nvfp4", "mse"),
+        "nvfp4:2d:4over6-mae": ("nvfp4", "mae"),
+        "nvint4": ("nvint4", "static_6"),
+        "if4": ("if4", "mse"),
+        "if4_mae": ("if4", "mae"),
+    }
+    newer = hasattr(reference, "quantize")
+    function = reference.quantize if newer else reference.quantize_to_fp4
+    if newer:
+        from fouroversix.quantize.pytorch import fp6
+
+        known |= {
+            "nv:e2m3:b16:e4m3": ("nvfp6_e2m3", "static_6"),
+            "nv:e3m2:b16:e4m3": ("nvfp6_e3m2", "static_6"),
+        }
+
+    def elements(kind: DataType, codes: Tensor, scales: Tensor) -> Tensor:
+        if kind.value in ("nvfp6_e2m3", "nvfp6_e3m2"):
+            decode = getattr(fp6, f"convert_{kind.value[-4:]}_to_high_precision")
+            return decode(codes).float()
+        if kind.value == "nvint4":
+            return dequantize_utils.unpack_packed_int4(codes, torch.float32)
+        if kind.value == "if4":
+            scales = scales.reshape(len(codes), -1)
+            return dequantize_utils.unpack_packed_if4(codes, scales, torch.float32)
+        return dequantize_utils.unpack_packed_fp4(codes).float()
+
+    def call(x: Tensor, name: str) -> Tensor:
+        kind, rule = DataType(known[name][0]), ScaleRule(known[name][1])
+        codes, scales, amax = function(
+            x,
+            fp4_format=kind,
+            scale_rule=rule,
+            block_scale_2d=":2d" in name,
+            use_blackwell_scale_layout=False,
+        )
+        values = elements(kind, codes, scales)
+        if kind.scale_type.value == "nv_if":  # The sign bit is not part of the scale.
+            scales = (scales.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)
+        factors = scales.float().reshape(len(x), -1).repeat_interleave(kind.block_size, -1)
+        values = values.reshape(x.shape) * factors
+        if kind.scale_type.value != "mx":
+            largest = kind.quantized_value_type.get_maximum_value(rule)
+            target = largest * kind.scale_type.get_maximum_value(rule)
+            encode = torch.full_like(amax, target) / amax
+            values = values * torch.where(amax == 0, amax, encode.reciprocal())
+        return values.to(x.dtype)
+
+    return lambda fmt: functools.partial(call, name=fmt.name) if fmt.name in known else None
+
+
 def torch_cast() -> Finder:
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -220,6 +358,8 @@ PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "modelopt": (modelopt, "nvidia-modelopt"),
     "ml_dtypes": (ml_dtypes, "ml_dtypes"),
     "en_dtypes": (en_dtypes, "en_dtypes"),
+    "bitsandbytes": (bitsandbytes, "bitsandbytes"),
+    "fouroversix": (fouroversix, "fouroversix"),
 }
 #: Other packages (peers) that are based on numpy and cannot access a GPU's memory.
 ONLY_ON_CPU = ("ml_dtypes", "en_dtypes")
@@ -232,38 +372,3 @@ def along(call: Call, axis: str) -> Call:
     includes both transpositions. quark has an axis argument, but using it takes longer.
     """
     return call if axis == "last" else lambda x: call(x.t().contiguous()).t().contiguous()
-
-
-TENSORWISE = (
-    "torchao divides by the scale where ours multiplies by its reciprocal: last bits differ, and a "
-    "value halfway between two codes can be rounded to the other one"
-)
-OTHER_ORDER = (
-    "multiplies the scales in another order: last bits differ, and a value or a block's scale "
-    "halfway between two codes can be rounded to the other one"
-)
-#: Reasons why values of peers (other packages) differ from ours, by peer and format; "mx" means all
-#: MX formats.
-WHY: dict[tuple[str, str], str] = {
-    ("quark", "mx"): (
-        "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "
-        "rounds to a whole number, and the scale is one power of two off"
-    ),
-    ("modelopt", "mx"): (
-        "modelopt rounds the E2M1 ties at 0.75, 1.75 and 3.5 toward zero, not to even"
-    ),
-    ("modelopt", "nvfp4"): f"modelopt {OTHER_ORDER}; a block scale that rounds to 0 becomes 2^-9",
-    ("torchao", "nvfp4"): (
-        f"torchao {OTHER_ORDER}; block scales below 2^-6 are raised to that, so blocks of small "
-        "values lose their range"
-    ),
-    ("torchao", "fp8_e4m3"): TENSORWISE,
-    ("torchao", "fp8_e5m2"): TENSORWISE,
-    ("en_dtypes", "hifp8"): "en_dtypes returns Inf from 40960 on, where ours saturates to 32768",
-}
-
-
-def why(peer: str, fmt: Format) -> str:
-    """Return why a peer's values differ from ours, or a message that the reason is not known."""
-    family = "mx" if mx_of(fmt) else fmt.name
-    return WHY.get((peer.removesuffix(" compiled"), family), "the reason is not known")

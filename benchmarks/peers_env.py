@@ -18,8 +18,11 @@ REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
 ESSENTIAL = ("torch", "numpy", "numba")
 #: Other packages whose releases setup.py pins: transformers (quark imports it), ml_dtypes and
 #: en_dtypes (they are compared with our code), megatron-core (mindstudio-probe is measured on one
-#: of its models), and einops and psutil (megatron-core needs them).
-SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
+#: of its models), einops and psutil (megatron-core needs them), and triton (a module of torchao and
+#: fouroversix import it, also where they run plain torch).
+SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil", "triton")
+#: Packages whose builds need those that are installed already.
+NOT_ISOLATED = ("fouroversix",)
 PROBE = """
 import importlib.metadata, json
 found = importlib.metadata.distributions()
@@ -74,7 +77,10 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
         raise SystemExit(f"[ERROR] {VENV} is not a working virtual environment; delete it")
     command = [python, "-I", "-m", "pip", "--require-virtualenv", "install", "--quiet"]
     command += ["--disable-pip-version-check", "--constraint", constraints, requirement]
+    if requirement.partition("==")[0] in NOT_ISOLATED:
+        command.append("--no-build-isolation")
     settings = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    settings["SKIP_CUDA_BUILD"] = "1"  # fouroversix then needs no CUDA compiler.
     return subprocess.run(command, stdout=sys.stderr, check=False, env=settings).returncode == 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 #: Options that a quoted command omits, because they take paths that do not affect the measurement.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
 #: Options whose values are shortened to the name of the file or folder.
-FILES = ("--text", "--tokenizer-model", "--fouroversix")
+FILES = ("--text", "--tokenizer-model", "--fouroversix", "--transformer-engine")
 
 
 def quoted(script: str, arguments: Sequence[str] | None = None) -> str:

@@ -12,6 +12,7 @@ from tests.subprocesses import REPO, run
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import conformance_report
+import peer_reasons
 import peers
 
 sys.path.remove(str(REPO / "benchmarks"))
@@ -31,11 +32,12 @@ def test_page_has_the_peers_that_are_here_and_where_they_differ(tmp_path):
     text = page.read_text()
     assert text in done.stdout
     assert re.search(r"\| torchao \| - \| ModuleNotFoundError", text)
-    assert "| fouroversix | - | no --fouroversix is given |" in text
+    assert re.search(r"\| fouroversix \| - \| ModuleNotFoundError", text)
     assert re.search(
         r"\| ml_dtypes \| `mxfp4` \| \d+ \| 0 \| 2 \| 2 \| 0 beside NaN \| 0 \| NaN \|", text
     )
-    assert "| ml_dtypes | `mxfp4` | nan, infinity |" in text
+    assert "| ml_dtypes | `mxfp4` | nan, infinity |\n" in text
+    assert "| ml_dtypes | `mxfp4` | odd_length, first_axis | ValueError: cannot reshape" in text
     if sys.version_info < (3, 13):  # setup.py says why
         assert re.search(r"\| en_dtypes \| `hifp8` .* \| 40960 alone \| Inf \| 2\^15 \|", text)
     assert "not examined" not in text
@@ -45,7 +47,7 @@ def test_page_has_the_peers_that_are_here_and_where_they_differ(tmp_path):
     ("options", "words"),
     [
         (("--formats", "mxfp9"), "--formats: unknown format 'mxfp9'"),
-        (("--fouroversix", "nowhere"), "no folder nowhere for --fouroversix"),
+        (("--transformer-engine", "nowhere"), "no folder nowhere for --transformer-engine"),
         (("--peers-python", "nowhere"), "--peers-python "),
     ],
 )
@@ -75,3 +77,27 @@ def test_peers_get_mx_formats_only_if_they_have_all_their_parts():
     for name in ("nvfp4", "mxfp4:2d", "mxfp4:top7.25", "mxfp4:head3/4", "mxfp4_macro", "mxfp4:sr"):
         assert peers.mx_of(get_format(name)) is None
     assert peers.mx_of(get_format("fp8_e4m3")) is None
+
+
+def test_rows_that_differ_only_in_the_format_are_joined():
+    rows = [
+        ("p", "mxfp4", "edges", "a | b"),
+        ("p", "mxfp4", "random", "a | b"),
+        ("p", "mxfp8", "edges", "a | b"),
+        ("p", "mxfp8", "random", "a | b"),
+        ("p", "nvfp4", "edges", "a | b"),
+        ("q", "mxfp4", "edges", "a | b"),
+    ]
+    assert conformance_report.grouped(rows) == [
+        ["p", "`mxfp4`, `mxfp8`", "edges, random", r"a \| b"],
+        ["p", "`nvfp4`", "edges", r"a \| b"],
+        ["q", "`mxfp4`", "edges", r"a \| b"],
+    ]
+
+
+def test_a_reason_belongs_to_a_package_a_format_and_a_vector():
+    why = peer_reasons.why
+    assert "OCP allows" in why("gfloat", "mxint8", ["edges"])
+    assert "left open" in why("gfloat", "mxint8", ["nan"])
+    assert why("gfloat", "mxfp8", ["edges"]) == "not examined"
+    assert why("torchao compiled", "nvfp4") == why("torchao", "nvfp4", ["random"])

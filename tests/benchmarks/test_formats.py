@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from megatron.fake_quant import FORMATS, get_format
 from tests.subprocesses import REPO, run
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+import formats
 import formats_report
 import peers_env
 
@@ -74,7 +76,7 @@ def test_help_shows_commands():
 
 def case(differ, **more):
     times = {"clone": [1.0, 2.0], "ours": [2.0, 3.0]} | {key: [8.0, 6.0] for key in differ}
-    same = {"format": "mxfp8", "dtype": "fp32", "axis": "last", "failed": {}, "why": {}}
+    same = {"format": "mxfp8", "dtype": "fp32", "axis": "last", "failed": {}, "why": {}, "limit": 2}
     reused = {"clone": [1.0, 1.0], "ours": [4.0, 4.0]}
     return same | {"times": times, "reused": reused, "differ": differ, "unlike_cpu": 3} | more
 
@@ -88,6 +90,39 @@ def test_a_row_has_medians_and_the_medians_of_a_round_s_ratios():
     row = cells(formats_report.summary([agreeing], 16777216, cuda=False), 0)
     assert row[3:10] == ["1.5", "2.5", "1.75", "4.00", "a", "7", "3.0"]
     assert row[10:] == ["= 0 of 16.8M, 1 peer"] * 2
+
+
+def test_goals_have_one_row_per_format_with_its_worst_cases():
+    slow = {"clone": [1.0], "ours": [2.5], "a": [5.0, 7.0]}
+    cases = [
+        case({"a": {}}),
+        case({}, dtype="bf16", axis="first", times=slow),
+        case({"b": {}}, format="hifp8", axis="-", limit=4.0),
+    ]
+    text = formats_report.goals(cases)
+    assert text.startswith("1 of 2 formats are within their limit in every case. Of the 2 with a")
+    table = text.partition("\n\n")[2]
+    assert [cells(table, row) for row in (0, 1)] == [
+        [
+            "`mxfp8`",
+            "2",
+            "1.75",
+            "",
+            "",
+            "2.50",
+            "no, 1 of 2 above",
+            "a",
+            "3.0 to 3.0",
+            "no, 1 of 1 below",
+        ],
+        ["`hifp8`", "4", "1.75", "", "", "", "yes", "b", "3.0 to 3.0", "no, 1 of 1 below"],
+    ]
+
+
+def test_every_named_format_is_measured_once():
+    names = [get_format(name).name for name in formats.FORMATS]
+    assert len(set(names)) == len(names)
+    assert {*FORMATS} <= {*names}
 
 
 def test_on_a_gpu_the_row_has_the_bandwidth_and_the_bits():
