@@ -62,10 +62,11 @@ def total(results: list[Event]) -> str:
         sum(len(event[key]) for event in results) for key in ("agree", "bits", "differ", "refused")
     )
     special = sum(vector in SPECIAL for event in results for vector in event["differ"])
+    vectors = agree + bits + differ + refused
     return (
-        f"{len(results)} pairs of a package and a format were compared on "
-        f"{agree + bits + differ + refused:,} vectors: {agree:,} agree, {bits:,} differ in the last "
-        f"bits, {differ:,} differ (of these, {special:,} have NaN or Inf), and {refused:,} are refused."
+        f"{len(results)} pairs of a package and a format were compared on {vectors:,} vectors: "
+        f"{agree:,} agree, {bits:,} differ in the last bits, {differ:,} differ (of these, "
+        f"{special:,} have NaN or Inf), and {refused:,} are refused."
     )
 
 

@@ -51,7 +51,7 @@ def test_quick_run_agrees_with_the_peers_that_are_here(tmp_path):
     assert all(row["differ_randn"] == row["differ_wide"] == "0" for row in by_peer["ml_dtypes"])
     if sys.version_info < (3, 13):  # setup.py says why
         assert [row["differ_randn"] for row in by_peer["en_dtypes"]] == ["0", "0"]
-        assert all("Inf from 40960 on" in row["note"] for row in by_peer["en_dtypes"])
+        assert all("values from 40960 on" in row["note"] for row in by_peer["en_dtypes"])
 
 
 @pytest.mark.parametrize(
@@ -102,20 +102,10 @@ def test_goals_have_one_row_per_format_with_its_worst_cases():
     text = formats_report.goals(cases)
     assert text.startswith("1 of 2 formats are within their limit in every case. Of the 2 with a")
     table = text.partition("\n\n")[2]
+    below = ["3.0 to 3.0", "no, 1 of 1 below"]
     assert [cells(table, row) for row in (0, 1)] == [
-        [
-            "`mxfp8`",
-            "2",
-            "1.75",
-            "",
-            "",
-            "2.50",
-            "no, 1 of 2 above",
-            "a",
-            "3.0 to 3.0",
-            "no, 1 of 1 below",
-        ],
-        ["`hifp8`", "4", "1.75", "", "", "", "yes", "b", "3.0 to 3.0", "no, 1 of 1 below"],
+        ["`mxfp8`", "2", "1.75", "", "", "2.50", "no, 1 of 2 above", "a", *below],
+        ["`hifp8`", "4", "1.75", "", "", "", "yes", "b", *below],
     ]
 
 
