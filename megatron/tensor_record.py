@@ -126,8 +126,8 @@ def safe_name(quant_type: str) -> str:
 class TensorRecord:
     """The metadata of one collected tensor.
 
-    Every field MUST be present, and fields typed `| None` MAY be null. `slice` and `codes` may also
-    be missing, as in older files, which means null.
+    Every field MUST be present, and fields typed `| None` MAY be null. `slice`, `codes` and `amax`
+    may also be missing, as in older files, which means null.
     """
 
     run_id: str
@@ -167,6 +167,10 @@ class TensorRecord:
     #: one axis, after a Hadamard transform), and its `rounding`. The file then holds `scales` in
     #: addition to `tensor`; see `megatron.fake_quant.packing`
     codes: dict[str, Any] | None = None
+    #: largest magnitudes from which the tensor-wide scales of the matmul's operands were computed,
+    #: by operation and slot, such as `linear_fprop_a`: those known when the tensor was saved. Null
+    #: if these scales follow from the operands themselves
+    amax: dict[str, float] | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -196,7 +200,7 @@ class TensorRecord:
                 f"schema version {version!r}, but this reader understands {SCHEMA_VERSION}"
             )
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - metadata.keys() - {"slice", "codes"}):
+        if missing := sorted(names - metadata.keys() - {"slice", "codes", "amax"}):
             raise ValueError(f"the record lacks {', '.join(missing)}")
         return cls(**{name: metadata[name] for name in names & metadata.keys()})
 

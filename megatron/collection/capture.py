@@ -48,6 +48,7 @@ class Capture:
         assert clock.micro_batch is not None, "a capture exists only within a training step"
         self._sink = sink
         self._micro_batch = clock.micro_batch
+        self._amaxes: dict[str, float] = {}  #: given amaxes of the operands quantized so far
         self._fields = {
             "layer_type": layer_type,
             "component": COMPONENTS[layer_type],
@@ -105,25 +106,22 @@ class Capture:
             iteration=self._micro_batch.iteration,
             micro_batch=self._micro_batch.index,
             sample_idx=self._micro_batch.sample_idx,
+            amax=dict(self._amaxes) or None,
             **fields,
             **self._fields,
         )
 
-    def codes(self, operation: str) -> Observer | None:
+    def observer(self, operation: str) -> Observer:
         """Return an observer (callback) that saves the quantized codes of a matmul's operands.
 
         `quantize` computes the codes from the same tensor and random bits as the matmul's
-        `fake_quantize`, so the decoded values are identical bit for bit.
+        `fake_quantize`, so the decoded values are identical bit for bit. The observer also keeps
+        each given amax for the records of the tensors that are saved later.
 
         Args:
             operation: "linear", "qk" or "pv".
-
-        Returns:
-            The observer; None if this rank writes none of the codes.
         """
         names = dict(zip(SLOTS, CODES[operation], strict=True))
-        if not any(map(self._sink.takes, names.values())):
-            return None
 
         def observe(
             slot: str,
@@ -133,6 +131,8 @@ class Capture:
             seed: int | None,
             amax: torch.Tensor | None,
         ) -> None:
+            if amax is not None:
+                self._amaxes[f"{operation}_{slot}"] = float(amax)
             if not self._sink.takes(names[slot]) or operand.format is None or not x.numel():
                 return
             try:

@@ -20,6 +20,7 @@ Search = Literal["none", "mae", "mse"]
 #: largest magnitude (amax) from which a tensor-wide scale is computed: that of the tensor itself;
 #: that of a tensor which is divided among ranks; or one from a history of earlier tensors
 AmaxSource = Literal["own", "global", "delayed"]
+GLOBAL: AmaxSource = "global"  #: source of the amax, and the variant of the same name
 
 #: Block size that stands for the whole axis along which blocks run: one block per row.
 WHOLE_AXIS = 1 << 40
@@ -166,7 +167,8 @@ class BlockScaling:
             return (TOP, *shape, "outer-none", HEADROOM, "ue8m0")
         outer = tuple(f"outer-{outer}" for outer in get_args(Outer))
         search = ("4over6-mae", "4over6-mse") if self.scale == "e4m3" else ()
-        return (TOP, *shape, *outer, *search, BOUND, HEADROOM)
+        whole = (GLOBAL,) if self.outer == "tensor" else ()
+        return (TOP, *shape, *outer, *search, BOUND, HEADROOM, *whole)
 
 
 def _check_parts(scaling: BlockScaling) -> None:

@@ -42,7 +42,8 @@ NaN, by the NaN code of the scale, and is ignored when a is computed. (In Transf
 NaN makes every block's scale NaN.)
 
 With tensor parallelism, a is the maximum of the tensor that `fake_quantize` receives, which for a
-weight is a shard, unless the caller gives another a. Blocks beyond a given a saturate.
+weight is a shard, unless the caller gives another a, as with `:global`. Blocks beyond a given a
+saturate.
 """
 
 import functools

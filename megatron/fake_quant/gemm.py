@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
+from megatron.fake_quant.block_scaling import AmaxSource
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
@@ -128,6 +129,12 @@ class GemmFormats:
         """True if any operand is rounded stochastically or transformed with random signs."""
         formats = (getattr(self, slot).format for slot in SLOTS)
         return self.random_signs or any(fmt is not None and fmt.stochastic for fmt in formats)
+
+    @property
+    def amax_sources(self) -> set[AmaxSource]:
+        """Sources of the amaxes from which the tensor-wide scales of the operands are computed."""
+        formats = (getattr(self, slot).format for slot in SLOTS)
+        return {fmt.amax_source for fmt in formats if fmt is not None}
 
     @property
     def random_signs(self) -> bool:

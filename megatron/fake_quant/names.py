@@ -22,6 +22,7 @@ pow2                    the tensor's scale is a power of two
 delayed, delayed16      its scale follows from the largest of the last 1024 or 16 amaxes
 recent                  its scale follows from the last amax: delayed scaling with a history of 1
 margin1, margin2, ...   delayed scaling to the target / 2, / 4, ...
+global                  the tensor's scale is computed from the parts of all ranks
 
 A block is b32 (1 x 32 values), b64x128 (64 x 128 values of the last two axes) or row (a whole row).
 Scales of an nv format are e4m3, ue5m3, e6m2 or fp32; the first three have an outer scale per tensor
@@ -38,6 +39,7 @@ from typing import cast, get_args
 
 from megatron.fake_quant.block_scaling import (
     BOUND,
+    GLOBAL,
     HEADROOM,
     TOP,
     WHOLE_AXIS,
@@ -52,7 +54,13 @@ from megatron.fake_quant.elements import ELEMENTS, ElementFormat, HiFloat8
 from megatron.fake_quant.float8_scales import FLOAT8, bound
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.rounding_modes import EDEN_BOUND, ROUNDINGS, Rounding
-from megatron.fake_quant.special_scalings import DELAYED, HISTORY, MARGIN, TensorScaling
+from megatron.fake_quant.special_scalings import (
+    DELAYED,
+    HISTORY,
+    MARGIN,
+    ChoiceScaling,
+    TensorScaling,
+)
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -96,6 +104,7 @@ _VARIANTS = (
     "pow2",
     *DELAYED,
     MARGIN,
+    GLOBAL,
 )
 #: Placeholders that help shows for variants with a number, by the pattern of the variant.
 _WITH_NUMBER: Mapping[str, str] = MappingProxyType(
@@ -114,7 +123,7 @@ _KINDS: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(_ROUNDINGS, "rounding")
     | dict.fromkeys(_OUTER, "outer scale")
     | dict.fromkeys(_SEARCHES, "search")
-    | dict.fromkeys(DELAYED, "amax")
+    | dict.fromkeys((*DELAYED, GLOBAL), "amax")
     | {_TARGET_HELP: "target", TOP: "top", BOUND: "bound", HEADROOM: "headroom", MARGIN: "margin"}
 )
 
@@ -171,8 +180,9 @@ def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
     """Return the variants in a name, in the order in which they apply.
 
     The scale rule comes first; a top without a rule implies rceil. The outer scale follows,
-    because it decides whether there is a bound. The margin comes late, because it depends on
-    delayed scaling. The rounding mode comes last, because it may depend on the scales.
+    because it decides whether there is a bound. The source of the amax comes late, because it
+    depends on the scales, and after it the margin, which depends on delayed scaling. The rounding
+    mode comes last, because it may depend on the scales.
     """
     names = variants.split(":")
     rules = [name for name in names if name in RULES]
@@ -180,7 +190,7 @@ def _in_order(variants: str, base: Format, changed: set[str]) -> list[str]:
     if not given and any(_help(name) == TOP for name in names):
         rules = ["rceil"]
     others = [name for name in names if name not in RULES]
-    order = {"outer scale": -1, "margin": 1, "rounding": 2}
+    order = {"outer scale": -1, "amax": 1, "margin": 2, "rounding": 3}
     return [*rules, *sorted(others, key=lambda name: order.get(_kind(name), 0))]
 
 
@@ -268,6 +278,9 @@ def _changed(fmt: Format, variant: str) -> Format:
             if scaling.bound is None:
                 scaling = replace(scaling, bound=EDEN_BOUND)
         return replace(fmt, scaling=scaling, rounding=rounding)
+    if variant == GLOBAL:
+        assert isinstance(fmt.scaling, BlockScaling | ChoiceScaling | TensorScaling)
+        return replace(fmt, scaling=replace(fmt.scaling, amax=GLOBAL))
     if kind == "inf":
         return replace(fmt, element=HiFloat8(overflow="inf"))
     if kind == "target":
@@ -364,6 +377,8 @@ def _canonical(base: Format, fmt: Format) -> str:
     old, new = base.scaling, fmt.scaling
     if isinstance(new, TensorScaling):
         changes += _tensor_changes(old if isinstance(old, TensorScaling) else None, new)
+    if fmt.amax_source == GLOBAL:
+        changes.append(GLOBAL)
     return ":".join([base.name, *changes])
 
 

@@ -8,6 +8,7 @@ it.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -24,7 +25,7 @@ from megatron.fake_quant import (
     pair_exponents,
     tensor_scale,
 )
-from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.block_scaling import GLOBAL, BlockScaling
 from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.formats import Format, Scaling
 from megatron.fake_quant.scales import ScaleDescription, Scales
@@ -127,4 +128,12 @@ def describe(fmt: Format) -> ScaleDescription | None:
     """Return a description of a format's scales in words, or None if it has no scales."""
     if fmt.scaling is None:
         return None
-    return module_of(fmt.scaling).describe(fmt, fmt.scaling, fmt.element)
+    description = module_of(fmt.scaling).describe(fmt, fmt.scaling, fmt.element)
+    if fmt.amax_source != GLOBAL:
+        return description
+    brief = description.brief.replace("float32 per tensor", "float32 per tensor over all ranks")
+    text = (
+        "that of the tensor is the largest over all ranks that hold a part of a matmul's operand; "
+        "outside a training run, the caller gives it (`amax` of fake_quantize)"
+    )
+    return replace(description, brief=brief, found=(*description.found, ("amax", text)))

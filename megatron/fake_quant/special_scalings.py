@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from megatron.fake_quant.block_scaling import (
+    GLOBAL,
     AmaxSource,
     Outer,
     ScaleRule,
@@ -40,7 +41,11 @@ class _Scaling:
     outer: ClassVar[Outer] = "none"
     outer_size: ClassVar[None] = None
     by_class: ClassVar[bool] = False
-    variants: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Variants that the name of a format with this scaling accepts, each after a colon."""
+        return ()
 
     @property
     def rule(self) -> ScaleRule | None:
@@ -105,6 +110,7 @@ class ChoiceScaling(_Scaling):
     block_scale: ClassVar[str] = "E4M3"
     scale_bytes: ClassVar[int] = 1
     outer: ClassVar[Outer] = "tensor"
+    variants: ClassVar[tuple[str, ...]] = (GLOBAL,)
     target: ClassVar[float] = 6.0 * 448.0  #: product of the largest E2M1 and E4M3 numbers
 
     def __post_init__(self) -> None:
@@ -168,4 +174,5 @@ class TensorScaling(_Scaling):
     @property
     def variants(self) -> tuple[str, ...]:
         """Variants that the name of a format with this scaling accepts, each after a colon."""
-        return ("pow2", *DELAYED, MARGIN) if self.amax == "delayed" else ("pow2", *DELAYED)
+        margin = (MARGIN,) if self.amax == "delayed" else ()
+        return ("pow2", *DELAYED, *margin, GLOBAL)

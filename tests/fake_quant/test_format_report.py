@@ -29,6 +29,8 @@ VARIANTS = [
     "hifp8:t40000",
     "fp8_e4m3:delayed16:margin1",
     "hifp8:t15:recent:sr",
+    "fp8_e4m3:global",
+    "if4:global",
 ]
 MX = {
     "mxfp8": "e4m3",
@@ -86,6 +88,7 @@ def precision(name: str) -> list[list[str]]:
             "fp8_e5m2:pow2",
             {"scale": "float32 per tensor, maps the maximum to 57344, a power of two"},
         ),
+        ("nvfp4:global", {"scale": "E4M3 per 16 values, float32 per tensor over all ranks"}),
         ("mxint8", {"largest": "1.984375", "smallest": "2^-6"}),
         ("hifp8", {"aliases": "hif8, hifloat8", "smallest normal": "2^-15", "smallest": "2^-22"}),
     ],

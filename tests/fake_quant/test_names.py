@@ -11,7 +11,7 @@ import torch
 from megatron.fake_quant import FORMATS, Format, fake_quantize, get_format
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import E2M1, E4M3, S1P2, Cast, HiFloat8
-from megatron.fake_quant.special_scalings import GroupScaling, TensorScaling
+from megatron.fake_quant.special_scalings import ChoiceScaling, GroupScaling, TensorScaling
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ from megatron.fake_quant.special_scalings import GroupScaling, TensorScaling
         ("fp8_e5m2:sr", {"rounding": "stochastic"}),
         ("fp8_e4m3:delayed", {"scaling": TensorScaling(448.0, amax="delayed", history=1024)}),
         ("fp8_e4m3:delayed16", {"scaling": TensorScaling(448.0, amax="delayed", history=16)}),
+        ("fp8_e4m3:global", {"scaling": TensorScaling(448.0, amax="global")}),
+        (
+            "nvfp4:global",
+            {"scaling": BlockScaling(16, scale="e4m3", outer="tensor", amax="global")},
+        ),
+        ("mixfp4:global", {"scaling": ChoiceScaling(shared=False, amax="global")}),
         ("fp8_e5m2:recent", {"scaling": TensorScaling(57344.0, amax="delayed", history=1)}),
     ],
 )
@@ -79,6 +85,9 @@ def test_formats_without_variants():
         ("fp8_e4m3:delayed:margin0", "fp8_e4m3:delayed"),
         ("fp8_e4m3:margin12:delayed007:sr:pow2", "fp8_e4m3:sr:pow2:delayed7:margin12"),
         ("fp8_e5m2:delayed1", "fp8_e5m2:recent"),
+        ("NVFP4:Global:sr:2d", "nvfp4:2d:sr:global"),
+        ("hifp8:global:t15:pow2", "hifp8:t15:pow2:global"),
+        ("amdfp4:global:outer-tensor", "amdfp4:outer-tensor:global"),
         ("hifp8:t15:recent:margin1", "hifp8:t7.5:recent"),  # a target is a number
     ],
 )
@@ -107,10 +116,11 @@ ACCEPTED = {
         "head3/4",
         "sr",
         "eden",
+        "global",
     ],
     "hifp4": ["sr"],
     "hifp8": ["sr", "hr", "inf", "t15"],
-    "fp8_e5m2": ["sr", "pow2", "delayed", "delayed16", "recent"],
+    "fp8_e5m2": ["sr", "pow2", "delayed", "delayed16", "recent", "global"],
     "bf16": [],
 }
 EVERY = [*dict.fromkeys(variant for accepted in ACCEPTED.values() for variant in accepted), "hr"]
@@ -295,8 +305,12 @@ def test_a_target_s_name_reads_back(target):
         ("fp8_e4m3:margin1", "does not take 'margin1'; it takes sr, pow2, delayed"),
         ("fp8_e4m3:delayed:margin", r"recent, margin<k>"),
         ("nvfp4:delayed", "nvfp4 does not take 'delayed'"),
+        ("mxfp8:global", "mxfp8 does not take 'global'; it takes floor"),
+        ("amdfp4:global", "amdfp4 does not take 'global'; it takes .*outer-tensor"),
+        ("nvfp4:global:outer-row", "nvfp4 does not take 'global'"),
+        ("fp8_e4m3:delayed:global", "'global' sets the amax a second time"),
     ],
 )
-def test_delayed_scaling_that_makes_no_sense_is_refused(name, message):
+def test_a_source_of_the_amax_that_makes_no_sense_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         get_format(name)

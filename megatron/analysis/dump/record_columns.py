@@ -268,7 +268,17 @@ def _check_codes(codes: dict[Any, Any]) -> None:
         raise WrongTypeError(f"codes' dtype is {_short(dtype)}, which no operand has")
 
 
-_CHECKS = {"slice": _check_slice, "codes": _check_codes}
+def _check_amax(amaxes: dict[Any, Any]) -> None:
+    for name, value in amaxes.items():
+        if type(name) is not str or type(value) not in (float, int) or not _is_amax(value):
+            raise WrongTypeError(f"amax has {_short(value)}, not a finite number of 0 or more")
+
+
+def _is_amax(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
+
+
+_CHECKS = {"slice": _check_slice, "codes": _check_codes, "amax": _check_amax}
 
 
 def _check_coordinates(coordinates: dict[str, int | None]) -> None:

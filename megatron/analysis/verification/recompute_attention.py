@@ -30,10 +30,12 @@ from megatron.analysis.dump.reassembly import bits, differences
 from megatron.analysis.verification.recompute_linear import (
     Outcome,
     Recomputation,
+    amax_of,
     as_outcome,
     check_not_random,
 )
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.tensor_record import PAIRWISE
 
@@ -72,7 +74,11 @@ class AttentionFormats:
 
 
 def attention(
-    ranks: Sequence[Mapping[str, Tensor]], formats: AttentionFormats, slack: float
+    ranks: Sequence[Mapping[str, Tensor]],
+    formats: AttentionFormats,
+    slack: float,
+    *,
+    amaxes: Sequence[Mapping[str, float]] = (),
 ) -> Iterator[tuple[int, str, Outcome]]:
     """Check the saved results of attention, and yield each result's rank, name and outcome.
 
@@ -82,7 +88,9 @@ def attention(
         ranks: operands and results of each rank by name, in the order of the ranks.
         formats: formats of the two matmuls, and the softmax.
         slack: factor by which the allowed deviation is multiplied.
+        amaxes: recorded amaxes of each rank's operands; see `recompute_linear.amax_of`.
     """
+    amaxes = amaxes or [{} for _ in ranks]
     for operands, results in ((_OPERANDS, _FORWARD), ((*_OPERANDS, "grad_output"), _GRADIENTS)):
         saved_results = [
             (rank, name) for rank, held in enumerate(ranks) for name in results if name in held
@@ -94,7 +102,7 @@ def attention(
             if lost := [name for name in operands if any(name not in held for held in ranks)]:
                 raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
             formats.check(backward=backward)
-            recomputed = _recompute(ranks, formats, backward=backward)
+            recomputed = _recompute(ranks, formats, amaxes, backward=backward)
         except (NotCheckedError, RuntimeError, ValueError) as error:
             for rank, name in saved_results:
                 yield rank, name, as_outcome(error)
@@ -105,7 +113,7 @@ def attention(
             if saved.shape == again.shape and torch.equal(bits(saved), bits(again)):
                 yield rank, name, Recomputation(exact=True)
                 continue
-            moved = moved or _recompute(ranks, formats, backward=backward, move=True)
+            moved = moved or _recompute(ranks, formats, amaxes, backward=backward, move=True)
             yield rank, name, _judge(saved, again, moved[rank][name], slack)
 
 
@@ -147,6 +155,7 @@ def _largest(x: Tensor) -> Tensor:
 def _recompute(
     ranks: Sequence[Mapping[str, Tensor]],
     formats: AttentionFormats,
+    amaxes: Sequence[Mapping[str, float]],
     *,
     backward: bool,
     move: bool = False,
@@ -156,6 +165,7 @@ def _recompute(
     Args:
         ranks: operands of each rank by name, in the order of the ranks.
         formats: formats of the two matmuls, and the softmax.
+        amaxes: recorded amaxes of each rank's operands.
         backward: whether to compute the gradients instead of the forward results.
         move: whether to change every score by one unit in the last place.
     """
@@ -168,7 +178,7 @@ def _recompute(
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
         hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)
-        results = _attend(query, key, value, formats, hidden, move=move)
+        results = _attend(query, key, value, formats, hidden, amaxes=amaxes[rank], move=move)
         if not backward:
             by_rank.append({name: results[name] for name in _FORWARD if name in held})
             continue
@@ -188,6 +198,7 @@ def _attend(
     formats: AttentionFormats,
     hidden: Tensor,
     *,
+    amaxes: Mapping[str, float],
     move: bool,
 ) -> dict[str, Tensor]:
     """Return the scores, probabilities and output of attention.
@@ -200,6 +211,7 @@ def _attend(
         value: values of all ranks of the context-parallel group.
         formats: formats of the two matmuls, and the softmax.
         hidden: mask that is true where a key is hidden from a query.
+        amaxes: recorded amaxes of the operands.
         move: whether to change every score by one unit in the last place.
 
     Returns:
@@ -210,7 +222,7 @@ def _attend(
     softmax = formats.softmax
     scale = 1 / math.sqrt(dim) if softmax.scale is None else softmax.scale
     query_BMD, key_BND, value_BND = (_by_head(x, heads) for x in (query, key, value))
-    scores_BMN = _matmul(query_BMD, key_BND, formats.qk, alpha=scale)
+    scores_BMN = _matmul(query_BMD, key_BND, formats.qk, amaxes, "qk", alpha=scale)
     if move:
         signs = torch.randint(0, 2, scores_BMN.shape, generator=torch.Generator().manual_seed(0))
         scores_BMN = scores_BMN * (1 + torch.finfo(query.dtype).eps * (2 * signs - 1)).to(query)
@@ -220,7 +232,7 @@ def _attend(
     if formats.pv is not None and formats.pv.unnormalized:
         unnormalized = _unnormalized(_masked(scores_BMN.detach(), softmax, hidden), query.dtype)
     value_BDN = value_BND.transpose(1, 2)
-    context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, unnormalized=unnormalized)
+    context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, amaxes, "pv", unnormalized=unnormalized)
     context = context_BMD.view(batch, heads, tokens, -1)
     pairwise = {"attention_scores": scores_BMN, "attention_probs": probs_BMN}
     pairwise = {name: x.view(batch, heads, *x.shape[1:]) for name, x in pairwise.items()}
@@ -254,12 +266,22 @@ def _matmul(
     a_BMK: Tensor,
     b_BNK: Tensor,
     formats: GemmFormats | None,
+    amaxes: Mapping[str, float],
+    operation: str,
     *,
     alpha: float = 1.0,
     unnormalized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     if formats is not None:
-        return quantized_matmul(a_BMK, b_BNK, formats, alpha=alpha, unnormalized=unnormalized)
+
+        def recorded(slot: str, x: Tensor, fmt: Format) -> Tensor:
+            amax = amax_of(fmt, amaxes, f"{operation}_{slot}")
+            assert amax is not None
+            return amax
+
+        return quantized_matmul(
+            a_BMK, b_BNK, formats, alpha=alpha, unnormalized=unnormalized, amax_of=recorded
+        )
     bt_BKN = b_BNK.transpose(1, 2)
     if alpha == 1.0:
         return torch.bmm(a_BMK, bt_BKN)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import Operand
@@ -59,7 +60,9 @@ def linear(
     tensors: Mapping[str, Tensor],
     formats: GemmFormats,
     slack: float,
+    *,
     codes: Mapping[str, Tensor] | None = None,
+    amaxes: Mapping[str, float] | None = None,
 ) -> Iterator[tuple[str, Outcome]]:
     """Check each saved result of a linear layer, and yield its name and outcome.
 
@@ -68,6 +71,7 @@ def linear(
         formats: formats of the operands in the run.
         slack: factor by which the allowed deviation is multiplied.
         codes: dequantized operands whose codes were saved, by slot.
+        amaxes: recorded amaxes of the operands; see `amax_of`.
     """
     for name, operands in LINEAR.items():
         if name not in tensors:
@@ -79,7 +83,8 @@ def linear(
             saved = tensors[name].flatten(0, -2)
             if not first.dtype == second.dtype == saved.dtype:
                 raise NotCheckedError("operands and result have different dtypes")
-            a, b = _operands(name, first, second, formats, codes or {})
+            recorded = _Recorded(formats, codes or {}, amaxes or {})
+            a, b = _operands(name, first, second, recorded)
             yield name, _compare(saved, a, b, formats if name != "output" else None, slack)
         except (NotCheckedError, RuntimeError, ValueError) as error:
             yield name, as_outcome(error)
@@ -97,8 +102,27 @@ def as_outcome(error: Exception) -> Outcome:
     return Recomputation(exact=False, excess=torch.inf, text=f"its operands do not fit: {line}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Recorded properties of the operands of a linear layer; see `linear`."""
+
+    formats: GemmFormats
+    codes: Mapping[str, Tensor]
+    amaxes: Mapping[str, float]
+
+    def quantized(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> SplitMatrix:
+        """Return the quantized values of the operand `slot`, given the saved tensor `x`."""
+        operand: Operand = getattr(self.formats, slot)
+        if operand.source == "dequantized":
+            forward = OF_FORWARD[slot]
+            copy = self.quantized(forward, x, -1).dense()
+            x = getattr(self.formats, forward).rotated_back(copy)
+        amax = amax_of(operand.format, self.amaxes, f"linear_{slot}")
+        return quantized(operand, x, axis, fill=fill, stored=self.codes.get(slot), amax=amax)
+
+
 def _operands(
-    name: str, first: Tensor, second: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
+    name: str, first: Tensor, second: Tensor, recorded: _Recorded
 ) -> tuple[SplitMatrix, SplitMatrix]:
     """Return the two quantized operands of the GEMM that computes a result.
 
@@ -106,17 +130,9 @@ def _operands(
         name: name of the result.
         first: the first operand of the result in `LINEAR`.
         second: the second operand of the result in `LINEAR`.
-        formats: formats of the operands in the run.
-        codes: dequantized operands whose codes were saved, by slot.
+        recorded: formats, codes and amaxes of the operands in the run.
     """
-
-    def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> SplitMatrix:
-        operand: Operand = getattr(formats, slot)
-        if operand.source == "dequantized":
-            forward = OF_FORWARD[slot]
-            x = getattr(formats, forward).rotated_back(of(forward, x, -1).dense())
-        return quantized(operand, x, axis, fill=fill, stored=codes.get(slot))
-
+    formats, of = recorded.formats, recorded.quantized
     straight = formats.straight_through
     if name == "output":
         return of("fprop_a", first, -1), of("fprop_b", second, -1).t()
@@ -135,8 +151,32 @@ def _operands(
     return gradient, of("wgrad_a", second, -2, fill=True)
 
 
+def amax_of(fmt: Format | None, amaxes: Mapping[str, float], name: str) -> Tensor | None:
+    """Return the recorded amax of an operand; None if its scale follows from the operand itself.
+
+    Args:
+        fmt: format of the operand.
+        amaxes: the field `amax` of the records.
+        name: operation and slot of the operand, as in `linear_fprop_a`.
+
+    Raises:
+        NotCheckedError: if the scale follows from another amax, which was not recorded.
+    """
+    if fmt is None or fmt.amax_source == "own":
+        return None
+    if name not in amaxes:
+        raise NotCheckedError(f"a scale from a {fmt.amax_source} amax that was not recorded")
+    return torch.tensor(amaxes[name], dtype=torch.float32)
+
+
 def quantized(
-    operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
+    operand: Operand,
+    x: Tensor,
+    axis: int,
+    *,
+    fill: bool = False,
+    stored: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> SplitMatrix:
     """Return the quantized values of an operand, as the GEMM of the run used them.
 
@@ -147,6 +187,7 @@ def quantized(
         fill: whether to pad the axis for the transform; see `Operand.quantized`.
         stored: dequantized values of the saved codes, if any. If the operand was rounded
             stochastically, they are returned. Otherwise, they must equal the quantized `x`.
+        amax: number from which the scale of the whole tensor was computed, as from `amax_of`.
 
     Raises:
         NotCheckedError: if the operand was rounded stochastically and no codes were saved, or if
@@ -155,13 +196,13 @@ def quantized(
     """
     if stored is None:
         check_not_random(operand)
-        return operand.quantized(x, axis=axis, fill=fill)
+        return operand.quantized(x, axis=axis, fill=fill, amax=amax)
     if is_random(operand):
         parts = operand.prepared(x, axis=axis, fill=fill)
         if stored.shape != parts.values.shape:
             raise ValueError(f"codes of shape {list(stored.shape)} for {list(parts.values.shape)}")
         return parts._replace(values=stored)
-    again = operand.quantized(x, axis=axis, fill=fill)
+    again = operand.quantized(x, axis=axis, fill=fill, amax=amax)
     if not torch.equal(bits(again.values), bits(stored)):
         raise ValueError("the saved codes of an operand are not those of the saved tensor")
     return again

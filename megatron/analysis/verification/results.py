@@ -145,10 +145,11 @@ class Results:
         tensors, codes = self._tensors(by_name.values()), self._codes(by_name)
         slots = zip(SLOTS, CODES["linear"], strict=True)
         of_codes = {slot: by_name[name].format for slot, name in slots if name in by_name}
+        amaxes = _amaxes(rows.itertuples())
         best: dict[str, Outcome] = {}
         for candidate in candidates:
             formats = recorded_formats.with_drawn_signs(candidate, of_codes)
-            for name, outcome in linear(tensors, formats, self.slack, codes):
+            for name, outcome in linear(tensors, formats, self.slack, codes=codes, amaxes=amaxes):
                 best[name] = _better(best.get(name), outcome)
         yield from ((by_name[name], outcome) for name, outcome in best.items())
 
@@ -166,7 +167,8 @@ class Results:
                 raise NotCheckedError("keys and values of a context-parallel rank are missing")
             formats = _attention_formats(by_rank, self.card)
             tensors = [self._tensors(by_name.values()) for by_name in by_rank]
-            for rank, name, outcome in attention(tensors, formats, self.slack):
+            amaxes = [_amaxes(by_name.values()) for by_name in by_rank]
+            for rank, name, outcome in attention(tensors, formats, self.slack, amaxes=amaxes):
                 yield by_rank[rank][name], outcome
         except NotCheckedError as reason:
             results = rows[rows["tensor_name"].isin(RESULTS)]
@@ -182,6 +184,11 @@ def _impossible(error: Exception) -> Recomputation:
     why = str(error).strip().partition("\n")[0]
     text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
     return Recomputation(exact=False, excess=math.inf, text=text)
+
+
+def _amaxes(rows: Iterable[Any]) -> dict[str, float]:
+    """Return the recorded amaxes of one pass on one rank, by operation and slot."""
+    return {name: amax for row in rows for name, amax in (row.amax or {}).items()}
 
 
 def _check_whole(rows: Iterable[Any]) -> None:

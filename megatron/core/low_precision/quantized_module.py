@@ -4,13 +4,17 @@ The formats depend on the layer's name and number and, under a recipe with a sch
 iteration. Each layer looks them up once and then reads them from a plan.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron.collection.module_identity import Identified
 from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
+from megatron.core.low_precision.global_amax import global_amax
 from megatron.fake_quant import policy
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.gemm import SLOTS, AmaxCallback, GemmFormats
 from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.tensor_record import CODES, TENSOR_NAMES
@@ -79,6 +83,25 @@ class Quantized(Identified):
         seed = torch.initial_seed() if clock.seed is None else clock.seed
         ranks = _data_ranks(is_expert=getattr(self, "is_expert", False))
         return derive_seed(seed, name, operation, *place, *ranks)
+
+    def amax_of(self, formats: GemmFormats, dims: Sequence[str]) -> AmaxCallback | None:
+        """Return the callback that computes the amax of operands for formats with `:global`.
+
+        The result is None if no operand has such a format.
+
+        Args:
+            formats: formats of the operands of a matmul.
+            dims: dimension letters and sharding of the operands A, B and C; see `global_amax`.
+        """
+        if "global" not in formats.amax_sources:
+            return None
+        is_expert = getattr(self, "is_expert", False)
+        of_operand = dict(zip("abc", dims, strict=True))
+
+        def amax_of(slot: str, x: torch.Tensor, fmt: Format) -> torch.Tensor:
+            return global_amax(x, of_operand[slot[-1]], is_expert=is_expert)
+
+        return amax_of
 
 
 def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:

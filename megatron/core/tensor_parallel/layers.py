@@ -98,9 +98,15 @@ class _QuantizedLinear(Quantized):
     def _quantized_matmul(self, input_sbh, weight_OH, formats, capture):
         """Flatten the tokens to one axis, [s, b, h] -> [s * b, h], and run the quantized matmul."""
         input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
-        seed = self.rounding_seed(formats)
-        observe = None if capture is None else capture.codes("linear")
-        output_TO = quantized_matmul(input_TH, weight_OH, formats, seed=seed, observe=observe)
+        of_input, of_weight, of_output, _ = self._dims_of(input_sbh)
+        output_TO = quantized_matmul(
+            input_TH,
+            weight_OH,
+            formats,
+            seed=self.rounding_seed(formats),
+            observe=None if capture is None else capture.observer("linear"),
+            amax_of=self.amax_of(formats, (of_input, of_weight, without_sums(of_output))),
+        )
         return output_TO.view(*input_sbh.shape[:-1], output_TO.shape[-1])
 
     def _watch_operands(self, capture, input, weight, formats):
@@ -129,8 +135,7 @@ class _QuantizedLinear(Quantized):
     def _watch_output(self, capture, output, formats):
         of_output = self._dims_of(output)[2]
         capture.save("output", output, dims=of_output, phase="post")
-        # If the output is a partial sum, each rank still has the whole output gradient.
-        of_grad = of_output.partition(" |")[0]
+        of_grad = without_sums(of_output)
         format_names = operand_names(formats, "dgrad_c", "wgrad_c")
         capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
@@ -145,6 +150,14 @@ class _QuantizedLinear(Quantized):
         if self.is_expert:
             dims = [part.replace("[tp]", "[etp]") for part in dims]
         return dims
+
+
+def without_sums(of_output: str) -> str:
+    """Return the `dims` of an output gradient, given those of the output.
+
+    If the output is a partial sum, each rank still has the whole output gradient.
+    """
+    return of_output.partition(" |")[0]
 
 
 class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):

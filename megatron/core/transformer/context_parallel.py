@@ -16,7 +16,8 @@ into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (a zigzag): 
 keys and values are put back into the order of the sequence, and a mask is computed from the
 positions of the queries in the sequence.
 
-If a format has one scale per tensor (NVFP4, FP8), each rank computes the scale of its own queries.
+If a format has one scale per tensor (NVFP4, FP8), each rank computes the scale of its own queries,
+unless the format's name ends with `:global`; see `low_precision/global_amax.py`.
 Blocks along queries and, in linear layers, along tokens are formed from this rank's tokens. Both
 differ from a run on one rank, except that blocks agree if their size divides a chunk's length.
 Stochastic rounding draws separate random bits on each rank, also for the gathered keys and values.

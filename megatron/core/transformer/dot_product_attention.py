@@ -29,6 +29,13 @@ from megatron.tensor_record import PAIRWISE
 
 _upstream = shadowed(__name__)
 
+#: Dimension letters and sharding of the operands A, B and C of both matmuls. Keys and values are
+#: gathered over context-parallel ranks and repeated for the heads that share them.
+DIMS = {
+    "qk": ("b a[tp] s d", "b a[tp] k d", "b a[tp] s k"),
+    "pv": ("b a[tp] s k", "b a[tp] d k", "b a[tp] s d"),
+}
+
 
 class DotProductAttention(Quantized, _upstream.DotProductAttention):
     """The `DotProductAttention` of megatron-core; its matmuls can be quantized and collected."""
@@ -115,12 +122,12 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
         if capture is not None:  # save the scores before the mask changes them in place
-            capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
+            capture.save("attention_scores", scores, dims=DIMS["qk"][2], phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
         if capture is not None:
             names = operand_names(pv, "fprop_a", "wgrad_a")
             probs = probs_BMN.view(scores.shape)
-            capture.save("attention_probs", probs, dims="b a[tp] s k", format=names)
+            capture.save("attention_probs", probs, dims=DIMS["pv"][0], format=names)
         whole = None
         if pv is not None and pv.unnormalized:
             whole = self._unnormalized(scores, attention_mask)
@@ -159,7 +166,8 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
                 alpha=alpha,
                 seed=self.rounding_seed(formats, operation),
                 unnormalized=unnormalized,
-                observe=None if capture is None else capture.codes(operation),
+                observe=None if capture is None else capture.observer(operation),
+                amax_of=self.amax_of(formats, DIMS[operation]),
             )
         bt_BKN = b_BNK.transpose(1, 2)
         if alpha == 1.0:
