@@ -55,7 +55,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.code_points import code_values, decode, encode
 from megatron.fake_quant.elements import E2M1, E4M3, ElementFormat
 from megatron.fake_quant.float32_bits import INFINITY, MAGNITUDE
@@ -307,7 +307,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     flat = fmt.height == 1 or (fmt.square and fmt.scaling.search == "none")
     known = flat and fmt.outer_size is None and fmt.scaling.scale in ("e4m3", "ue5m3")
     if device != "cpu":
-        known = folds(fmt.scaling, fmt.element) and fmt.scaling.outer == "tensor"
+        known = fmt.scaling.outer == "none" or fmt.scaling.size < WHOLE_AXIS
     return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
 
 

@@ -82,7 +82,7 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    return ("nearest", "stochastic") if device == "cpu" else ()
+    return ("nearest", "stochastic")
 
 
 def describe(fmt: Format, scaling: PairScaling, element: ElementFormat) -> ScaleDescription:

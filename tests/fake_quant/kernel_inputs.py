@@ -70,6 +70,21 @@ CPU_NAMES = [
     "if4_mae:sr",
     "mixfp4",
 ]
+#: formats with kernels for GPUs only
+GPU_NAMES = [
+    "mxint4",
+    "mxint6:sr",
+    "mx:e4m3:b4x8:rceil",
+    "nvint4:2d:sr",
+    "nv:e2m1:b4x16:e4m3",
+    "nv:e2m1:b16:e6m2",
+    "nvfp4:outer-row",
+    "nvfp4:outer-1x128:sr",
+    "nvfp4:outer-1x64:4over6-mae",
+    "nvfp4:2d:outer-none:4over6-mse",
+    "amdfp4:outer-1x64",
+    "fp8_rowwise:sr",
+]
 
 
 def every_scale() -> Tensor:

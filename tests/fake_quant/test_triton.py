@@ -21,12 +21,18 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.quantize import checked
 from tests.subprocesses import environment, run
 
-from .kernel_inputs import INPUTS, NAMES, SEED, bits, layouts
+from .kernel_inputs import CPU_NAMES, GPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has wheels for Linux alone"
 )
-OURS = [name for name in NAMES if not name.startswith("hifp4")]
+#: formats without a GPU kernel, which the reference computes
+OTHERS = ("hifp4", "if4", "mixfp4", "mxfp4_macro", "nf4")
+OURS = [
+    name
+    for name in dict.fromkeys([*NAMES, *CPU_NAMES, *GPU_NAMES])
+    if not name.startswith(OTHERS) and ":eden" not in name
+]
 names = pytest.mark.parametrize("name", OURS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -56,9 +62,13 @@ def test_interpreted_the_bits_are_the_reference_s(name, differences):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    found = work("compile", cache=tmp_path_factory.mktemp("triton"))
-    return {name: code for name, code in found.items() if name != "triton"}
+def without_device(tmp_path_factory):
+    return work("compile", cache=tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def compiled(without_device):
+    return without_device["compiled"]
 
 
 def test_the_code_for_an_h100_has_nothing_that_changes_bits(compiled):
@@ -67,27 +77,53 @@ def test_the_code_for_an_h100_has_nothing_that_changes_bits(compiled):
         assert code["forbidden"] == [], name
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4:2d:sr", "hifp8:sr:t15", "fp8_e4m3:pow2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        "nvfp4:2d:sr",
+        "nvfp4:outer-1x128",
+        "nvfp4:4over6-mae",
+        "amdfp4:outer-tensor",
+        "fp8_block",
+        "hifp8:sr:t15",
+        "fp8_e4m3:pow2",
+    ],
+)
 def test_it_divides_as_ieee_says_where_it_divides(name, compiled):
     assert "div.rn.f32" in compiled[name]["operations"]
     assert "div.rn.f32" not in compiled["mxfp8"]["operations"]
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4:2d:sr", "hifp8", "mxfp4:sr"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mxfp8",
+        "mxfp4",
+        "mxfp4:head3/4",
+        "mx6",
+        "mx9",
+        "nvfp4:2d:sr",
+        "nvint4:outer-none",
+        "amdfp4:outer-tensor",
+        "fp8_block",
+        "fp8_block:2d",
+        "hifp8",
+        "mxfp4:sr",
+    ],
+)
 def test_memory_is_read_and_written_16_bytes_at_a_time(name, compiled):
     scalar = {"ld.global.b32", "div.rn.f32"}  # the tensor's maximum
     found = {o for o in compiled[name]["operations"] if not o.startswith("atom")} - scalar
     assert found == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
-def test_a_later_launch_is_like_the_first(tmp_path):
+def test_a_later_launch_is_like_the_first(without_device):
     """A later launch bypasses Triton's binder, so it must pass all arguments itself."""
-    for name, calls in work("launch", cache=tmp_path).items():
-        if name != "triton":
-            first, second, unaligned = calls
-            assert len(first) == (2 if name == "nvfp4:sr" else 1)
-            assert second == first
-            assert unaligned == first
+    for name, (first, second, unaligned) in without_device["launched"].items():
+        assert len(first) == (2 if name.startswith("nvfp4") else 1)
+        assert second == first
+        assert unaligned == first
 
 
 # What a CUDA tensor gets.
@@ -107,7 +143,8 @@ def test_they_are_what_a_cuda_tensor_gets(on_cuda, monkeypatch):
     monkeypatch.setattr(triton_launch, "check", lambda: None)
     for name in OURS:
         assert dispatch.find(on_cuda, get_format(name)) is triton_launch.fake_quantize
-    for name in ("bf16", "fp16", "hifp4", "mx:e4m3:b16385:floor", "mx:e4m3:b129:floor:2d"):
+    refused = ("bf16", "fp16", "mx:e4m3:b16385:floor", "mx:e4m3:b129:floor:2d", "nvfp4:eden")
+    for name in (*refused, *OTHERS, "nv:e2m1:row:e4m3:outer-tensor"):
         assert dispatch.find(on_cuda, get_format(name)) is None
     monkeypatch.setenv(dispatch.VARIABLE, "0")
     assert dispatch.find(on_cuda, get_format("mxfp8")) is None
@@ -115,7 +152,8 @@ def test_they_are_what_a_cuda_tensor_gets(on_cuda, monkeypatch):
 
 def test_without_triton_the_reference_does_the_work(on_cuda, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for module in ("triton_launch", "triton_blocks", "triton_elementwise", "triton_bits"):
+    for module in ("launch", "plans", "blocks", "elementwise", "scales", "bits"):
+        module = f"triton_{module}"
         monkeypatch.delitem(sys.modules, f"megatron.fake_quant.fused.{module}", raising=False)
         monkeypatch.delattr(megatron.fake_quant.fused, module, raising=False)
     assert dispatch.find(on_cuda, get_format("mxfp8")) is None

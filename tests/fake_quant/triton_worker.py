@@ -1,18 +1,20 @@
 """The worker process of test_triton.py, which prints its results as JSON.
 
     compare NAME ...   compare the kernels with the reference, in Triton's interpreter
-    compile            compile the kernels for sm_90, and count the instructions of their code
-    launch             record the arguments of a first launch and of later ones
+    compile            compile the kernels for sm_90, and count the instructions of their code;
+                       record the arguments of a first launch and of later ones
 
 The interpreter's variable must be set before Triton is imported, and a driver without a device
 would affect other tests.
 """
 
+import contextlib
 import json
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
 if sys.argv[1] == "compare":
@@ -20,16 +22,17 @@ if sys.argv[1] == "compare":
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver, interpreter
+from triton.runtime import driver
 
 from megatron.fake_quant import Format, get_format, reference
-from megatron.fake_quant.fused import triton_launch
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
+from megatron.fake_quant.fused import triton_launch, triton_plans
 from megatron.fake_quant.quantize import checked
 from tests.fake_quant.inputs import every_bfloat16, every_float16
 from tests.fake_quant.kernel_inputs import INPUTS, SEED, bits
+from tests.fake_quant.triton_interpreter import hasten
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Every branch of the kernels, by format, type, shape and axis.
@@ -38,14 +41,31 @@ COMPILED = (
     ("mxfp4", torch.bfloat16, (4096, 4096), 0),
     ("mxint8:sr", torch.float16, (100, 300), 0),
     ("mxfp4:sr", torch.float32, (65536, 65536), 1),  # places beyond int32
+    ("mxfp4:head3/4", torch.bfloat16, (4096, 4096), 1),
     ("mx:e7m0:b7:floor", torch.bfloat16, (77, 75), 1),
+    ("mx6", torch.bfloat16, (4096, 4096), 1),
+    ("mx9", torch.float32, (4096, 4096), 0),
     ("nvfp4:2d:sr", torch.bfloat16, (4096, 4096), 0),
     ("nvfp4", torch.float32, (4096, 4096), 1),
+    ("nvint4:outer-none", torch.bfloat16, (4096, 4096), 1),
+    ("nvfp4:outer-1x128", torch.bfloat16, (4096, 4096), 1),
+    ("nvfp4:4over6-mae", torch.bfloat16, (4096, 4096), 1),
+    ("nvfp4:outer-row:4over6-mse", torch.float32, (4096, 4096), 0),
+    ("nvfp4:2d:outer-none:4over6-mse", torch.bfloat16, (4096, 4096), 1),
+    ("amdfp4:outer-tensor", torch.bfloat16, (4096, 4096), 1),
+    ("nv:e2m1:b16:e6m2:outer-none", torch.bfloat16, (4096, 4096), 0),
+    ("fp8_block", torch.bfloat16, (4096, 4096), 1),
+    ("fp8_block:2d", torch.float32, (4096, 4096), 1),
+    ("fp8_rowwise", torch.bfloat16, (4096, 4096), 0),
     ("hifp8", torch.bfloat16, (4096, 4096), 1),
     ("hifp8:hr:inf", torch.float16, (4096, 4096), 1),
     ("hifp8:sr:t15", torch.float32, (65536, 65536), 1),
     ("fp8_e4m3:pow2", torch.bfloat16, (4096, 4096), 1),
 )
+#: Formats that are compiled with the tiles and warps of a GPU. The other ones have four times as
+#: many warps, so that the code of a thread, which repeats itself, is a quarter as long.
+WHOLE = ("mxfp8", "nvfp4", "hifp8")
+LAUNCHED = ("mxfp8", "nvfp4:sr", "hifp8", "nvfp4:outer-row")
 #: Flushing of subnormals, fusion, operations that round otherwise than IEEE's.
 FORBIDDEN = r"\S*\.ftz\S*|fma\.\S*|mad\.\S*f32|\S*\.(?:full|approx)\S*|(?:add|sub|mul|div)\.f32"
 
@@ -67,57 +87,101 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def cases(fmt: Format) -> dict[str, tuple[Tensor, list[int]]]:
-    """Return tensors, and the axes along which to quantize each."""
+class Case(NamedTuple):
+    """Tensor, the axes along which to quantize it, and the sizes that determine the tiles."""
+
+    x: Tensor
+    axes: list[int]
+    sizes: dict[str, int]
+
+
+#: Tiles that hold the whole input, so that the interpreter runs one program: one kind of input, all
+#: kinds, or all values of a 16-bit type.
+SINGLE, JOINED, EVERY = ({"TILE": 1 << power, "_REPEATS": 1} for power in (13, 15, 17))
+
+
+def several_tiles(fmt: Format) -> dict[str, Case]:
+    """Return small tensors that are cut into several tiles, with a short one at each end.
+
+    Whole rows and columns are divided among tiles. The number of columns is odd in one of two
+    cases, because the kernels draw random bits in another way then.
+    """
+    whole = WHOLE_AXIS in (fmt.block_size, fmt.outer_size)
+    groups = whole or fmt.outer_size is not None
+    sizes = {"TILE": 1 << 10 if groups else 1 << 7, "_REPEATS": 2, "_STRIP": 32}
+    sizes |= {"_LONGEST": 16, "_MOST": 512}
+    size = fmt.outer_size or fmt.block_size or 32
+    rows, columns = (36, 300) if whole else (size + 4, max(size + 8, 40))
+    if fmt.height > 1:
+        shapes = {-1: (fmt.height + 4, columns), -2: (columns, fmt.height + 4)}
+    else:
+        shapes = {-1: (3, columns), -2: (rows, 39)}
     found = {}
-    slow = fmt.rounding == "stochastic"  # to interpret
-    for kind, x in inputs().items():
-        if kind == "zeros" and (fmt.scaling is None or fmt.name.startswith("mx")):
-            continue  # among the specials, where no other value sets the scale
-        for dtype in DTYPES[: 2 if slow else 3]:
-            found[f"{dtype} {kind}"] = (x.to(dtype), [0, 1])
-        if kind == "specials":
-            for layout, y in layouts(x).items():
-                found[f"{layout} {kind}"] = (y, list(range(-y.ndim, 0)))
-    x = INPUTS["specials"]()
-    found["several tiles"] = (x[:, :280].contiguous(), [0, 1])
-    if fmt.block_size is None:
-        found["no dimensions"] = (torch.tensor(-2.7), [0])
-    if not slow:
-        found["every bfloat16"] = (every_bfloat16().view(2048, 32), [1])
-        found["every float16"] = (every_float16().view(32, 2048), [0])
+    for axis, shape in shapes.items():
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        x[0, 1], x[-1, -1] = torch.nan, -torch.inf
+        found[f"several tiles {axis}"] = Case(x, [axis], sizes)
     return found
+
+
+def cases(fmt: Format) -> dict[str, Case]:
+    """Return tensors, and the axes along which to quantize each.
+
+    Kinds of inputs are joined if no scale is shared by more values than a block of 32. Otherwise,
+    each pair of a kind, a dtype and an axis occurs.
+    """
+    found = {}
+    kinds = inputs()
+    if fmt.has_outer_scale or (fmt.block_size or 0) > 32:
+        for i, (kind, x) in enumerate(kinds.items()):
+            for j, dtype in enumerate(DTYPES):
+                found[f"{dtype} {kind}"] = Case(x.to(dtype), [(i + j) % 2], SINGLE)
+    else:
+        joined = torch.cat(list(kinds.values()), 1)[:, :300]  # the last block is short, too
+        for dtype in DTYPES:
+            found[f"{dtype}"] = Case(joined.to(dtype), [0, 1], JOINED)
+    for layout, y in layouts(kinds["specials"]).items():
+        axes = range(-y.ndim if fmt.height == 1 else -2, 0)
+        found[f"{layout} specials"] = Case(y, list(axes), SINGLE)
+    found |= several_tiles(fmt)
+    if fmt.block_size is None:
+        found["no dimensions"] = Case(torch.tensor(-2.7), [0], SINGLE)
+    if fmt.rounding != "stochastic":
+        rows, columns = (2048, 32) if fmt.height == 1 else (fmt.height, -1)
+        found["every bfloat16"] = Case(every_bfloat16().view(rows, columns), [1], EVERY)
+        columns = 32 if fmt.height == 1 else fmt.block_size
+        found["every float16"] = Case(every_float16().view(columns, -1), [0], EVERY)
+    return found
+
+
+@contextlib.contextmanager
+def tiles(sizes: dict[str, int]) -> Iterator[None]:
+    """Change the constants of `triton_plans` that determine the tiles."""
+    before = {name: getattr(triton_plans, name) for name in sizes}
+    for values in (sizes, before):
+        for name, value in values.items():
+            setattr(triton_plans, name, value)
+        for cached in (triton_plans.plan, triton_plans.amax_plan):
+            cached.cache_clear()
+        if values is sizes:
+            yield
 
 
 def differences(name: str) -> list[str]:
     fmt = get_format(name)
     seed = SEED if fmt.rounding == "stochastic" else None
     found = []
-    for case, (x, axes) in cases(fmt).items():
+    for case, (x, axes, sizes) in cases(fmt).items():
         for axis in axes:
-            if fmt.square and axis < -2:
-                continue
             _, layout = checked(x, fmt, axis)
             expected = reference.fake_quantize(x, fmt, layout, seed)
-            ours = triton_launch.fake_quantize(x, fmt, layout, seed)
+            with tiles(sizes):
+                ours = triton_launch.fake_quantize(x, fmt, layout, seed)
             if not torch.equal(bits(ours), bits(expected)):
                 found.append(f"{case}, axis {axis}: {int((bits(ours) != bits(expected)).sum())}")
             elif ours.stride() != expected.stride() or ours.dtype != x.dtype:
                 found.append(f"{case}, axis {axis}: {ours.stride()} {ours.dtype}")
     return found
-
-
-def hasten() -> None:
-    """Prepare Triton's language once for each module, instead of for each call of a function."""
-    prepare, prepared = interpreter._patch_lang, set()
-
-    def once(function: Any) -> Any:
-        if id(function.__globals__) not in prepared:
-            prepared.add(id(function.__globals__))
-            prepare(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = once
 
 
 # Compiling and launching, without a device.
@@ -159,13 +223,12 @@ class Driver:
 
 
 def compiled(name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> dict[str, Any]:
-    chosen = triton_launch.plan(get_format(name), shape, axis, dtype)
-    x = torch.empty(64, dtype=dtype)
-    plans = [(chosen, (x, x, torch.zeros((), dtype=torch.int32) if chosen.amax else None, 5, 7))]
-    if chosen.amax:
-        plans.append(
-            (triton_launch.amax_plan(x.numel(), dtype), (x, torch.zeros((), dtype=torch.int32)))
-        )
+    with tiles({} if name in WHOLE else {"_PER_WARP": 1 << 10}):
+        chosen = triton_launch.plan(get_format(name), shape, axis, dtype)
+    x, amax = torch.empty(64, dtype=dtype), torch.zeros(64, dtype=torch.int32)
+    plans = [(chosen, (x, x, None if chosen.maxima is None else amax, 5, 7))]
+    if chosen.maxima is not None:
+        plans.append((chosen.maxima, (x, amax)))
     found: dict[str, Any] = {"forbidden": [], "operations": []}
     for plan, arguments in plans:
         arguments = (*arguments, *plan.numbers, *plan.constants.values())
@@ -197,11 +260,10 @@ def main() -> None:
         result = {name: differences(name) for name in sys.argv[2:]}
     else:
         driver.set_active(device := Driver())
-        if sys.argv[1] == "compile":
-            result = {case[0]: compiled(*case) for case in COMPILED}
-        else:
-            result = {name: launched(name, device) for name in ("mxfp8", "nvfp4:sr", "hifp8")}
-    print(json.dumps({"triton": triton.__version__} | result))
+        result = {"compiled": {case[0]: compiled(*case) for case in COMPILED}}
+        with tiles({"_PER_WARP": 1 << 10}):
+            result["launched"] = {name: launched(name, device) for name in LAUNCHED}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

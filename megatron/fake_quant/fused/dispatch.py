@@ -22,6 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron.fake_quant.block_layout import BlockLayout
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings import kernel_roundings
 
@@ -58,7 +59,8 @@ def find(x: Tensor, fmt: Format) -> Kernel | None:
         return None
     if device == "cuda":
         size = fmt.block_size or 1
-        return _gpu() if (size * size if fmt.square else size) <= LARGEST_BLOCK else None
+        fits = size * fmt.height <= LARGEST_BLOCK or size == WHOLE_AXIS
+        return _gpu() if fits else None
     return _cpu() if device == "cpu" and _pays(x.numel()) else None
 
 

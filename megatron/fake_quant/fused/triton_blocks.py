@@ -1,11 +1,12 @@
-"""GPU kernel for formats with block scales, the counterpart of `numba_blocks.py`.
+"""GPU kernels for formats with block scales, the counterpart of `numba_blocks.py`.
 
-Each program holds a tile of values in registers. It reads and writes each value once.
+Each program holds a tile of values in registers. It reads and writes each value once, except that a
+search (4/6) reads them a second time. Maxima of groups that are larger than a tile, or larger than
+the blocks in it, are computed by a kernel of their own, which runs first.
 """
 
 import triton.language as tl
 
-from megatron.fake_quant.float8_scales import SIXTH as SIXTH_TENSOR
 from megatron.fake_quant.fused.triton_bits import (
     INFINITY,
     MAGNITUDE,
@@ -21,41 +22,19 @@ from megatron.fake_quant.fused.triton_bits import (
     stochastic,
     widen,
 )
-from megatron.fake_quant.fused.triton_elementwise import encode_scale
-
-FRACTION = tl.constexpr(0x7FFFFF)
-SMALLEST_NORMAL = tl.constexpr(1 << 23)
-HALF_POWER = tl.constexpr(1 << 22)  #: bits of 2^-127
-FLOAT32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
-SIXTH = tl.constexpr(SIXTH_TENSOR.item())
-E4M3_LOWEST = tl.constexpr((127 - 6) << 23)
-E4M3_TOP = tl.constexpr((127 + 8) << 23 | 6 << 20)
-
-
-@compiled
-def power(byte: tl.tensor) -> tl.tensor:
-    """Return 2^(byte - 127) as float32."""
-    return as_float(tl.where(byte == 0, HALF_POWER, byte << 23))
-
-
-@compiled
-def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.tensor:
-    """Return the E8M0 byte of a block's scale from its finite maximum; see `mx.scale_bytes`."""
-    subnormal = amax < SMALLEST_NORMAL
-    lifted = tl.where(subnormal, as_bits(as_float(amax) * 4294967296.0), amax)  # times 2^32
-    exponent = (lifted >> 23) - tl.where(subnormal, 32, 0)
-    byte = exponent - EMAX + tl.where((lifted & FRACTION) >= CARRY_FROM, 1, 0)
-    return tl.where(amax == 0, 0, tl.minimum(tl.maximum(byte, 0), 254))
-
-
-@compiled
-def e4m3(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor) -> tl.tensor:
-    """Return the multiplier and the scale for an NVFP4 block; see `float8_scales.py`."""
-    scaled = tl.minimum(as_bits(as_float(amax) * (encode * SIXTH)), E4M3_TOP)
-    scale = as_float(nearest_even(scaled, E4M3_LOWEST, 3))
-    product = scale * decode
-    multiplier = tl.div_rn(tl.full(product.shape, 1.0, tl.float32), product)
-    return tl.minimum(multiplier, FLOAT32_MAX), scale
+from megatron.fake_quant.fused.triton_scales import (
+    better_e4m3,
+    divisor,
+    e4m3,
+    e8m0,
+    encode_scale,
+    finite,
+    multiplier,
+    pair_bytes,
+    power,
+    reciprocal,
+    wanted_e4m3,
+)
 
 
 @compiled
@@ -83,6 +62,130 @@ def drawn(
 
 
 @compiled
+def corner(
+    rows: tl.tensor,
+    columns: tl.tensor,
+    bands: tl.tensor,
+    tiles: tl.tensor,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Return the number of the program's matrix, and the place of its tile in the matrix.
+
+    The place consists of the first row, the first column, and the numbers of rows and columns from
+    there on, at most HEIGHT and WIDTH. Each matrix is divided into `bands` rows of `tiles` tiles.
+    """
+    program = tl.program_id(0)
+    band = program // tiles
+    row = (band % bands).to(tl.int64) * HEIGHT
+    column = (program % tiles).to(tl.int64) * WIDTH
+    below = tl.minimum(rows - row, HEIGHT).to(tl.int32)
+    left = tl.minimum(columns - column, WIDTH).to(tl.int32)
+    return (band // bands).to(tl.int64), row, column, below, left
+
+
+@compiled
+def heads(
+    below: tl.tensor,
+    left: tl.tensor,
+    ROWWISE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+) -> tl.tensor:
+    """Return the place in the tile of the first value in each row or column of each block.
+
+    The place consists of a row, a column, and a mask that is False beyond the end of the matrix.
+
+    ROWWISE: True for the rows of blocks; False for their columns.
+    """
+    block = tl.arange(0, T)[None, :, None] * WIDTH
+    if ROWWISE:
+        row = tl.arange(0, A)[:, None, None]
+        column = block
+        exists = (row < below) & (block < left)
+    else:
+        row = tl.zeros([1, 1, 1], tl.int32)
+        within = tl.arange(0, B)[None, None, :]
+        column = block + within
+        exists = (within < WIDTH) & (column < left)
+    return row, column, exists
+
+
+@compiled
+def group_place(
+    matrix: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    groups: tl.tensor,
+    ROWWISE: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Return the position, among the maxima of groups, of the group that holds a value.
+
+    There are `groups` groups of GROUP values along each row (ROWWISE) or along each column; GROUP
+    is 0 if a group is a whole row or column.
+    """
+    if ROWWISE:
+        place = (matrix * rows + row) * groups
+        if GROUP != 0:
+            place += column // GROUP
+    else:
+        place = matrix * groups
+        if GROUP != 0:
+            place += row // GROUP
+        place = place * columns + column
+    return place
+
+
+@compiled
+def maxima(
+    src: tl.tensor,
+    amax: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    bands: tl.tensor,
+    tiles: tl.tensor,
+    groups: tl.tensor,
+    FINITE: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+) -> tl.tensor:
+    """Store the bits of the largest magnitude of each group in `amax`, which must start as zeros.
+
+    Several programs may hold parts of one group; each raises the group's maximum to that of its
+    part. The result does not depend on their order. See `blocks` for tiles and `group_place` for
+    the order of groups.
+
+    FINITE: True to ignore NaN and Inf.
+    """
+    TALL: tl.constexpr = A if HEIGHT == 1 else HEIGHT
+    matrix, top, start, below, left = corner(rows, columns, bands, tiles, TALL, T * WIDTH)
+    row = tl.arange(0, A)[:, None, None]
+    within = tl.arange(0, B)[None, None, :]
+    column = tl.arange(0, T)[None, :, None] * WIDTH + within
+    mask = (row < below) & (within < WIDTH) & (column < left)
+    first = (matrix * rows + top) * columns + start
+    place = row.to(tl.int64) * columns + column
+    magnitude = widen(tl.load(src + first + place, mask=mask, other=0.0)) & MAGNITUDE
+    if FINITE:
+        magnitude = finite(magnitude)
+    largest = tl.max(magnitude, axis=2 if ROWWISE else 0, keep_dims=True)
+    line, head, exists = heads(below, left, ROWWISE, WIDTH, A, T, B)
+    group = group_place(matrix, top + line, start + head, rows, columns, groups, ROWWISE, GROUP)
+    # A later kernel reads the maxima, so that the order of memory operations does not matter here.
+    tl.atomic_max(amax + group, largest, mask=exists, sem="relaxed")
+
+
+@compiled
 def blocks(
     src: tl.tensor,
     dst: tl.tensor,
@@ -93,14 +196,24 @@ def blocks(
     columns: tl.tensor,
     bands: tl.tensor,
     tiles: tl.tensor,
+    groups: tl.tensor,
     LOWEST: tl.constexpr,
     TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
-    EMAX: tl.constexpr,
     ONE_ZERO: tl.constexpr,
+    KIND: tl.constexpr,
+    EMAX: tl.constexpr,
     CARRY_FROM: tl.constexpr,
+    SHARE: tl.constexpr,
+    INVERSE_SHARE: tl.constexpr,
+    REACHED: tl.constexpr,
     TARGET: tl.constexpr,
+    SMALLEST_OUTER: tl.constexpr,
+    SEARCH: tl.constexpr,
     RANDOM: tl.constexpr,
+    AMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    GROUP: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     A: tl.constexpr,
@@ -113,46 +226,104 @@ def blocks(
     to powers of two. If HEIGHT is 1, the tile holds A rows of T blocks instead. Each matrix is
     divided into `bands` rows of `tiles` tiles.
 
-    TARGET: target of the tensor's scale for NVFP4; 0 for E8M0 scales.
+    LOWEST, TOP, MANTISSA, ONE_ZERO: element type; see `triton_elementwise.elements`.
+    KIND: number type of block scales, in lower case; or "pairs" for shared microexponents, whose
+        smallest scale byte is EMAX.
+    EMAX, CARRY_FROM, SHARE, INVERSE_SHARE: rule and headroom of E8M0 scales.
+    REACHED: number to which the maximum of a block is mapped; see `wanted_e4m3`.
+    TARGET: number to which the outer scale maps a maximum; 0 if there is no outer scale.
+    SEARCH: "mae", "mse" or "none"; see `better_e4m3`.
     RANDOM: 0 to round to nearest; see `drawn` for other values.
+    AMAX: content of `amax`: "none"; "tensor", the maximum of the tensor; "groups", the maxima of
+        the groups that share an outer scale; "blocks", the maxima of blocks that are larger than
+        a tile. In the last case, HEIGHT and WIDTH are those of the tile, and T is 1.
+    ROWWISE: True if blocks run along rows; False if they run along columns.
+    GROUP: see `group_place`.
     """
-    program = tl.program_id(0)
-    band = program // tiles
     TALL: tl.constexpr = A if HEIGHT == 1 else HEIGHT
-    first_row = (band % bands).to(tl.int64) * TALL
-    first_column = (program % tiles).to(tl.int64) * (T * WIDTH)
-    first = ((band // bands).to(tl.int64) * rows + first_row) * columns + first_column
+    matrix, top, start, below, left = corner(rows, columns, bands, tiles, TALL, T * WIDTH)
     row = tl.arange(0, A)[:, None, None]
     within = tl.arange(0, B)[None, None, :]
     column = tl.arange(0, T)[None, :, None] * WIDTH + within
-    left = tl.minimum(columns - first_column, T * WIDTH).to(tl.int32)
-    below = tl.minimum(rows - first_row, TALL).to(tl.int32)
     mask = (row < below) & (within < WIDTH) & (column < left)
+    first = (matrix * rows + top) * columns + start
     place = row.to(tl.int64) * columns + column
     bits = widen(tl.load(src + first + place, mask=mask, other=0.0))
 
-    largest = tl.max(bits & MAGNITUDE, axis=2, keep_dims=True)
-    if HEIGHT > 1:
-        largest = tl.max(largest, axis=0, keep_dims=True)
-    if TARGET == 0:
+    line, head, exists = heads(below, left, ROWWISE, WIDTH, A, T, B)
+    outer = None
+    if AMAX == "tensor":
+        outer = tl.load(amax)
+    if AMAX == "groups" or AMAX == "blocks":
+        group = group_place(matrix, top + line, start + head, rows, columns, groups, ROWWISE, GROUP)
+        outer = tl.load(amax + group, mask=exists, other=0)
+    if AMAX == "blocks":
+        largest = outer
+    else:
+        largest = tl.max(bits & MAGNITUDE, axis=2, keep_dims=True)
+        if HEIGHT > 1:
+            largest = tl.max(largest, axis=0, keep_dims=True)
+
+    decode = None
+    if KIND == "e8m0":
         byte = e8m0(largest, EMAX, CARRY_FROM)
         down, up = power(254 - byte), power(byte)
+        if SHARE != 1.0:
+            down *= SHARE
+            decode = INVERSE_SHARE
+    elif KIND == "pairs":
+        byte = pair_bytes(largest, bits, EMAX, ROWWISE)
+        down, up = power(254 - byte), power(byte)
+    elif KIND == "fp32":
+        down = encode_scale(largest, REACHED)
+        up = reciprocal(down)
+    elif KIND == "e4m3":
+        encode = None
+        if TARGET != 0:
+            encode = encode_scale(outer, TARGET)
+            decode = reciprocal(encode)
+        wanted = wanted_e4m3(largest, encode, REACHED)
+        if SEARCH == "none":
+            up = e4m3(wanted)
+        else:
+            up = better_e4m3(
+                wanted,
+                decode,
+                outer,
+                src + first + line.to(tl.int64) * columns + head,
+                exists,
+                1 if ROWWISE else columns,
+                left - head if ROWWISE else below,
+                LOWEST,
+                TOP,
+                MANTISSA,
+                TARGET,
+                SEARCH,
+                WIDTH if ROWWISE else HEIGHT,
+                0 if ROWWISE else 2,
+                HEIGHT if ROWWISE else WIDTH,
+            )
+        down = multiplier(up, decode)
     else:
-        encode = encode_scale(amax, TARGET)
-        decode = tl.div_rn(tl.full([], 1.0, tl.float32), encode)
-        down, up = e4m3(largest, encode, decode)
-    magnitude = tl.minimum(as_bits(as_float(bits & MAGNITUDE) * down), TOP)
+        up = divisor(largest, outer, KIND, REACHED, TARGET, SMALLEST_OUTER)
+
+    if KIND == "ue5m3" or KIND == "e6m2":
+        scaled = tl.div_rn(as_float(bits & MAGNITUDE), up)
+    else:
+        scaled = as_float(bits & MAGNITUDE) * down
+    magnitude = tl.minimum(as_bits(scaled), TOP)
     if RANDOM == 0:
         rounded = nearest_even(magnitude, LOWEST, MANTISSA)
     else:
         random = drawn(first, columns, place, key0, key1, RANDOM)
         rounded = stochastic(magnitude, random, LOWEST, MANTISSA)
     value = as_float(rounded) * up
-    if TARGET != 0:
+    if decode is not None:
         value *= decode
     result = as_bits(value) | (bits & SIGN)
     if ONE_ZERO:
         result = tl.where(rounded == 0, 0, result)
     result = tl.where(largest >= INFINITY, NAN, result)
-    stored = narrow(result, src.dtype.element_ty, EXACT=TARGET == 0)
+    EXACT: tl.constexpr = (KIND == "e8m0" and SHARE == 1.0) or KIND == "pairs"
+    stored = narrow(result, src.dtype.element_ty, EXACT=EXACT)
     tl.store(dst + first + place, stored, mask=mask)

@@ -20,10 +20,9 @@ from megatron.fake_quant.fused.triton_bits import (
     stochastic,
     widen,
 )
+from megatron.fake_quant.fused.triton_scales import encode_scale, finite, reciprocal
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
-SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: smallest normal float32
-FLOAT32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 LARGEST = tl.constexpr((127 + 15) << 23)
 #: Bits of 1.25 * 2^15, at which HiFloat8 overflows.
 OVERFLOW = tl.constexpr((127 + 15) << 23 | 1 << 21)
@@ -51,18 +50,8 @@ def finite_amax(
     for i in tl.static_range(REPEATS):
         place = i * BLOCK + tl.arange(0, BLOCK)
         bits = widen(tl.load(src + first + place, mask=place < left, other=0.0))
-        magnitude = bits & MAGNITUDE
-        largest = tl.maximum(largest, tl.where(magnitude < INFINITY, magnitude, 0))
+        largest = tl.maximum(largest, finite(bits & MAGNITUDE))
     tl.atomic_max(amax, tl.max(largest, axis=0))
-
-
-@compiled
-def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
-    """Return TARGET / maximum of the tensor, clamped as in `tensor_scale.divide_by`."""
-    magnitude = tl.load(amax)
-    quotient = tl.div_rn(tl.full([], TARGET, tl.float32), as_float(magnitude))
-    held = tl.minimum(tl.maximum(quotient, SMALLEST_FLOAT32), FLOAT32_MAX)
-    return tl.where(magnitude == 0, 1.0, held)
 
 
 @compiled
@@ -208,7 +197,7 @@ def elements(
     bits = widen(tl.load(src + first + place, mask=mask, other=0.0))
     magnitude = bits & MAGNITUDE
     if TARGET != 0:
-        encode = encode_scale(amax, TARGET)
+        encode = encode_scale(tl.load(amax), TARGET)
         if POWER_OF_TWO:
             encode = as_float(as_bits(encode) & INFINITY)
         magnitude = as_bits(as_float(magnitude) * encode)
@@ -225,7 +214,7 @@ def elements(
         no_sign = magnitude < HALF_SMALLEST if ROUNDING == "nearest" else rounded == 0
     result = rounded
     if TARGET != 0:
-        result = as_bits(as_float(rounded) * tl.div_rn(tl.full([], 1.0, tl.float32), encode))
+        result = as_bits(as_float(rounded) * reciprocal(encode))
     result |= bits & SIGN
     if no_sign is not None:
         result = tl.where(no_sign, 0, result)
