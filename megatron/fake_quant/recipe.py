@@ -41,7 +41,8 @@ _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
 Interval = tuple[float, float]  #: first and last iteration, from 1; the last may be math.inf
 # Numbers of more than 12 digits are mistakes, and Python refuses to parse thousands of digits.
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
-_ENDS = re.compile(r"(first|last) ([0-9]{1,12})")
+_ENDS = re.compile(r"(first|last) ([1-9][0-9]{0,11})")
+_SPACES = re.compile(r" *([-,]|^|$) *")  # spaces that have no effect: not those between digits
 _ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
 
 
@@ -163,13 +164,13 @@ def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
     kind = node.scalar("type", what)
     if kind != "glob":
         raise node.error(f"{what} has type {kind!r}; the only accepted type is glob")
-    config_name, pattern = node.scalar("config", what), node.scalar("pattern", what)
+    config_name, pattern = node.text_of("config", what), node.scalar("pattern", what)
     if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
         raise node.error(f"{what} has the pattern {pattern!r}; give a glob, as in '*.linear_fc1'")
-    config = configs.get(str(config_name))
+    config = configs.get(config_name)
     if config is None:
         try:
-            config = parse_config(Node(config_name, node.line), what)
+            config = parse_config(Node(config_name, node.line, config_name), what)
         except RecipeError:
             known = ", ".join(configs) or "none"
             raise node.error(
@@ -180,16 +181,16 @@ def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
     iterations = _iterations(node, what) if "iterations" in node else (1, math.inf)
     if not enabled:
         return None
-    return Rule(name, node.line, pattern, str(config_name), config, layers, iterations)
+    return Rule(name, node.line, pattern, config_name, config, layers, iterations)
 
 
 def _layers(node: Node, what: str) -> Layers:
-    text = str(node.scalar("layers", what))
+    text = node.text_of("layers", what)
     if ends := _ENDS.fullmatch(text):
         count = int(ends[2])
         return Layers(text, first=count) if ends[1] == "first" else Layers(text, last=count)
     ranges = []
-    for part in text.replace(" ", "").split(","):
+    for part in _SPACES.sub(r"\1", text).split(","):
         match = _RANGE.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise node.error(
@@ -201,8 +202,8 @@ def _layers(node: Node, what: str) -> Layers:
 
 
 def _iterations(node: Node, what: str) -> Interval:
-    text = str(node.scalar("iterations", what))
-    match = _ITERATIONS.fullmatch(text.replace(" ", ""))
+    text = node.text_of("iterations", what)
+    match = _ITERATIONS.fullmatch(_SPACES.sub(r"\1", text))
     last = int(match[2]) if match and match[2] else None
     if match is None or int(match[1]) < 1 or (last is not None and last < int(match[1])):
         raise node.error(

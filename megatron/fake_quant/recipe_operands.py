@@ -66,13 +66,13 @@ def parse_config(node: Node, what: str) -> Config:
         RecipeError: if a key or a format is unknown; the message names the line and the accepted
             values.
     """
-    if not node.value:
+    if node.value is None or node.value in ("", [], {}):
         raise node.error(
             f"{what} is empty; give {', '.join(OPERATIONS)}, or a quantization type (bf16: none)"
         )
     if not isinstance(node.value, dict):
         try:
-            of_type = parse_type(str(node.value))
+            of_type = parse_type(node.format_text(what))
         except ValueError as error:
             raise node.error(f"{what}: {error}") from None
         return {
@@ -94,7 +94,7 @@ def _format(node: Node, what: str) -> Format | None:
     if node.value is None:
         raise node.error(f"{what} is empty; give a format, as in mxfp8, or bf16 for none")
     try:
-        return parse_format(str(node.value))
+        return parse_format(node.format_text(what))
     except ValueError as error:
         raise node.error(f"{what}: {error}") from None
 
@@ -129,7 +129,15 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
     try:
         return GemmFormats(**operands, straight_through=straight_through, unnormalized=unnormalized)
     except ValueError as error:
-        raise node.error(f"{what}: {error}") from None
+        raise node.error(f"{what}: {_with_names(str(error), gemms)}") from None
+
+
+def _with_names(message: str, gemms: Mapping[str, tuple[str, str]]) -> str:
+    """Return an error message of `GemmFormats` with the recipe's names in place of the slots."""
+    names = [f"{name} of {gemm}" for gemm, pair in gemms.items() for name in pair]
+    for slot, name in zip(SLOTS, names, strict=True):
+        message = message.replace(slot, name)
+    return message
 
 
 def _gemm(
@@ -139,6 +147,8 @@ def _gemm(
         return _pair(default, names)
     if not isinstance(node.value, dict):
         return _pair(_format(node, what), names)
+    if not node.value:
+        raise node.error(f"{what} is empty; give a format, or its operands {' and '.join(names)}")
     accepted = (*names, "format", "hadamard")
     for key, child in node.items():
         if key not in accepted:

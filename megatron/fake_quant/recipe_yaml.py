@@ -1,5 +1,6 @@
 """Read YAML with line numbers, so that an error in a recipe can name its line."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; the longest are descriptions
+_DECIMAL = re.compile("[-+]?(0|[1-9][0-9]*)")
 MESSAGE_LIMIT = 500  #: maximum length of an error message, in characters
 
 
@@ -21,12 +23,16 @@ class RecipeError(ValueError):
     """Error in a recipe; the message names the line."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Node:
     """Scalar, list or mapping in a YAML file, with the number of its first line, from 1."""
 
     value: Any
     line: int
+    text: str | None = None  #: scalar as it is written in the file; None for a list or a mapping
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
     def __contains__(self, key: str) -> bool:
         return isinstance(self.value, dict) and key in self.value
@@ -69,6 +75,26 @@ class Node:
         if node.value is None:
             raise node.error(f"{key} of {what} is empty; give a value, or remove it")
         return node.value
+
+    def text_of(self, key: str, what: str) -> str:
+        """Return the text under `key` as it is written; YAML would read `yes` as a truth value.
+
+        Raises:
+            RecipeError: if there is no value under `key`, or if it is a mapping.
+        """
+        value, node = self.scalar(key, what), self.value[key]
+        return str(value) if node.text is None else str(node.text)
+
+    def format_text(self, what: str) -> str:
+        """Return the text of this node as it is written; it must be a scalar that names a format.
+
+        Raises:
+            RecipeError: if the node is a list or a mapping.
+        """
+        if self.text is None:
+            kind = "a mapping" if isinstance(self.value, dict) else "a list"
+            raise self.error(f"{what} is {kind}; give one format, as in mxfp8")
+        return self.text
 
 
 def load_yaml(path: Path) -> Node:
@@ -127,7 +153,7 @@ class _Builder:
                 f"line {line}: it has more than {NODE_LIMIT:,} values once its aliases are followed"
             )
         if isinstance(node, yaml.ScalarNode):
-            return Node(self._scalar(node, line), line)
+            return Node(self._scalar(node, line), line, node.value)
         if node.tag not in _PLAIN_TAGS:
             raise RecipeError(
                 f"line {line}: the tag {printable(node.tag)} is not allowed; remove it"
@@ -162,7 +188,13 @@ class _Builder:
                 f"{SCALAR_LIMIT:,} are allowed"
             )
         try:
-            return yaml.SafeLoader("").construct_object(node, deep=True)
+            value = yaml.SafeLoader("").construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError, OverflowError) as error:
-            why = _reason(error) if isinstance(error, yaml.YAMLError) else printable(error)
+            why = printable(getattr(error, "problem", None) or error, limit=MESSAGE_LIMIT)
             raise RecipeError(f"line {line}: {why}; give plain text or numbers") from None
+        if type(value) is int and not _DECIMAL.fullmatch(node.value):
+            raise RecipeError(
+                f"line {line}: YAML reads {printable(node.value)} as the number {value}; write "
+                "decimal digits without a leading zero, or put the text in quotes"
+            )
+        return value

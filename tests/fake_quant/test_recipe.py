@@ -332,12 +332,12 @@ def test_the_lm_head_needs_a_recipe():
         (
             "configs:\n  c:\n    linear:\n      format: mxfp8\n"
             "      dgrad: {grad_output: {source: dequantized}}\n" + MATCHER % "c",
-            "line 3: linear of config 'c': dgrad_c has the source dequantized, but the forward",
+            "line 3: linear of config 'c': grad_output of dgrad has the source dequantized, but ",
         ),
         (
             "configs:\n  c:\n    linear: {wgrad: {input: {source: dequantized}}}\n" + MATCHER % "c",
-            "line 3: linear of config 'c': wgrad_a has the source dequantized, but the forward "
-            "pass does not quantize this operand; give fprop_a a format",
+            "line 3: linear of config 'c': input of wgrad has the source dequantized, but the "
+            "forward pass does not quantize this operand; give input of fprop a format",
         ),
         (
             "configs:\n  c:\n    linear: {wgrad: {input: {source: copy}}}\n" + MATCHER % "c",
@@ -410,6 +410,43 @@ def test_the_lm_head_needs_a_recipe():
 def test_what_is_wrong_is_named_with_its_line(load, text, message):
     with pytest.raises(ValueError, match=rf"recipe .*mine\.yaml: .*{message}"):
         load(text)
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        ("[mxfp8]", "linear of config 'c' is a list; give one format"),
+        ("{format: {a: b}}", "format of linear of config 'c' is a mapping; give one format"),
+        ("{fprop: [{a: b}]}", "fprop of linear of config 'c' is a list; give one format"),
+        ("{fprop: {}}", "fprop of linear .* is empty; give a format, or its operands input and w"),
+        ("yes", "unknown format 'yes'"),
+        ("16:17", "YAML reads 16:17 as the number 977; write decimal digits"),
+        ("!foo mxfp8", "could not determine a constructor for the tag '!foo'; give plain"),
+        ("{format: mxfp8, wgrad: {hadamard: 010}}", "YAML reads 010 as the number 8"),
+        ("{format: mxfp8, wgrad: {hadamard: {size: 16, signs: true}}}", "unknown signs True"),
+        ("{format: mxfp8, wgrad: {hadamard: {size: 16, signs: -1}}}", "unknown signs -1; choose"),
+        (
+            "{fprop: {input: {format: mxfp8, source: dequantized}}}",
+            "input of fprop has the source dequantized, .* only weight of dgrad and input of wgrad",
+        ),
+    ],
+)
+def test_a_value_is_named_as_the_file_has_it(load, linear, message):
+    with pytest.raises(ValueError, match=rf"line 3: .*{message}") as error:
+        load(f"configs:\n  c:\n    linear: {linear}\n" + MATCHER % "c")
+    assert "Node(" not in str(error.value)
+    assert str(error.value).count("line 3") == 1
+
+
+@pytest.mark.parametrize("layers", ["010", "1:30", "0x10", "1_0", "1 0", "first 0", "'1 - 2 3'"])
+def test_layers_that_could_be_misread_are_refused(load, layers):
+    with pytest.raises(ValueError, match=r"YAML reads|has layers"):
+        load(MATCHER.replace("enabled", f"layers: {layers}, enabled") % "mxfp8")
+
+
+def test_a_config_may_have_a_name_that_yaml_reads_as_a_truth_value(load):
+    text = "configs:\n  no: {linear: mxfp8}\n" + MATCHER % "no"
+    assert load(text).rules[0].config_name == "no"
 
 
 def test_a_missing_file_is_named(tmp_path):
