@@ -5,6 +5,7 @@ A weight is the same in every micro-batch of an iteration and in a recomputed fo
 
 from typing import Any
 
+from megatron.fake_quant.names import get_format
 from megatron.fake_quant.rounding_modes import ROUNDINGS
 from megatron.tensor_record import OF_ITERATION
 
@@ -23,17 +24,21 @@ class WeightDedup:
         """Return True for a tensor to be saved, False for a weight already saved in this iteration.
 
         Codes from stochastic rounding differ each time, so they are always saved. The same applies
-        to codes of a dequantized forward copy, which may have been rounded stochastically. The
-        format of a code tensor names the seed of its random Hadamard signs, if any.
+        to codes of a dequantized forward copy, which may have been rounded stochastically, and to
+        codes with delayed scaling, whose scale may change between micro-batches. The format of a
+        code tensor names the seed of its random Hadamard signs, if any.
 
         Args:
             fields: fields of the tensor's record.
         """
         name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
         fmt = fields.get("format")
-        random = rounding is not None and ROUNDINGS[rounding].random
-        varies = random or (fmt is not None and fmt.endswith("+dequantized"))
-        if name not in OF_ITERATION or not fields["module"] or (rounding is not None and varies):
+        varies = rounding is not None and (
+            ROUNDINGS[rounding].random
+            or fmt.endswith("+dequantized")
+            or get_format(fmt.partition("+")[0]).amax_source == "delayed"
+        )
+        if name not in OF_ITERATION or not fields["module"] or varies:
             return True
         key = (fields["iteration"], fields["module"], name, fmt)
         if key in self._saved:

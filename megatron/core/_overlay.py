@@ -61,7 +61,7 @@ UPSTREAM = {
     "megatron.core.datasets.gpt_dataset": "GPTDataset GPTDatasetConfig MockGPTDataset",
     "megatron.core.datasets.indexed_dataset": "IndexedDataset",
     "megatron.core.dist_checkpointing.core": "CheckpointingException",
-    "megatron.core.dist_checkpointing.mapping": "ShardedObject",
+    "megatron.core.dist_checkpointing.mapping": "ShardedObject ShardedTensor",
     "megatron.core.dist_checkpointing.strategies": "torch",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": ""
     "CachedMetadataFileSystemReader",

@@ -144,8 +144,8 @@ def main() -> None:
 
     seen: list = []
 
-    def spy(x, fmt, axis, seed=None):
-        quantized = fake_quantize(x, fmt, axis=axis, seed=seed)
+    def spy(x, fmt, axis, seed=None, amax=None):
+        quantized = fake_quantize(x, fmt, axis=axis, seed=seed, amax=amax)
         seen.append((x.detach().clone(), quantized))
         return quantized
 

@@ -11,6 +11,7 @@ import torch
 from megatron.collection.module_identity import Identified
 from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
+from megatron.core.low_precision.delayed_scaling import DelayedScaling, check_training
 from megatron.core.low_precision.global_amax import global_amax
 from megatron.fake_quant import policy
 from megatron.fake_quant.formats import Format
@@ -25,6 +26,8 @@ class Quantized(Identified):
 
     operations: tuple[str, ...] = ()  #: operations of this module, from `quant_type.OPERATIONS`
     layer_type: str  #: layer type in the records of the module's tensors
+    #: amax histories of the model chunk; None if no operand of this module has delayed scaling
+    delayed_scaling: DelayedScaling | None = None
     _plans: dict[str, OperationPolicy] | None = None
 
     def plan_of(self, operation: str) -> OperationPolicy:
@@ -34,15 +37,16 @@ class Quantized(Identified):
         """
         if self._plans is None:
             current = policy.current()
-            name = "" if self.identity is None else self.identity.name
-            layer = -1 if self.identity is None else self.identity.layer_idx
-            head = self.identity is not None and self.identity.is_lm_head
-            layers = self.config.num_layers
-            self._plans = {
-                name_of: current.plan(name_of, name, layer, layers, is_lm_head=head)
-                for name_of in self.operations
-            }
+            self._plans = {name: self.planned(current, name) for name in self.operations}
         return self._plans[operation]
+
+    def planned(self, current: policy.Policy, operation: str) -> OperationPolicy:
+        """Return the formats that a policy gives to this module's operation."""
+        name = "" if self.identity is None else self.identity.name
+        layer = -1 if self.identity is None else self.identity.layer_idx
+        head = self.identity is not None and self.identity.is_lm_head
+        layers = self.config.num_layers
+        return current.plan(operation, name, layer, layers, is_lm_head=head)
 
     def tensor_names(self) -> set[str]:
         """Return the names of this module's tensors.
@@ -84,21 +88,32 @@ class Quantized(Identified):
         ranks = _data_ranks(is_expert=getattr(self, "is_expert", False))
         return derive_seed(seed, name, operation, *place, *ranks)
 
-    def amax_of(self, formats: GemmFormats, dims: Sequence[str]) -> AmaxCallback | None:
-        """Return the callback that computes the amax of operands for formats with `:global`.
+    def amax_of(
+        self, formats: GemmFormats, dims: Sequence[str], operation: str = "linear"
+    ) -> AmaxCallback | None:
+        """Return the callback that gives amaxes to operands with `:global` or delayed scaling.
 
         The result is None if no operand has such a format.
 
         Args:
             formats: formats of the operands of a matmul.
             dims: dimension letters and sharding of the operands A, B and C; see `global_amax`.
+            operation: operation of this module (linear, qk or pv).
+
+        Raises:
+            ValueError: if the module has no amax histories, or none that anything updates.
         """
-        if "global" not in formats.amax_sources:
+        sources = formats.amax_sources
+        if sources <= {"own"}:
             return None
+        if "delayed" in sources:
+            check_training(self)
         is_expert = getattr(self, "is_expert", False)
         of_operand = dict(zip("abc", dims, strict=True))
 
         def amax_of(slot: str, x: torch.Tensor, fmt: Format) -> torch.Tensor:
+            if fmt.amax_source == "delayed":
+                return self.delayed_scaling.amax_of(self.identity.name, operation, slot, x, fmt)
             return global_amax(x, of_operand[slot[-1]], is_expert=is_expert)
 
         return amax_of

@@ -1,4 +1,6 @@
-"""Update the training clock of the tensor collector: iteration, micro-batch and recomputation.
+"""Update the training clock and, with delayed scaling, the amax histories.
+
+The clock knows the iteration, the micro-batch and whether a forward pass is recomputed.
 
 The file is overlaid because only the schedule knows which micro-batch runs. The seams are the three
 pipeline schedules, called once per training iteration, and `forward_step` and `backward_step`,
@@ -17,7 +19,7 @@ import torch
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.low_precision import recipe_check
+from megatron.core.low_precision import delayed_scaling, recipe_check
 from megatron.fake_quant import policy
 
 _upstream = shadowed(__name__)
@@ -35,29 +37,47 @@ def _first(tensors):
 
 
 @functools.wraps(_upstream_forward_step)
-def forward_step(*args, current_microbatch=None, **kwargs):
-    """Run megatron-core's forward step; in training, first set the training clock's micro-batch."""
+def forward_step(forward_step_func, data_iterator, model, *args, current_microbatch=None, **kwargs):
+    """Run megatron-core's forward step.
+
+    In training, first set the training clock's micro-batch, and then update the amax histories of
+    delayed scaling.
+    """
     global _steps
+    step = functools.partial(
+        _upstream_forward_step, forward_step_func, data_iterator, model, *args, **kwargs
+    )
     if not _training:
-        return _upstream_forward_step(*args, current_microbatch=current_microbatch, **kwargs)
+        return step(current_microbatch=current_microbatch)
     _steps += 1
     clock.micro_batch = micro_batch = MicroBatch(clock.iteration, current_microbatch or 0)
-    output, num_tokens = _upstream_forward_step(
-        *args, current_microbatch=current_microbatch, **kwargs
-    )
+    delayed = delayed_scaling.of_chunk(model)
+    if delayed is not None:
+        delayed.begin_forward(micro_batch.index)
+    output, num_tokens = step(current_microbatch=current_microbatch)
     if _first(output) is not None:
         _first(output)._collected_micro_batch = micro_batch
+        _first(output)._delayed_scaling = delayed
+    if delayed is not None:
+        delayed.end_forward()
     return output, num_tokens
 
 
 @functools.wraps(_upstream_backward_step)
 def backward_step(input_tensor, output_tensor, *args, **kwargs):
-    """Run megatron-core's backward step, and mark forward passes inside it as recomputation."""
+    """Run megatron-core's backward step, and mark forward passes inside it as recomputation.
+
+    Then update the amax histories of delayed scaling.
+    """
     before = clock.micro_batch
+    delayed = getattr(_first(output_tensor), "_delayed_scaling", None)
     clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
     clock.recomputing = True
     try:
-        return _upstream_backward_step(input_tensor, output_tensor, *args, **kwargs)
+        gradient = _upstream_backward_step(input_tensor, output_tensor, *args, **kwargs)
+        if delayed is not None:
+            delayed.end_backward(clock.micro_batch.index)
+        return gradient
     finally:
         clock.micro_batch, clock.recomputing = before, False
 

@@ -167,7 +167,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
                 seed=self.rounding_seed(formats, operation),
                 unnormalized=unnormalized,
                 observe=None if capture is None else capture.observer(operation),
-                amax_of=self.amax_of(formats, DIMS[operation]),
+                amax_of=self.amax_of(formats, DIMS[operation], operation),
             )
         bt_BKN = b_BNK.transpose(1, 2)
         if alpha == 1.0:

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.utils import unwrap_model
 from megatron.training.arguments.validation import RunConfig
-from megatron.training.checkpointing import optimizer_state, random_state
+from megatron.training.checkpointing import amax_histories, optimizer_state, random_state
 from megatron.training.checkpointing.common_state import check_common, check_groups, read_common
 from megatron.training.checkpointing.compatibility import (
     check_model,
@@ -90,6 +90,8 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
     with _write_errors(final):
         state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
     state |= _model_state(trained)
+    if histories := amax_histories.sharded(trained.model):
+        state["amax_histories"] = histories
     if args.save_optim:
         state["optimizer"] = trained.optimizer.sharded_state_dict(
             _model_state(trained), metadata=_metadata()
@@ -212,6 +214,9 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
     if not args.finetune and not converts(args):
         check_run(args, common, folder)
     state: dict[str, Any] = _model_state(trained)
+    with _read_errors(folder):
+        if histories := amax_histories.sharded_to_load(trained.model, folder):
+            state["amax_histories"] = histories
     with_optim = args.load_optim and not args.finetune
     with_rng = random_states_fit(args, common)
     if with_optim:
@@ -226,6 +231,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         state = dist_checkpointing.load(state, str(folder), common_strategy=CommonStrategy())
         for key, chunk in _chunks(trained).items():
             chunk.load_state_dict(state[key])
+        amax_histories.restore(trained.model, state.get("amax_histories", {}))
     if with_optim:
         numbers = optimizer_state.numbers(trained.optimizer)
         with _read_errors(folder):

@@ -8,6 +8,7 @@ where the wheel too iterates over all named modules.
 from megatron.collection.module_identity import assign_identities
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
+from megatron.core.low_precision import delayed_scaling
 from megatron.core.low_precision.coverage_check import check_coverage
 
 _upstream = shadowed(__name__)
@@ -21,3 +22,4 @@ class GPTModel(_upstream.GPTModel):
         assign_identities(self)
         collecting = tensor_saver.enabled() or tensor_saver.enabled_by_environment()
         check_coverage(self, collecting=collecting)
+        delayed_scaling.attach(self)
