@@ -2,8 +2,7 @@
 
 Each input pins one rule, such as ties or the ends of the scale's range. The inputs are computed
 from the data of the format: rounding edges from the values of its element type, maxima of blocks
-from the numbers that its scales can have. A new format therefore needs no code here, unless blocks
-need other values beside those under test; see `_frame`.
+from the numbers that its scales can have. A new format therefore needs no code here.
 """
 
 import math
@@ -14,22 +13,28 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import scalings
-from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
+from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import Element
 from megatron.fake_quant.float8_scales import bound
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_properties import all_values, infinite_from
+from megatron.fake_quant.inspect.vector_frames import (
+    MOST_VALUES,
+    alternative_unit,
+    anchor_of,
+    frame_of,
+    matrix,
+    unit_of,
+    width_of,
+)
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.special_scalings import (
     ChoiceScaling,
     GroupScaling,
     MacroScaling,
     PairScaling,
-    TensorScaling,
 )
 
-_WIDTH = 32  #: values per row if the format itself does not give a block size
-_MOST_VALUES = 1 << 14  #: number of values above which a vector has only some of its blocks
 _MOST_CODES = 1 << 9  #: number of values of an element type above which only some are used
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SMALLEST = math.ldexp(1, -149)  #: smallest positive float32
@@ -47,22 +52,6 @@ class VectorInput:
     axis: int = -1  #: axis along which blocks run
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """Block with a known scale, and the positions in it that are free for values under test."""
-
-    base: Tensor
-    slots: tuple[int, ...]
-
-    def fill(self, values: Tensor) -> Tensor:
-        """Return as many copies of the block as `values` need, with `values` in their slots."""
-        count = -(-len(values) // len(self.slots))
-        padded = torch.nn.functional.pad(values, (0, count * len(self.slots) - len(values)))
-        blocks = self.base.repeat(count, 1)
-        blocks[:, list(self.slots)] = padded.view(count, -1)
-        return blocks
-
-
 def vector_inputs(fmt: Format) -> list[VectorInput]:
     """Return the inputs of all vectors of a format, each with the rule that it pins."""
     makers: tuple[Callable[[Format], list[VectorInput]], ...] = (
@@ -74,84 +63,6 @@ def vector_inputs(fmt: Format) -> list[VectorInput]:
         _shape_inputs,
     )
     return [vector for make in makers for vector in make(fmt)]
-
-
-def _width(fmt: Format) -> int:
-    """Return the number of values along the axis of a block."""
-    size = fmt.block_size
-    return _WIDTH if size is None or size == WHOLE_AXIS else size
-
-
-def _anchor(fmt: Format) -> float:
-    """Return the maximum of a block that has the scale 1, or with some rules, a small scale."""
-    scaling, element = fmt.scaling, fmt.element
-    if isinstance(scaling, TensorScaling):
-        return min(scaling.target, element.max)
-    if isinstance(scaling, BlockScaling) and scaling.scale != "e8m0":
-        return (scaling.top or element.max) * scaling.share
-    if isinstance(scaling, GroupScaling):
-        return math.ldexp(element.max, scaling.finer_exponents)
-    return element.max
-
-
-def _frame(fmt: Format, element: Element) -> _Frame:
-    """Return a block with a known scale in which the values have the element type `element`."""
-    scaling, anchor = fmt.scaling, _anchor(fmt)
-    base = torch.zeros(_width(fmt) * fmt.height)
-    if fmt.block_size is None:
-        return _Frame(base, tuple(range(len(base))))
-    base[0] = anchor
-    if isinstance(scaling, GroupScaling):  # The first eight values share the bit of the maximum.
-        return _Frame(base, tuple(range(8, len(base))))
-    if isinstance(scaling, PairScaling):  # A neighbor of 1 or more keeps the scale of its pair.
-        base[2::2] = 1
-        return _Frame(base, tuple(range(3, len(base), 2)))
-    if isinstance(scaling, MacroScaling):
-        step = len(base) // scaling.blocks
-        base[::step] = anchor
-        return _Frame(base, tuple(i for i in range(len(base)) if i % step))
-    if isinstance(scaling, ChoiceScaling):  # Most values are numbers of the wanted element type.
-        unit = 6 / 7 if scaling.shared else 1.0
-        floats, integers = (6, 4, 3, 2, 1.5, 0.5), (7, 5, 3, 1, 7, 5)
-        chosen = floats if element == fmt.element else [unit * n for n in integers]
-        base[:12] = torch.tensor([*chosen, *(-x for x in chosen)])
-        return _Frame(base, (12, 13, 14, 15))
-    return _Frame(base, tuple(range(1, len(base))))
-
-
-def _matrix(blocks: Tensor, fmt: Format) -> Tensor:
-    """Return a matrix of blocks, one per row of blocks.
-
-    If the format has outer scales, each row begins with a block whose maximum sets them to 1.
-    """
-    most = max(4, _MOST_VALUES // blocks.shape[-1])
-    if len(blocks) > most:
-        blocks = blocks[torch.linspace(0, len(blocks) - 1, most).round().long()]
-    leading = torch.zeros(blocks.shape[-1])
-    leading[0] = scalings.target(fmt) or 0
-    tiles = [blocks]
-    if fmt.has_outer_scale and fmt.block_size is not None:
-        tiles.insert(0, leading.expand_as(blocks))
-    elif fmt.has_outer_scale:
-        return torch.cat([leading.unsqueeze(0), blocks])
-    rows = [tile.reshape(-1, _width(fmt)) for tile in tiles]
-    return torch.cat(rows, dim=-1)
-
-
-def _unit(fmt: Format, frame: _Frame) -> float:
-    """Return the number that a value 1 of the element type stands for in the block of `frame`."""
-    if fmt.block_size is None:
-        return 1.0
-    scaling = fmt.scaling
-    assert scaling is not None
-    if isinstance(scaling, ChoiceScaling | PairScaling | GroupScaling | MacroScaling):
-        return 1.0
-    module = scalings.module_of(scaling)
-    lead = torch.zeros_like(frame.base)
-    lead[0] = scalings.target(fmt) or 0
-    blocks = torch.stack([lead, frame.base])
-    scales = module.scale_down(blocks, fmt.element, scaling)[1]
-    return float(module.scale_up(torch.ones_like(blocks), scales, scaling)[-1, 0])
 
 
 def _numbers(element: Element) -> Tensor:
@@ -181,12 +92,12 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
     """Return inputs that pin the rounding of each element type of a format."""
     vectors = []
     for element in fmt.elements:
-        frame, kind = _frame(fmt, element), ""
-        unit, limit = _unit(fmt, frame), _anchor(fmt)
+        frame, kind = frame_of(fmt, element), ""
+        unit, limit = unit_of(fmt, frame), anchor_of(fmt)
         if len(fmt.elements) > 1:
             kind = f"_{element.name}"
             # The numbers of IF4's integers are 6/7 of n; `element` counts in units of its own.
-            unit, limit = _alternative_unit(fmt, element), float(frame.base.max())
+            unit, limit = alternative_unit(fmt, element), float(frame.base.max())
         numbers = _numbers(element).double()
         middles = ((numbers[1:] + numbers[:-1]) / 2).float()
         if element.ties == "away" and not element.saturates:
@@ -212,30 +123,20 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
         for name, (values, rule) in inputs.items():
             if fmt.block_size is not None:
                 values = values[values.abs() <= limit]
-            vectors.append(VectorInput(name + kind, rule, _matrix(frame.fill(values), fmt)))
+            vectors.append(VectorInput(name + kind, rule, matrix(frame.fill(values), fmt)))
     return vectors
-
-
-def _alternative_unit(fmt: Format, element: Element) -> float:
-    """Return the number that a value 1 of one of two element types stands for."""
-    scaling = fmt.scaling
-    assert isinstance(scaling, ChoiceScaling)
-    if element == fmt.element:
-        return 1.0
-    unit = 7 / scaling.alternative.max
-    return unit * 6 / 7 if scaling.shared else unit
 
 
 def _of_maxima(maxima: Sequence[float] | Tensor, fmt: Format) -> Tensor:
     """Return one block per maximum, whose values are fixed fractions of it."""
-    size = _width(fmt) * fmt.height
+    size = width_of(fmt) * fmt.height
     fractions = torch.tensor(_FRACTIONS).repeat(-(-size // len(_FRACTIONS)))[:size]
     return torch.as_tensor(maxima, dtype=torch.float32).unsqueeze(-1) * fractions
 
 
 def _special_inputs(fmt: Format) -> list[VectorInput]:
     """Return inputs with NaN, Inf, zeros and float32 subnormal numbers."""
-    plain = _of_maxima([_anchor(fmt)] * 3, fmt)
+    plain = _of_maxima([anchor_of(fmt)] * 3, fmt)
     nan, infinity, zero = plain.clone(), plain.clone(), plain.clone()
     nan[1, 2] = math.nan
     infinity[0, 2], infinity[2, 3] = math.inf, -math.inf
@@ -243,34 +144,34 @@ def _special_inputs(fmt: Format) -> list[VectorInput]:
     multiples = torch.tensor([1, 2, 3, 5, 1000, 4194303, 4194304, 4194305, 8388607, 8388608.0])
     subnormal = _of_maxima(multiples, fmt)
     return [
-        VectorInput("nan", "one NaN in the second block", _matrix(nan, fmt)),
+        VectorInput("nan", "one NaN in the second block", matrix(nan, fmt)),
         VectorInput(
-            "infinity", "Inf in the first and -Inf in the third block", _matrix(infinity, fmt)
+            "infinity", "Inf in the first and -Inf in the third block", matrix(infinity, fmt)
         ),
         VectorInput(
-            "zero_block", "a block of zeros of both signs beside other blocks", _matrix(zero, fmt)
+            "zero_block", "a block of zeros of both signs beside other blocks", matrix(zero, fmt)
         ),
         VectorInput(
             "zero_tensor",
             "nothing but zeros of both signs, so that an outer scale has no maximum",
-            zero[1].repeat(2, 1).reshape(-1, _width(fmt)),
+            zero[1].repeat(2, 1).reshape(-1, width_of(fmt)),
         ),
         VectorInput(
             "subnormal_block",
             "blocks of float32 subnormal numbers, up to 2^-126",
-            _matrix(subnormal * _SMALLEST, fmt),
+            matrix(subnormal * _SMALLEST, fmt),
         ),
         VectorInput(
             "saturation",
             "block maxima from the largest number up to twice it, then the largest float32",
-            _matrix(_of_maxima(_beyond(fmt), fmt), fmt),
+            matrix(_of_maxima(_beyond(fmt), fmt), fmt),
         ),
     ]
 
 
 def _beyond(fmt: Format) -> list[float]:
     """Return maxima that test whether and from where values saturate."""
-    anchor = _anchor(fmt)
+    anchor = anchor_of(fmt)
     next_power = math.ldexp(1, math.frexp(anchor)[1])
     # HiFloat8 overflows from 1.25 times its largest number, which is a power of two.
     factors = torch.tensor([anchor, 1.25 * anchor, 1.5 * anchor, next_power, 2 * anchor])
@@ -289,12 +190,12 @@ def _scale_inputs(fmt: Format) -> list[VectorInput]:
         VectorInput(
             "scale_edges",
             "block maxima just below, at and just above the numbers at which the scale changes",
-            _matrix(_of_maxima(_around(_scale_changes(fmt)), fmt), fmt),
+            matrix(_of_maxima(_around(_scale_changes(fmt)), fmt), fmt),
         ),
         VectorInput(
             "scale_ends",
             "block maxima from the smallest to the largest float32: both ends of the scales",
-            _matrix(_of_maxima(ends, fmt), fmt),
+            matrix(_of_maxima(ends, fmt), fmt),
         ),
     ]
     if fmt.has_outer_scale:
@@ -302,7 +203,7 @@ def _scale_inputs(fmt: Format) -> list[VectorInput]:
             VectorInput(
                 "scale_underflow",
                 "block maxima that fall below that of the outer scale until block scales underflow",
-                _matrix(_of_maxima(steps, fmt), fmt),
+                matrix(_of_maxima(steps, fmt), fmt),
             )
         )
     if isinstance(fmt.scaling, GroupScaling | PairScaling):
@@ -312,7 +213,7 @@ def _scale_inputs(fmt: Format) -> list[VectorInput]:
 
 def _scale_changes(fmt: Format) -> Tensor:
     """Return maxima of blocks near which the scale of a block changes."""
-    scaling, anchor = fmt.scaling, _anchor(fmt)
+    scaling, anchor = fmt.scaling, anchor_of(fmt)
     if isinstance(scaling, MacroScaling):
         steps = torch.tensor([0, 1, 2, 63, 127, 128, 254, 255])
         return torch.cat([6 / (1 + steps / 256), 7.25 / (1 + steps / 256)])
@@ -334,9 +235,9 @@ def _scale_changes(fmt: Format) -> Tensor:
 
 def _finer_scales(fmt: Format) -> VectorInput:
     """Return an input that pins the scale bits of neighboring values within a block."""
-    size = _width(fmt)
+    size = width_of(fmt)
     base = torch.zeros(size)
-    base[0] = _anchor(fmt)
+    base[0] = anchor_of(fmt)
     blocks = []
     for value in _around(torch.tensor([1.0, 2.0, 4.0])).tolist():
         block = base.clone()
@@ -346,7 +247,7 @@ def _finer_scales(fmt: Format) -> VectorInput:
     return VectorInput(
         "finer_scales",
         "maxima of neighbors just below, at and just above the numbers at which their bits change",
-        _matrix(torch.stack(blocks), fmt),
+        matrix(torch.stack(blocks), fmt),
     )
 
 
@@ -368,7 +269,7 @@ def _tensor_inputs(fmt: Format) -> list[VectorInput]:
         VectorInput(
             f"tensor_{name}",
             f"the largest magnitude of the tensor is {words}",
-            blocks[name].reshape(-1, _width(fmt)),
+            blocks[name].reshape(-1, width_of(fmt)),
         )
         for name, (_, words) in maxima.items()
     ]
@@ -391,7 +292,7 @@ def _tie_inputs(fmt: Format) -> list[VectorInput]:
     ]
     blocks = []
     for content in contents:
-        block = torch.zeros(_width(fmt) * fmt.height)
+        block = torch.zeros(width_of(fmt) * fmt.height)
         block[: len(content)] = torch.tensor(content)
         below = block.nextafter(torch.zeros_like(block))
         above = block.nextafter(block * 2)
@@ -399,7 +300,7 @@ def _tie_inputs(fmt: Format) -> list[VectorInput]:
         blocks += [below, block, above]
     words = "the two scales of 4/6" if search else "the two element types"
     rule = f"blocks for which {words} have equal errors, and their neighbors"
-    return [VectorInput("error_ties", rule, _matrix(torch.stack(blocks), fmt))]
+    return [VectorInput("error_ties", rule, matrix(torch.stack(blocks), fmt))]
 
 
 def _noise(rows: int, columns: int, *, seed: int, span: int = 24) -> Tensor:
@@ -413,8 +314,8 @@ def _noise(rows: int, columns: int, *, seed: int, span: int = 24) -> Tensor:
 
 def _shape_inputs(fmt: Format) -> list[VectorInput]:
     """Return inputs of random numbers in several shapes, axes and dtypes."""
-    width = _width(fmt)
-    small = width * fmt.height <= _MOST_VALUES // 16
+    width = width_of(fmt)
+    small = width * fmt.height <= MOST_VALUES // 16
     rows = fmt.height * (8 if small else 1)
     odd = (2 if small else 1) * width + 5
     noise = _noise(rows, 2 * width, seed=1)

@@ -1,0 +1,131 @@
+"""Build blocks with known scales for the inputs of conformance vectors.
+
+A frame is a block whose scale is known, because some of its values are fixed. Its other positions
+are free for the values under test. A new format needs no code here, unless its blocks need other
+fixed values; see `frame_of`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import scalings
+from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
+from megatron.fake_quant.elements import Element
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.special_scalings import (
+    ChoiceScaling,
+    GroupScaling,
+    MacroScaling,
+    PairScaling,
+    TensorScaling,
+)
+
+MOST_VALUES = 1 << 14  #: number of values above which a vector has only some of its blocks
+_WIDTH = 32  #: values per row if the format itself does not give a block size
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Block with a known scale, and the positions in it that are free for values under test."""
+
+    base: Tensor
+    slots: tuple[int, ...]
+
+    def fill(self, values: Tensor) -> Tensor:
+        """Return as many copies of the block as `values` need, with `values` in their slots."""
+        count = -(-len(values) // len(self.slots))
+        padded = torch.nn.functional.pad(values, (0, count * len(self.slots) - len(values)))
+        blocks = self.base.repeat(count, 1)
+        blocks[:, list(self.slots)] = padded.view(count, -1)
+        return blocks
+
+
+def width_of(fmt: Format) -> int:
+    """Return the number of values along the axis of a block."""
+    size = fmt.block_size
+    return _WIDTH if size is None or size == WHOLE_AXIS else size
+
+
+def anchor_of(fmt: Format) -> float:
+    """Return the maximum of a block that has the scale 1, or with some rules, a small scale."""
+    scaling, element = fmt.scaling, fmt.element
+    if isinstance(scaling, TensorScaling):
+        return min(scaling.target, element.max)
+    if isinstance(scaling, BlockScaling) and scaling.scale != "e8m0":
+        return (scaling.top or element.max) * scaling.share
+    if isinstance(scaling, GroupScaling):
+        return math.ldexp(element.max, scaling.finer_exponents)
+    return element.max
+
+
+def frame_of(fmt: Format, element: Element) -> Frame:
+    """Return a block with a known scale in which the values have the element type `element`."""
+    scaling, anchor = fmt.scaling, anchor_of(fmt)
+    base = torch.zeros(width_of(fmt) * fmt.height)
+    if fmt.block_size is None:
+        return Frame(base, tuple(range(len(base))))
+    base[0] = anchor
+    if isinstance(scaling, GroupScaling):  # The first eight values share the bit of the maximum.
+        return Frame(base, tuple(range(8, len(base))))
+    if isinstance(scaling, PairScaling):  # A neighbor of 1 or more keeps the scale of its pair.
+        base[2::2] = 1
+        return Frame(base, tuple(range(3, len(base), 2)))
+    if isinstance(scaling, MacroScaling):
+        step = len(base) // scaling.blocks
+        base[::step] = anchor
+        return Frame(base, tuple(i for i in range(len(base)) if i % step))
+    if isinstance(scaling, ChoiceScaling):  # Most values are numbers of the wanted element type.
+        unit = 6 / 7 if scaling.shared else 1.0
+        floats, integers = (6, 4, 3, 2, 1.5, 0.5), (7, 5, 3, 1, 7, 5)
+        chosen = floats if element == fmt.element else [unit * n for n in integers]
+        base[:12] = torch.tensor([*chosen, *(-x for x in chosen)])
+        return Frame(base, (12, 13, 14, 15))
+    return Frame(base, tuple(range(1, len(base))))
+
+
+def matrix(blocks: Tensor, fmt: Format) -> Tensor:
+    """Return a matrix of blocks, one per row of blocks.
+
+    If the format has outer scales, each row begins with a block whose maximum sets them to 1.
+    """
+    most = max(4, MOST_VALUES // blocks.shape[-1])
+    if len(blocks) > most:
+        blocks = blocks[torch.linspace(0, len(blocks) - 1, most).round().long()]
+    leading = torch.zeros(blocks.shape[-1])
+    leading[0] = scalings.target(fmt) or 0
+    tiles = [blocks]
+    if fmt.has_outer_scale and fmt.block_size is not None:
+        tiles.insert(0, leading.expand_as(blocks))
+    elif fmt.has_outer_scale:
+        return torch.cat([leading.unsqueeze(0), blocks])
+    rows = [tile.reshape(-1, width_of(fmt)) for tile in tiles]
+    return torch.cat(rows, dim=-1)
+
+
+def unit_of(fmt: Format, frame: Frame) -> float:
+    """Return the number that a value 1 of the element type stands for in the block of `frame`."""
+    if fmt.block_size is None:
+        return 1.0
+    scaling = fmt.scaling
+    assert scaling is not None
+    if isinstance(scaling, ChoiceScaling | PairScaling | GroupScaling | MacroScaling):
+        return 1.0
+    module = scalings.module_of(scaling)
+    lead = torch.zeros_like(frame.base)
+    lead[0] = scalings.target(fmt) or 0
+    blocks = torch.stack([lead, frame.base])
+    scales = module.scale_down(blocks, fmt.element, scaling)[1]
+    return float(module.scale_up(torch.ones_like(blocks), scales, scaling)[-1, 0])
+
+
+def alternative_unit(fmt: Format, element: Element) -> float:
+    """Return the number that a value 1 of one of two element types stands for."""
+    scaling = fmt.scaling
+    assert isinstance(scaling, ChoiceScaling)
+    if element == fmt.element:
+        return 1.0
+    unit = 7 / scaling.alternative.max
+    return unit * 6 / 7 if scaling.shared else unit
