@@ -71,8 +71,9 @@ def parse_config(node: Node, what: str) -> Config:
             f"{what} is empty; give {', '.join(OPERATIONS)}, or a quantization type (bf16: none)"
         )
     if not isinstance(node.value, dict):
+        text = node.format_text(what)
         try:
-            of_type = parse_type(node.format_text(what))
+            of_type = parse_type(text)
         except ValueError as error:
             raise node.error(f"{what}: {error}") from None
         return {
@@ -93,8 +94,9 @@ def parse_config(node: Node, what: str) -> Config:
 def _format(node: Node, what: str) -> Format | None:
     if node.value is None:
         raise node.error(f"{what} is empty; give a format, as in mxfp8, or bf16 for none")
+    text = node.format_text(what)
     try:
-        return parse_format(node.format_text(what))
+        return parse_format(text)
     except ValueError as error:
         raise node.error(f"{what}: {error}") from None
 
