@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.training.corpus import make_corpus
-from tests.training.runs import refused, succeeded
+from tests.training.runs import MOCK_DATA, refused, succeeded
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +170,11 @@ def test_the_optimizer_s_numbers_are_refused_or_taken(run_quickly, checkpoints, 
         taken = succeeded(run_quickly(*load, *flags, OVERRIDE)).losses
         assert taken[3] == same.losses[3]
         assert taken[4] != same.losses[4]
+
+
+def test_saving_starts_no_process_that_stays(tmp_path):
+    """The queue of megatron-core's asynchronous saves would be in another process."""
+    worker = Path(__file__).with_name("children_worker.py")
+    done = forks.run(worker, *MOCK_DATA, "--train-iters", "1", "--save", tmp_path)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1", done.stderr
+    assert "children: []" in done.stdout

@@ -1,0 +1,11 @@
+"""Run `pretrain_gpt.py`, and print the processes that it has started and not ended."""
+
+import multiprocessing
+import sys
+
+from megatron.training.main import main
+
+if __name__ == "__main__":
+    status = main()
+    print(f"children: {multiprocessing.active_children()}")
+    sys.exit(status)
