@@ -308,7 +308,12 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     known = flat and fmt.outer_size is None and fmt.scaling.scale in ("e4m3", "ue5m3")
     if device != "cpu":
         known = fmt.scaling.outer == "none" or fmt.scaling.size < WHOLE_AXIS
-    return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
+    if not known or fmt.element.ties != "even":
+        return ()
+    # The CPU kernel of MS-EDEN works on columns of 16 neighbors.
+    plain = fmt.scaling.search == "none" and fmt.scaling.size % 16 == 0
+    corrects = device == "cpu" and plain and "eden" in fmt.roundings
+    return ("nearest", "stochastic", "eden") if corrects else ("nearest", "stochastic")
 
 
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:

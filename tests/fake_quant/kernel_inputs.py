@@ -69,6 +69,8 @@ CPU_NAMES = [
     "if4",
     "if4_mae:sr",
     "mixfp4",
+    "nvfp4:eden",
+    "nv:int4:b32:e4m3:outer-none:eden",
 ]
 #: formats with kernels for GPUs only
 GPU_NAMES = [

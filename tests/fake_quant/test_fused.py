@@ -27,7 +27,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 @dtypes
 def test_the_bits_are_the_reference_s(name, dtype):
     fmt = get_format(name)
-    seed = SEED if fmt.rounding == "stochastic" else None
+    seed = SEED if fmt.stochastic else None
     for kind, make in INPUTS.items():
         for layout_name, x in layouts(make().to(dtype)).items():
             for axis in range(-x.ndim, 0):

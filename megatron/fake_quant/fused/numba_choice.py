@@ -53,9 +53,15 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     assert isinstance(fmt.scaling, ChoiceScaling)
     amax, target = finite_amax().cpu(), fmt.scaling.target
     encode = divide_by(amax, target)
-    numbers = (encode.item(), encode.reciprocal().item(), amax.item(), target)
-    absolute = fmt.scaling.error == "mae"
-    return Rule(*map(np.float32, numbers), fmt.scaling.shared, absolute, fmt.stochastic)
+    return Rule(
+        encode=np.float32(encode.item()),
+        decode=np.float32(encode.reciprocal().item()),
+        amax=np.float32(amax.item()),
+        target=np.float32(target),
+        shared=fmt.scaling.shared,
+        absolute=fmt.scaling.error == "mae",
+        stochastic=fmt.stochastic,
+    )
 
 
 @inlined

@@ -20,6 +20,7 @@ from megatron.fake_quant.fused import (
     numba_bits,
     numba_blocks,
     numba_choice,
+    numba_eden,
     numba_elementwise,
     numba_groups,
     numba_macro,
@@ -33,6 +34,7 @@ from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_groups import GROUP
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
+from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.scalings import kernel_roundings
 from megatron.fake_quant.tensor_scale import check_amax, factors
 
@@ -143,10 +145,19 @@ def _tiles(
     assert fmt.scaling is not None
     assert fmt.block_size is not None
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    cut, tiles = numba_tiles.cut(outer, n, inner, fmt.block_size)
-    kernel, make_rule = _TILE_KERNELS[fmt.scaling.method]
-    core = functools.partial(kernel, make_rule(fmt, functools.partial(_amax, src, amax)))
-    work = numba_tiles.quantize(core, src, dst, cut, _random(seed))
+    random, finite_amax = _random(seed), functools.partial(_amax, src, amax)
+    rule: Any
+    if fmt.corrects_scales:
+        cut, tiles = numba_tiles.cut(outer, n, inner, EDEN_GROUP)
+        kernel = numba_eden.eden
+        rule = numba_eden.make_rule(fmt, finite_amax, cut, random)
+        random = _random(None)
+    else:
+        cut, tiles = numba_tiles.cut(outer, n, inner, fmt.block_size)
+        kernel, make_rule = _TILE_KERNELS[fmt.scaling.method]
+        rule = make_rule(fmt, finite_amax)
+    core = functools.partial(kernel, rule)
+    work = numba_tiles.quantize(core, src, dst, cut, random)
     numba_threads.run(work, tiles, -(-_LEAST * tiles // len(src)))
 
 
@@ -253,7 +264,7 @@ def fake_quantize(
     else:
         shape = [dense.shape[dim] for dim in order]
         assert fmt.scaling is not None
-        kernel = _BLOCK_KERNELS[fmt.scaling.method]
+        kernel = _tiles if fmt.corrects_scales else _BLOCK_KERNELS[fmt.scaling.method]
         kernel(src, dst, fmt, shape, order.index(layout.axis), seed, amax)
     same = result.dtype == out.dtype and result.stride() == out.stride()
     return result if same else out.copy_(result)

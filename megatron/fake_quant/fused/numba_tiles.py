@@ -93,10 +93,11 @@ def turn_in(read: Any, line: Any, tile: Any, columns: Any) -> Any:
     """
     part = 4 * columns
     whole = min(len(read) >> 2, part)
+    # LLVM does not vectorize the loop if it writes to `line` at four distances.
+    a, b, c, d = line[:part], line[part : 2 * part], line[2 * part : 3 * part], line[3 * part :]
     for j in range(whole):
-        a, b = widen(read[4 * j]), widen(read[4 * j + 1])
-        c, d = widen(read[4 * j + 2]), widen(read[4 * j + 3])
-        line[j], line[part + j], line[2 * part + j], line[3 * part + j] = a, b, c, d
+        a[j], b[j] = widen(read[4 * j]), widen(read[4 * j + 1])
+        c[j], d[j] = widen(read[4 * j + 2]), widen(read[4 * j + 3])
     for j in range(whole, part):
         for i in range(4):
             line[i * part + j] = widen(read[4 * j + i]) if 4 * j + i < len(read) else ZERO
@@ -116,14 +117,16 @@ def turn_out(tile: Any, line: Any, written: Any, columns: Any) -> Any:
         quarter = line[i * part : (i + 1) * part]
         first, second, third, fourth = tile[i], tile[4 + i], tile[8 + i], tile[12 + i]
         for j in range(columns):
-            a, b, c, d = first[j], second[j], third[j], fourth[j]
-            quarter[4 * j], quarter[4 * j + 1], quarter[4 * j + 2], quarter[4 * j + 3] = a, b, c, d
+            quarter[4 * j], quarter[4 * j + 1] = first[j], second[j]
+            quarter[4 * j + 2], quarter[4 * j + 3] = third[j], fourth[j]
     whole = min(len(written) >> 2, part)
+    a, b, c, d = line[:part], line[part : 2 * part], line[2 * part : 3 * part], line[3 * part :]
     for j in range(whole):
         like = written[4 * j]
-        a, b = narrow(line[j], like), narrow(line[part + j], like)
-        c, d = narrow(line[2 * part + j], like), narrow(line[3 * part + j], like)
-        written[4 * j], written[4 * j + 1], written[4 * j + 2], written[4 * j + 3] = a, b, c, d
+        first, second = narrow(a[j], like), narrow(b[j], like)
+        third, fourth = narrow(c[j], like), narrow(d[j], like)
+        written[4 * j], written[4 * j + 1] = first, second
+        written[4 * j + 2], written[4 * j + 3] = third, fourth
     for j in range(4 * whole, len(written)):
         written[j] = narrow(line[(j & 3) * part + (j >> 2)], written[j])
 
