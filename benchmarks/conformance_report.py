@@ -16,6 +16,11 @@ INTRODUCTION = (
     "the value that the package gives for its first number and that of the kit; all other numbers "
     "of the input are zeros. NaN and Inf are shown only if there is no other difference."
 )
+SOURCES = (
+    "A package whose release is *source* was loaded from a given folder. In the source of "
+    "Transformer Engine, only the references in plain torch were used: NVFP4 of its custom recipes "
+    "and FP8 blocks of its tests."
+)
 OPEN = (
     "The definitions of most formats leave open what happens to NaN and Inf. In this project, each "
     "of them makes its block NaN and does not affect an outer scale. Packages that do otherwise:"
@@ -145,6 +150,7 @@ def page(events: list[Event], made_by: str) -> str:
         made_by,
         INTRODUCTION,
         packages(events),
+        *([SOURCES] if any(event.get("release") == "source" for event in events) else []),
         total(results),
         counts(results),
         "## NaN and Inf",

@@ -114,8 +114,9 @@ WHY: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "mx",
         (),
         "log2 of a block's maximum is taken in the input's dtype: next to a power of two it rounds "
-        "to a whole number, and the scale is a power of two off; scales are not limited to 2^-127, "
-        "and one that underflows to 0 becomes the epsilon of float32",
+        "to a whole number, and the scale is a power of two off, or Inf for the largest float32 "
+        "numbers; scales are not limited to 2^-127, and one that underflows to 0 becomes 2^-23, "
+        "the epsilon of float32",
     ),
     (
         "quark",
