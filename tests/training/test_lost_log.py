@@ -18,7 +18,10 @@ def trained_to(where: str, folder: Path):
     words = [sys.executable, str(ENTRY), *MOCK_DATA, "--train-iters", "2", "--save", str(folder)]
     script = f"{shlex.join(words)} {where}; exit ${{PIPESTATUS[0]}}"
     done = run(["bash", "-c", script])
-    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    what_is_left = (done.returncode, done.stdout, done.stderr, list(folder.rglob("*")))
+    assert tracker.exists(), what_is_left
+    assert tracker.read_text() == "2"
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     return done
