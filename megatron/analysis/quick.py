@@ -222,7 +222,7 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     The lowest binades are left out if together they hold at most a share `TAIL` of the values.
     """
     everything, summary, column = (
-        measured.histogram().octaves(),
+        measured.histogram().binades(),
         measured.summary(),
         grouping(measured),
     )
@@ -237,7 +237,7 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
             {
                 "group": _brief(name),
                 "exponent": np.arange(first, last + 1) - 127,
-                "count": histograms[name].octaves()[chosen],
+                "count": histograms[name].binades()[chosen],
             }
         )
         for name in measured.by(column)

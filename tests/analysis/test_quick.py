@@ -65,7 +65,7 @@ def test_every_value_is_in_the_histogram_or_said_to_be_outside(tmp_path):
     assert "to 9.994e+05" in note
 
 
-def test_octaves_leave_out_only_what_the_note_says(tmp_path):
+def test_binades_leave_out_only_what_the_note_says(tmp_path):
     record, shape, _ = next(records(run_id="r", quant_type="mxfp8", layers=1))
     x = torch.ones(shape, dtype=torch.bfloat16)
     x[0, 0, :3] = torch.tensor([0.0, -0.0, 1e-30])

@@ -48,7 +48,7 @@ def plot_magnitude_histogram(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_count(y)))
     ax.grid(axis="y", color=RULE, linewidth=0.8)
     ax.set_axisbelow(True)
-    ax.set(xlabel="magnitude", ylabel="values in an octave")
+    ax.set(xlabel="magnitude", ylabel="values per binade")
     ax.set_title(title, loc="left")
     if note:
         right_of_title(ax, note)

@@ -77,7 +77,7 @@ class Histogram:
         edges = _lower_edges()[magnitudes[order]]
         return _quantiles(self.counts[present[order]], edges, shares)
 
-    def octaves(self) -> NDArray[np.int64]:
+    def binades(self) -> NDArray[np.int64]:
         """Return the number of values in each binade, with shape [255].
 
         Element e + 127 counts the magnitudes in [2**e, 2**(e+1)). Element 0 counts all smaller

@@ -100,7 +100,7 @@ def test_the_value_histogram_is_symmetric_and_logarithmic(ax):
     assert ax.get_title(loc="right") == "from -1 to 1"
 
 
-def test_the_magnitude_histogram_has_an_outline_a_group_over_whole_octaves(ax):
+def test_the_magnitude_histogram_has_an_outline_a_group_over_whole_binades(ax):
     data = pd.DataFrame(
         {
             "group": ["forward"] * 3 + ["backward"] * 3,

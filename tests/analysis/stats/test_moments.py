@@ -199,8 +199,8 @@ def test_quantiles_of_the_magnitude():
     assert math.isnan(Histogram.empty().magnitude_quantile(0.5))
 
 
-def test_octaves_count_magnitudes_by_power_of_two():
+def test_binades_count_magnitudes_by_power_of_two():
     _, histogram = measure(torch.tensor([1.0, -1.5, 1.99, 2.0, 0.0, -0.0, 0.25, 1e-40]))
-    octaves = histogram.octaves()
-    found = {int(index) - 127: int(octaves[index]) for index in np.flatnonzero(octaves)}
+    binades = histogram.binades()
+    found = {int(index) - 127: int(binades[index]) for index in np.flatnonzero(binades)}
     assert found == {0: 3, 1: 1, -2: 1, -127: 1}
