@@ -22,6 +22,7 @@ SHARES = {
     "mxfp4_linear_stochastic": 4 * LINEAR / TOTAL,
     "hif8": 4 * LINEAR / TOTAL,
     "hif8_per_tensor": 4 * LINEAR / TOTAL,
+    "fp8_delayed": 4 * LINEAR / TOTAL,
     "fa_only": 4 * (QK + PV) / TOTAL,
     "linear_only": 4 * LINEAR / TOTAL,
     "precision_schedule": 0.0,  # at the first iteration

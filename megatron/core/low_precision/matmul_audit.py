@@ -20,7 +20,7 @@ import torch
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
 from megatron.fake_quant.gemm import SLOTS, GemmFormats
-from megatron.fake_quant.operand import AS_IT_IS
+from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
@@ -127,12 +127,17 @@ def _matmul(
         operation,
         flops,
         gemms=tuple(" x ".join(map(str, pair)) for pair in pairs),
-        quantized=sum(all(operand.format is not None for operand in pair) for pair in pairs),
+        quantized=sum(all(map(_is_quantized, pair)) for pair in pairs),
         source=source,
         slots=tuple(map(str, operands)),
         softmax=softmax,
         marks=tuple(mark for mark, applies in marks.items() if applies),
     )
+
+
+def _is_quantized(operand: Operand) -> bool:
+    """Return whether a GEMM multiplies quantized values of an operand."""
+    return operand.format is not None or operand.source == "dequantized"
 
 
 def _flops(module: Quantized, operation: str, seq_length: int) -> float:
