@@ -156,8 +156,8 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
 
 
 def every_peer(cases: list[Event]) -> str:
-    """Return a table of all measurements, followed by notes on why results differ or peers fail."""
-    header = ["format", "input", "axis", "who", "best ms", "median ms", "times ours"]
+    """Return a table of all peers, followed by notes on why results differ or peers fail."""
+    header = ["format", "input", "axis", "peer", "best ms", "median ms", "times ours"]
     header += [f"differ, {data}" for data in DATA.values()] + ["note"]
     rows = []
     notes: dict[str, int] = {}
@@ -167,12 +167,11 @@ def every_peer(cases: list[Event]) -> str:
 
     for case in cases:
         where = [f"`{case['format']}`", case["dtype"], case["axis"]]
-        for name in ["clone", "ours", *peers_of(case)]:
+        for name in peers_of(case):
             times = case["times"][name]
             row = [name, f"{min(times):.4g}", f"{statistics.median(times):.4g}"]
             row.append(f"{ratio(case, name, 'ours'):.2f}")
-            differ = case["differ"].get(name)
-            row += [apart(*differ[data]) if differ else "" for data in DATA]
+            row += [apart(*case["differ"][name][data]) for data in DATA]
             why = case["why"].get(name)
             rows.append([*where, *row, note(why) if why else ""])
         for name, reason in case["failed"].items():
