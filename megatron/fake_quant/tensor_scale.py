@@ -48,7 +48,8 @@ def local_amax(x: Tensor) -> Tensor:
     """
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
-    if not x.is_cuda:  # One fast pass suffices, unless a value is not finite.
+    if not x.is_cuda and not torch.compiler.is_compiling():
+        # One fast pass suffices, unless a value is not finite.
         low, high = x.detach().aminmax()
         largest = torch.maximum(-low, high).float()
         if largest.isfinite():

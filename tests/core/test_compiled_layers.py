@@ -12,6 +12,7 @@ WORKER = Path(__file__).with_name("compiled_worker.py")
 CASES = (
     "mxfp8 column/whole row/whole attention/parts block/parts",
     "mxfp4:sr column/parts",
+    "fp8_e4m3:global column/whole",
 )
 
 
@@ -36,3 +37,8 @@ def test_a_linear_layer_is_one_graph(report, layer):
 
 def test_stochastic_rounding_takes_the_layer_s_seed_when_compiled(report):
     assert report["mxfp4:sr column"].get("equal") == [True, True], report
+
+
+def test_the_amax_of_a_global_scale_is_in_the_graph(report):
+    found = report["fp8_e4m3:global column"]
+    assert (found.get("equal"), found["graphs"]) == ([True, True], 1), found

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests import forks
+from tests.analysis.verification.verifying import count, verify
+from tests.core.gpt_runs import collect, pick
 from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("global_amax_worker.py")
@@ -47,3 +49,26 @@ def test_an_exchange_of_tokens_that_cuts_a_micro_batch_is_refused(reports):
     message = reports[0]["refusal"]
     assert "neither a part of the ranks [0, 1, 2] that share a micro-batch" in message
     assert "choose the format without :global" in message
+
+
+def test_verify_recomputes_each_rank_s_results_with_the_recorded_amax(tmp_path):
+    dump = tmp_path / "dump"
+    options = ("--tp", "2", "--sequence-parallel", "--recompute", "--layers", "1")
+    flags = {"collect_tensors": ["all", "codes"]}
+    variables = {"ranks": 2, "flags": flags, "CUSTOM_QUANT_TYPE": "nvfp4:global"}
+    records = collect(dump, *options, "--micro-batches", "1", **variables)
+    found = verify(dump, exact=True)
+    assert found.errors == []
+    assert count(found.checked, "results of linear layers, bit for bit") == 2 * 4 * 3
+    assert count(found.checked, "results of attention, bit for bit") == 2 * 4
+    for name, slots in (("grad_weight", 6), ("grad_key", 12)):
+        amaxes = [record["amax"] for record in pick(records, tensor_name=name)]
+        assert {len(amax) for amax in amaxes} == {slots}
+        assert amaxes[: len(amaxes) // 2] == amaxes[len(amaxes) // 2 :], "the ranks'"
+    for index in dump.glob("index_*.jsonl"):
+        lines = [json.loads(line) for line in index.read_text().splitlines()]
+        without = [json.dumps(line | {"amax": None}) for line in lines]
+        index.write_text("".join(f"{line}\n" for line in without))
+    found = verify(dump)
+    assert found.errors == []
+    assert found.unchecked["a scale from a global amax that was not recorded"] == 2 * (4 * 3 + 4)
