@@ -51,7 +51,7 @@ COMPILED = (
     ("nvfp4:outer-1x128", torch.bfloat16, (4096, 4096), 1),
     ("nvfp4:4over6-mae", torch.bfloat16, (4096, 4096), 1),
     ("nvfp4:outer-row:4over6-mse", torch.float32, (4096, 4096), 0),
-    ("nvfp4:2d:outer-none:4over6-mse", torch.bfloat16, (4096, 4096), 1),
+    ("nv:e2m1:b4x16:e4m3:outer-none:4over6-mse", torch.bfloat16, (4096, 4096), 1),
     ("amdfp4:outer-tensor", torch.bfloat16, (4096, 4096), 1),
     ("nv:e2m1:b16:e6m2:outer-none", torch.bfloat16, (4096, 4096), 0),
     ("fp8_block", torch.bfloat16, (4096, 4096), 1),
@@ -62,9 +62,11 @@ COMPILED = (
     ("hifp8:sr:t15", torch.float32, (65536, 65536), 1),
     ("fp8_e4m3:pow2", torch.bfloat16, (4096, 4096), 1),
 )
-#: Formats that are compiled with the tiles and warps of a GPU. The other ones have four times as
-#: many warps, so that the code of a thread, which repeats itself, is a quarter as long.
+#: Formats that are compiled with the tiles and warps of a GPU.
 WHOLE = ("mxfp8", "nvfp4", "hifp8")
+#: Tiles for the other ones: a thread has a quarter of the values, so that its code, which repeats
+#: itself, is a quarter as long.
+SHORT = {"TILE": 1 << 12, "_PER_WARP": 1 << 10, "_REPEATS": 1}
 LAUNCHED = ("mxfp8", "nvfp4:sr", "hifp8", "nvfp4:outer-row")
 #: Flushing of subnormals, fusion, operations that round otherwise than IEEE's.
 FORBIDDEN = r"\S*\.ftz\S*|fma\.\S*|mad\.\S*f32|\S*\.(?:full|approx)\S*|(?:add|sub|mul|div)\.f32"
@@ -223,7 +225,7 @@ class Driver:
 
 
 def compiled(name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> dict[str, Any]:
-    with tiles({} if name in WHOLE else {"_PER_WARP": 1 << 10}):
+    with tiles({} if name in WHOLE else SHORT):
         chosen = triton_launch.plan(get_format(name), shape, axis, dtype)
     x, amax = torch.empty(64, dtype=dtype), torch.zeros(64, dtype=torch.int32)
     plans = [(chosen, (x, x, None if chosen.maxima is None else amax, 5, 7))]
@@ -261,7 +263,7 @@ def main() -> None:
     else:
         driver.set_active(device := Driver())
         result = {"compiled": {case[0]: compiled(*case) for case in COMPILED}}
-        with tiles({"_PER_WARP": 1 << 10}):
+        with tiles(SHORT):
             result["launched"] = {name: launched(name, device) for name in LAUNCHED}
     print(json.dumps(result))
 
