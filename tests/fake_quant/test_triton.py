@@ -21,6 +21,7 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.quantize import checked
 from tests.subprocesses import environment, run
 
+from .inputs import random_bits_at_every_scale
 from .kernel_inputs import CPU_NAMES, GPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
 
 pytestmark = pytest.mark.skipif(
@@ -187,7 +188,7 @@ def test_on_a_gpu_the_bits_are_the_reference_s(name, dtype):
             kernel = dispatch.find(y, fmt)
             assert kernel is not None
             for axis in range(-x.ndim, 0):
-                if fmt.square and (x.ndim < 2 or axis < -2):
+                if fmt.height > 1 and (x.ndim < 2 or axis < -2):
                     continue
                 _, layout = checked(x, fmt, axis)
                 expected = reference.fake_quantize(x, fmt, layout, seed)
@@ -196,8 +197,69 @@ def test_on_a_gpu_the_bits_are_the_reference_s(name, dtype):
                 assert found.stride() == expected.stride(), (kind, layout_name, axis)
 
 
+def same_on_gpu(x, name, axis, amax=None):
+    """Assert that the kernel gives the bits of the reference."""
+    fmt, layout = checked(x, name, axis)
+    seed = SEED if fmt.rounding == "stochastic" else None
+    expected = reference.fake_quantize(x, fmt, layout, seed, amax=amax)
+    y = x.cuda()
+    found = dispatch.find(y, fmt)(y, fmt, layout, seed, amax=amax)
+    assert torch.equal(bits(found.cpu()), bits(expected))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4:sr", "nvfp4", "hifp8:hr", "fp8_e4m3"])
+@names
+def test_on_a_gpu_values_of_every_scale_have_the_reference_s_bits(name):
+    x = random_bits_at_every_scale(128)
+    same_on_gpu(x, name, 1)
+    same_on_gpu(x.view(1 << 10, 1 << 12), name, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mx:e4m3:row:rceil",
+        "fp8_rowwise",
+        "fp8_rowwise:sr",
+        "nvfp4:outer-row",
+        "nvfp4:outer-1x128",
+        "amdfp4:outer-row:sr",
+    ],
+)
+@pytest.mark.parametrize("shape", [(3, 40001), (5003, 67), (2, 3, 16388), (7, 1300, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_several_programs_share_the_maximum_of_a_row(name, shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x.view(-1)[1005] = torch.nan
+    for axis in range(len(shape)):
+        same_on_gpu(x, name, axis)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4:4over6-mae", "amdfp4:outer-tensor", "fp8_e4m3"])
+def test_on_a_gpu_the_amax_may_be_given(name):
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(1))
+    same_on_gpu(x, name, 1, amax=torch.tensor(0.7))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mxfp8",
+        "mxfp4:sr",
+        "mx9",
+        "nvfp4",
+        "nvfp4:4over6-mae",
+        "nvfp4:outer-1x128",
+        "amdfp4",
+        "fp8_block",
+        "fp8_rowwise",
+        "hifp8:hr",
+        "fp8_e4m3",
+    ],
+)
 @pytest.mark.parametrize("count", [1, 31, 4096, 32769])
 def test_on_a_gpu_small_and_unaligned_tensors_too(name, count):
     x = torch.randn(count + 1, generator=torch.Generator().manual_seed(count))[1:]

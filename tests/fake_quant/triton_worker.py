@@ -90,11 +90,12 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 
 
 class Case(NamedTuple):
-    """Tensor, the axes along which to quantize it, and the sizes that determine the tiles."""
+    """Tensor, axes along which to quantize it, sizes that determine the tiles, and a given amax."""
 
     x: Tensor
     axes: list[int]
     sizes: dict[str, int]
+    amax: Tensor | None = None
 
 
 #: Tiles that hold the whole input, so that the interpreter runs one program: one kind of input, all
@@ -146,6 +147,8 @@ def cases(fmt: Format) -> dict[str, Case]:
         axes = range(-y.ndim if fmt.height == 1 else -2, 0)
         found[f"{layout} specials"] = Case(y, list(axes), SINGLE)
     found |= several_tiles(fmt)
+    if fmt.has_tensor_scale:  # A given amax below the largest values makes these saturate.
+        found["given amax"] = Case(kinds["specials"], [1], SINGLE, torch.tensor(0.7))
     if fmt.block_size is None:
         found["no dimensions"] = Case(torch.tensor(-2.7), [0], SINGLE)
     if fmt.rounding != "stochastic":
@@ -173,12 +176,12 @@ def differences(name: str) -> list[str]:
     fmt = get_format(name)
     seed = SEED if fmt.rounding == "stochastic" else None
     found = []
-    for case, (x, axes, sizes) in cases(fmt).items():
+    for case, (x, axes, sizes, amax) in cases(fmt).items():
         for axis in axes:
             _, layout = checked(x, fmt, axis)
-            expected = reference.fake_quantize(x, fmt, layout, seed)
+            expected = reference.fake_quantize(x, fmt, layout, seed, amax=amax)
             with tiles(sizes):
-                ours = triton_launch.fake_quantize(x, fmt, layout, seed)
+                ours = triton_launch.fake_quantize(x, fmt, layout, seed, amax=amax)
             if not torch.equal(bits(ours), bits(expected)):
                 found.append(f"{case}, axis {axis}: {int((bits(ours) != bits(expected)).sum())}")
             elif ours.stride() != expected.stride() or ours.dtype != x.dtype:
