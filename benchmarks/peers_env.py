@@ -18,8 +18,8 @@ REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
 ESSENTIAL = ("torch", "numpy", "numba")
 #: Other packages whose releases setup.py pins: transformers (quark imports it), ml_dtypes and
 #: en_dtypes (they are compared with our code), megatron-core (mindstudio-probe is measured on one
-#: of its models), einops and psutil (megatron-core needs them), and triton (a module of torchao and
-#: fouroversix import it, also where they run plain torch).
+#: of its models), einops and psutil (megatron-core needs them), and triton (torchao and fouroversix
+#: import it even where they run plain torch).
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil", "triton")
 #: Packages whose builds need those that are installed already.
 NOT_ISOLATED = ("fouroversix",)
