@@ -358,6 +358,27 @@ def variants_of(fmt: Format) -> list[str]:
     return [variant for variant in _VARIANTS if _accepts(fmt, variant)]
 
 
+def further_variants(fmt: Format) -> list[str]:
+    """Return the variants with which the name of `fmt`, a format of `get_format`, may go on."""
+    numbers = {
+        TOP: f"top{_plain(fmt.element.max)}",
+        BOUND: "bound1",
+        HEADROOM: "head1/2",
+        _TARGET_HELP: "t1",
+        DELAYED[1]: "delayed2",
+        MARGIN: "margin1",
+    }
+
+    def continues(variant: str) -> bool:
+        try:
+            get_format(f"{fmt.name}:{numbers.get(variant, variant)}")
+        except ValueError:
+            return False
+        return True
+
+    return [variant for variant in variants_of(fmt) if continues(variant)]
+
+
 def _accepts(fmt: Format, variant: str) -> bool:
     if variant in _ROUNDINGS:
         return _ROUNDINGS[variant] in fmt.roundings

@@ -313,3 +313,54 @@ def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, s
         assert fake_quantize(x, name).tolist() == [32768, 32768, math.inf, math.inf]
         x = torch.tensor([32768.0, 40959.0])  # float32: the low bits decide
         assert fake_quantize(x, name).tolist() == [math.inf, 32768]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("fp8_rowwise", "8; and 32 for each row"),
+        ("mx:e2m1:row:rceil", "4; and 8 for each row"),
+        ("nv:e2m1:row:e4m3", "4; and 8 for each row; and 32 for the tensor"),
+        ("nv:e2m1:row:e4m3:outer-row", "4; and 40 for each row"),
+        (
+            "nvfp4:outer-row",
+            "4.5: 4 of the element, 8 of scales for 16 values; and 32 for each row",
+        ),
+    ],
+)
+def test_the_bits_of_a_row_s_scales_are_counted(name, stored):
+    assert said(name)["", "bits per value"] == stored
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "smallest"),
+    [
+        ("fp8_block", "amax, the block's largest magnitude", 2.0**-9 / 448),
+        ("fp8_block:top300", "amax, the block's largest magnitude", 2.0**-9 / 300),
+        ("fp8_rowwise:head3/4", "amax, the block's largest magnitude", 2.0**-9 / 336),
+        ("fp8_block:top500", "amax x 0.896, as 500 is more than the element has", 2.0**-9 / 500),
+    ],
+)
+def test_a_range_under_float32_scales_is_that_of_their_top(name, largest, smallest):
+    report = said(name)
+    assert report["whole", "largest"] == largest
+    assert float(report["whole", "smallest"].removeprefix("amax x ")) == pytest.approx(smallest)
+    x = torch.full((1, 128), smallest * 1.001)
+    x[0, 0] = 1
+    result = fake_quantize(x, name)[0]
+    assert float(result[1]) == pytest.approx(smallest)
+    assert float(result[0]) == pytest.approx(0.896 if "top500" in name else 1, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [
+        ("mxfp8:2d", ":floor :rceil :ceil :even :top<number> (as in top7.25) :head<fraction> :sr"),
+        ("mx:e2m1:b32:floor:sr", ":2d :head<fraction>"),
+        ("fp8_block:ue8m0", ":top<number> (as in top7.25) :2d :head<fraction> :sr"),
+        ("if4:sr", ":global"),
+        ("mxfp4_macro:sr", "nothing"),
+    ],
+)
+def test_a_name_may_go_on_with_the_variants_that_are_left(name, variants):
+    assert " ".join(said(name)["", "name may go on with"].split()) == variants

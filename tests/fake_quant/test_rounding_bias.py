@@ -121,5 +121,50 @@ def test_describe_states_the_bias(name, text):
     assert re.search(text, " ".join(describe(get_format(name)).split()))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hifp8", "; for magnitudes up to 2^15"),
+        ("nvfp4:head16/17", "; for blocks with a scale of at least 2^-6; rounding results to bf"),
+        ("nvfp4:outer-none:head16/17", "; for blocks with a scale from 2^-6 to 448; rounding res"),
+        ("amdfp4:head16/17", "; for blocks with a scale from 2^-14 to 114688; rounding results"),
+        ("mxfp4:head3/4", "; rounding results to bfloat16 can add up to 0.2 %"),
+        ("mxfp4:rceil", ""),
+    ],
+)
+def test_describe_states_where_a_format_is_unbiased(name, text):
+    words = f"unbiased: no value clips, and the mean of a product is the product{text}"
+    line = " ".join(describe(get_format(name)).split())
+    assert words in line
+    assert text or f"{words} name may go on" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "power", "within"),
+    [
+        ("nvfp4:outer-none:head16/17", -3, True),  # amax is about 2^-1.8, and the scale 2^-4.3
+        ("nvfp4:outer-none:head16/17", -8, False),
+        ("nvfp4:outer-none:head16/17", 12, False),
+        ("amdfp4:head16/17", -8, True),
+        ("amdfp4:head16/17", -14, False),
+        ("hifp8", 12, True),
+        ("hifp8", 15, False),
+    ],
+)
+def test_a_format_is_unbiased_within_the_stated_limits_only(name, power, within):
+    x = operands()[0] * 2.0**power
+    gain = operand_gains(get_format(f"{name}:sr"), x)[1]
+    assert (abs(gain) < 1e-6) == within
+
+
+def test_rounding_results_to_bfloat16_shifts_a_gain_by_less_than_stated():
+    x = operands()[0][:64].bfloat16()
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for seed in range(32):
+        total += fake_quantize(x, "mxfp4:head3/4:sr", seed=seed)
+    gain = float((total / 32 * x).sum() / x.double().square().sum()) - 1
+    assert 0.0005 < gain < 0.002
+
+
 def test_describe_is_silent_about_formats_without_stochastic_rounding():
     assert "bias of :sr" not in describe(get_format("bf16"))

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron.fake_quant import mx, scalings
-from megatron.fake_quant.block_scaling import WHOLE_AXIS
+from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import Element
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import aliases, markdown_table, number
-from megatron.fake_quant.inspect.rounding_bias import NEGLIGIBLE, SMALL, rounding_bias
-from megatron.fake_quant.names import variants_of
+from megatron.fake_quant.inspect.rounding_bias import NEGLIGIBLE, SMALL, limits, rounding_bias
+from megatron.fake_quant.names import further_variants
 from megatron.fake_quant.rounding_modes import ROUNDINGS
 from megatron.fake_quant.special_scalings import TensorScaling
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX
@@ -26,6 +26,7 @@ Line = tuple[str, str]
 
 WIDTH = 100
 LABEL = 20
+FLOAT32_BITS = 32
 
 
 def describe(fmt: Format) -> str:
@@ -64,12 +65,12 @@ def _summary(fmt: Format) -> list[Line]:
     stored = f"{format_properties.bits_a_value(fmt):.9g}"
     if bits:
         stored += f": {fmt.element.bits} of the element, {bits} of scales for {values} values"
-    if fmt.has_tensor_scale:
-        stored += "; and 32 for the tensor"
-    elif WHOLE_AXIS in (fmt.block_size, fmt.outer_size):
-        stored += "; and 32 for each row"
+    row = 8 * fmt.scale_bytes if fmt.block_size == WHOLE_AXIS else 0
+    row += FLOAT32_BITS if fmt.outer_size == WHOLE_AXIS else 0
+    stored += f"; and {row} for each row" if row else ""
+    stored += f"; and {FLOAT32_BITS} for the tensor" if fmt.has_tensor_scale else ""
     ties = format_properties.ties(fmt.element)
-    variants = variants_of(fmt)
+    variants = further_variants(fmt)
     more = "  ".join(f":{variant}" for variant in variants) or "nothing"
     also = ", ".join(aliases(fmt))
     return [
@@ -94,7 +95,8 @@ def _bias(fmt: Format) -> list[Line]:
     if fmt.amax_source == "delayed":
         return [(label, "unbiased until a value exceeds what the history allows, and clips")]
     if bias.unbiased:
-        return [(label, "unbiased: no value clips, and the mean of a product is the product")]
+        words = "unbiased: no value clips, and the mean of a product is the product"
+        return [(label, words + limits(fmt))]
     causes = [
         f"{100 * part:+.2g} % from {cause}"
         for part, cause in (
@@ -245,11 +247,16 @@ def _whole(fmt: Format) -> list[Line]:
     lines: list[Line] = []
     if fmt.block_scale == "FP32":
         largest = float(format_properties.positive_values(fmt.element)[-1])
-        smallest = format_properties.positive_values(fmt.element)[0] / largest
-        lines = [
-            ("largest", "amax, the block's largest magnitude"),
-            ("smallest", f"amax x {number(float(smallest))}"),
-        ]
+        reached = largest
+        if isinstance(fmt.scaling, BlockScaling):
+            reached = (fmt.scaling.top or largest) * fmt.scaling.share
+        smallest = format_properties.positive_values(fmt.element)[0] / reached
+        most = "amax, the block's largest magnitude"
+        if reached > largest:
+            most = (
+                f"amax x {number(largest / reached)}, as {reached:g} is more than the element has"
+            )
+        lines = [("largest", most), ("smallest", f"amax x {number(float(smallest))}")]
     elif fmt.block_size is not None:
         tensor = ", times the tensor's scale" if fmt.has_tensor_scale else ""
         tensor = ", times the outer scale" if fmt.outer_size is not None else tensor

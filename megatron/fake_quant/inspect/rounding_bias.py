@@ -26,9 +26,12 @@ from torch import Tensor
 
 from megatron.fake_quant import eden, reference
 from megatron.fake_quant.block_layout import BlockLayout
+from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.code_points import decode
 from megatron.fake_quant.elements import E4M3
+from megatron.fake_quant.float8_scales import FLOAT8
 from megatron.fake_quant.formats import Format
+from megatron.fake_quant.inspect.format_table import number
 
 NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
 SMALL = 2e-4  #: largest magnitude of a gain that is reported as small
@@ -73,6 +76,30 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
     if fmt.corrects_scales:
         return RoundingBias(0.0, of_scales, of_both - of_scales)
     return RoundingBias(of_both - of_scales, of_scales)
+
+
+def limits(fmt: Format) -> str:
+    """Return in words where an unbiased format is unbiased, as the end of a sentence.
+
+    8-bit floating-point scales are too coarse for blocks whose scale is subnormal, and too small
+    for blocks beyond their range. The values of such blocks clip. A result that is rounded to
+    bfloat16 is off by up to 2^-9, and all results with the same scale may be off in one direction.
+    The text is empty for powers of two, which have the range and the precision of float32.
+    """
+    scaling = fmt.scaling
+    if scaling is None:
+        return f"; for magnitudes up to {number(fmt.element.max)}"
+    text = ""
+    if isinstance(scaling, BlockScaling) and scaling.scale in FLOAT8:
+        kind = FLOAT8[scaling.scale]
+        low, high = number(kind.element.smallest_normal), number(kind.element.max)
+        subnormal = kind.lowest < kind.element.smallest_normal
+        if scaling.outer == "none":
+            text = f"; for blocks with a scale from {low} to {high}"
+        elif subnormal:
+            text = f"; for blocks with a scale of at least {low}"
+    exact = isinstance(scaling, BlockScaling) and (scaling.scale, scaling.headroom) == ("e8m0", "1")
+    return text if exact else f"{text}; rounding results to bfloat16 can add up to 0.2 %"
 
 
 def operand_gains(fmt: Format, x: Tensor) -> tuple[float, float]:
