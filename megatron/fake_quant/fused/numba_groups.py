@@ -8,12 +8,17 @@ that a vector register holds twice as many values. Their results are equal bit f
 - A comparison of a product with a power of two is a comparison of the value's bits with those of
   the smallest float32 number for which the product is large enough.
 - The scale of a group has a new value at four fixed fractions of each binade of its maximum.
+
+The product of a bfloat16 value with R has at most 8 + 8 bits and is exact in float32. Such values
+therefore need fewer operations.
 """
 
 import math
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
@@ -24,7 +29,6 @@ from megatron.fake_quant.fused.numba_bits import (
     as_bits,
     as_float,
     kernel,
-    narrow,
     widen,
 )
 from megatron.fake_quant.fused.numba_compile import inlined
@@ -71,6 +75,35 @@ SCALE_BIAS = np.int32(48)
 #: fraction of the value irrelevant.
 SHIFT = np.int32((154 << 23) + 0x7FFFFF)
 QUARTER = np.int32((127 - 48 - 2) << 23)  #: float32 bits of 2^-50
+SIX_BINADES = np.int32(6 << 23)  #: difference between the float32 bits of 256 R and of 4 R
+SEVEN, HALF = np.float32(7), np.float32(0.5)
+
+
+def is_short(stored: Any) -> Any:
+    """Return whether the bits of a value, as stored in memory, are those of a bfloat16 value."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(is_short, inline="always", strict=False)
+def _is_short(stored: Any) -> Any:
+    if stored == types.int16:
+        return lambda stored: True
+    return lambda stored: False
+
+
+def shorten(bits: Any, like: Any) -> Any:
+    """Convert the float32 bits of a result to the width of `like`, as `narrow` does.
+
+    Results have at most 6 significant bits, so nothing is rounded.
+    """
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(shorten, inline="always", strict=False)
+def _shorten(bits: Any, like: Any) -> Any:
+    if like == types.int16:
+        return lambda bits, like: np.int16(bits >> 16)
+    return lambda bits, like: bits
 
 
 @inlined
@@ -108,6 +141,26 @@ def exponent_bits(four: Any, eight: Any, limit: Any) -> Any:
     first = BINADE if eight >= limit else ZERO
     second = BINADE if four >= np.int32(np.int32(limit - BINADE) + first) else ZERO
     return np.int32(first + second)
+
+
+@inlined
+def quadruple(factor: Any, shift: Any) -> Any:
+    """Return the float32 bits of 4 R, given two constants of `group_scale`."""
+    power = np.int32(shift - SHIFT)
+    return np.int32(np.int32(as_bits(np.float32(factor)) - SIX_BINADES) - power)
+
+
+@inlined
+def short_element(bits: Any, power: Any, ratio: Any, unit: Any) -> Any:
+    """Return the result of `element` for a bfloat16 value; `ratio` has the bits of 4 R.
+
+    No sum is rounded up to an integer: products from 2^-9 on are multiples of 2^-24, and smaller
+    ones leave the sum below 1.
+    """
+    magnitude = as_float(np.int32(bits & MAGNITUDE))
+    quarters = min(np.float32(magnitude * as_float(np.int32(ratio - power))), SEVEN)
+    rounded = np.float32(np.int32(np.float32(quarters + HALF)))
+    return np.int32(as_bits(rounded * as_float(np.int32(unit + power))) | np.int32(bits & SIGN))
 
 
 @inlined
@@ -153,9 +206,10 @@ def load(read: Any, work: Any, whole: Any, groups: Any) -> Any:
 
 
 @inlined
-def scales(work: Any, groups: Any) -> Any:
+def scales(work: Any, groups: Any, like: Any) -> Any:
     """Write the constants of `group_scale` to the parts 6 to 10 of `work`, for each four.
 
+    If the values of `like` are bfloat16 numbers, part 7 receives 4 R, and parts 8 and 9 nothing.
     Return the bits of the tile's largest magnitude. The constants of a group with an Inf or a NaN
     have no meaning.
     """
@@ -167,6 +221,13 @@ def scales(work: Any, groups: Any) -> Any:
             amax = max(amax, work[5 * PART + first + j])
         largest = max(largest, amax)
         limit, factor, cap, shift, unit = group_scale(amax)
+        if is_short(like):
+            ratio = quadruple(factor, shift)
+            for j in range(FOURS):
+                work[6 * PART + first + j] = limit
+                work[7 * PART + first + j] = ratio
+                work[10 * PART + first + j] = unit
+            continue
         for j in range(FOURS):
             work[6 * PART + first + j] = limit
             work[7 * PART + first + j] = factor
@@ -177,8 +238,17 @@ def scales(work: Any, groups: Any) -> Any:
 
 
 @inlined
-def quantize(work: Any, groups: Any) -> Any:
+def quantize(work: Any, groups: Any, like: Any) -> Any:
     """Quantize the values in the parts 0 to 3 of `work` in place."""
+    if is_short(like):
+        for j in range(FOURS * groups):
+            power = exponent_bits(work[4 * PART + j], work[5 * PART + j], work[6 * PART + j])
+            ratio, unit = work[7 * PART + j], work[10 * PART + j]
+            work[j] = short_element(work[j], power, ratio, unit)
+            work[PART + j] = short_element(work[PART + j], power, ratio, unit)
+            work[2 * PART + j] = short_element(work[2 * PART + j], power, ratio, unit)
+            work[3 * PART + j] = short_element(work[3 * PART + j], power, ratio, unit)
+        return
     for j in range(FOURS * groups):
         power = exponent_bits(work[4 * PART + j], work[5 * PART + j], work[6 * PART + j])
         factor, cap = work[7 * PART + j], work[8 * PART + j]
@@ -219,22 +289,24 @@ def rows(src: Any, dst: Any, start: Any, stop: Any) -> None:
             whole = min(count >> 2, PART)
             groups = min((count + GROUP - 1) >> 6, TILE // GROUP)
             load(read, work, whole, groups)
-            largest = scales(work, groups)
-            quantize(work, groups)
+            largest = scales(work, groups, read[0])
+            quantize(work, groups, read[0])
             if largest >= INFINITY:
                 fill_special(work, groups)
             for j in range(whole):
-                written[4 * j] = narrow(work[j], written[4 * j])
-                written[4 * j + 1] = narrow(work[PART + j], written[4 * j])
-                written[4 * j + 2] = narrow(work[2 * PART + j], written[4 * j])
-                written[4 * j + 3] = narrow(work[3 * PART + j], written[4 * j])
+                written[4 * j] = shorten(work[j], written[4 * j])
+                written[4 * j + 1] = shorten(work[PART + j], written[4 * j])
+                written[4 * j + 2] = shorten(work[2 * PART + j], written[4 * j])
+                written[4 * j + 3] = shorten(work[3 * PART + j], written[4 * j])
             for j in range(4 * whole, count):
-                written[j] = narrow(work[(j & 3) * PART + whole], written[j])
+                written[j] = shorten(work[(j & 3) * PART + whole], written[j])
 
 
 @inlined
-def column_scales(fours: Any, constants: Any, width: Any) -> Any:
+def column_scales(fours: Any, constants: Any, width: Any, like: Any) -> Any:
     """Write the constants of `group_scale` for each column to the rows of `constants`.
+
+    If the values of `like` are bfloat16 numbers, 4 R replaces the factor.
 
     `fours` has the largest magnitudes of the fours, and receives their exponent bits. Return the
     bits of the tile's largest magnitude.
@@ -249,6 +321,8 @@ def column_scales(fours: Any, constants: Any, width: Any) -> Any:
     for j in range(width):
         largest = max(largest, amax[j])
         limit, factor, cap, shift, unit = group_scale(amax[j])
+        if is_short(like):
+            factor = quadruple(factor, shift)
         constants[0, j], constants[1, j], constants[2, j] = limit, factor, cap
         constants[3, j], constants[4, j] = shift, unit
     limits = constants[0]
@@ -282,16 +356,21 @@ def columns(src: Any, dst: Any, start: Any, stop: Any) -> None:
                 read, four = src[outer, i, left:right], fours[(i - first) >> 2]
                 for j in range(len(read)):
                     four[j] = max(four[j], np.int32(widen(read[j]) & MAGNITUDE))
-            largest = column_scales(fours, constants, right - left)
+            largest = column_scales(fours, constants, right - left, src[outer, first, left])
             for i in range(first, last):
                 read, written = src[outer, i, left:right], dst[outer, i, left:right]
                 power = fours[(i - first) >> 2]
+                if is_short(read[0]):
+                    for j in range(len(read)):
+                        bits = short_element(widen(read[j]), power[j], factor[j], unit[j])
+                        written[j] = shorten(bits, written[j])
+                    continue
                 for j in range(len(read)):
                     bits = element(widen(read[j]), power[j], factor[j], cap[j], shift[j], unit[j])
-                    written[j] = narrow(bits, written[j])
+                    written[j] = shorten(bits, written[j])
             if largest >= INFINITY:
                 for i in range(first, last):
                     written = dst[outer, i, left:right]
                     for j in range(len(written)):
                         if constants[5, j] >= INFINITY:
-                            written[j] = narrow(NAN, written[j])
+                            written[j] = shorten(NAN, written[j])
