@@ -269,13 +269,9 @@ def _check_codes(codes: dict[Any, Any]) -> None:
 
 
 def _check_amax(amaxes: dict[Any, Any]) -> None:
-    for name, value in amaxes.items():
-        if type(name) is not str or type(value) not in (float, int) or not _is_amax(value):
-            raise WrongTypeError(f"amax has {_short(value)}, not a finite number of 0 or more")
-
-
-def _is_amax(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
+    for value in amaxes.values():
+        if type(value) is not float or not 0 <= value < math.inf:
+            raise WrongTypeError(f"amax has {_short(value)}, not a finite float of 0 or more")
 
 
 _CHECKS = {"slice": _check_slice, "codes": _check_codes, "amax": _check_amax}
