@@ -95,7 +95,7 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
             powers=get_format(fmt).block_scale == "E8M0",
         )
     note = "the stored scale of each block and the SQNR, for blocks along the last dimension; the "
-    note += f"{figure_data.judge} of matmuls with the lowest SQNR, one per place; gray: zeros only"
+    note += f"{figure_data.judge} of matmuls with the lowest SQNR, one per place; gray: no scale"
     figure_data.headline(figure, f"{fmt}: scale maps", note)
     return figure
 
@@ -137,12 +137,12 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
             _by_number(e8m0, -127), xlabel="scale of the block", title="Scales (E8M0)", ax=axes[2]
         )
         powers_of_two(axes[2].xaxis)
-        if others := [name for name in totals if name not in e8m0]:
-            right_of_title(axes[2], f"without {', '.join(others)}, whose scales are not E8M0")
+        if len(e8m0) < len(totals):
+            right_of_title(axes[2], "the other formats have no E8M0 scales")
     else:
         axes[2].set_visible(False)
     if alike := same_counts({name: total.block_range for name, total in totals.items()}):
-        right_of_title(axes[1], " = ".join(alike))
+        right_of_title(axes[1], "; ".join(map(" = ".join, alike)))
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
@@ -154,16 +154,15 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
     return figure
 
 
-def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return the formats whose array in `counts` equals that of another format.
+def same_counts(counts: dict[str, np.ndarray]) -> list[list[str]]:
+    """Return each group of two or more formats whose arrays in `counts` are equal.
 
     The curves of such formats coincide.
     """
-    return [
-        name
-        for name, own in counts.items()
-        if any(other != name and np.array_equal(own, counts[other]) for other in counts)
-    ]
+    groups: dict[bytes, list[str]] = {}
+    for name, own in counts.items():
+        groups.setdefault(own.tobytes(), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:

@@ -269,7 +269,7 @@ function drawBlockMap(detail) {
     xaxis: axis("index of the block's first value", { tickvals: some(x) }), yaxis: axis("row", { autorange: "reversed" }),
   }), CONFIG);
   $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; the map shows those of ${name}. `)
-    + `Blocks along the last dimension; ${map.every === 1 ? "every row" : `one of ${map.every} rows`}, at most ${map.columns} blocks; empty: zeros only.`;
+    + `Blocks along the last dimension; ${map.every === 1 ? "every row" : `one of ${map.every} rows`}, at most ${map.columns} blocks; empty: zeros, or values too small for a scale.`;
 }
 
 // Return the step between about six ticks of a color bar, all at whole numbers.

@@ -6,6 +6,7 @@ import matplotlib as mpl
 
 mpl.use("agg")
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -83,11 +84,17 @@ def test_codes_are_numbers_before_the_scale_only_where_there_is_one(figure_data)
 
 def test_a_panel_says_which_formats_it_lacks_or_hides(figure_data):
     room, ranges, scales = block_analysis.blocks(figure_data, figure_data.with_blocks()).axes
-    assert scales.get_title(loc="right") == "without nvfp4, whose scales are not E8M0"
+    assert scales.get_title(loc="right") == "the other formats have no E8M0 scales"
     assert ranges.get_title(loc="right") == "mxfp8 = mxfp4"
     counted = sum(figure_data.summed(name).headroom for name in figure_data.with_blocks())
     highest = block_analysis.HEADROOM_EDGES[counted.nonzero()[0][-1]]
     assert room.get_xlim()[1] == highest + 0.125
+
+
+def test_only_formats_with_equal_counts_are_called_equal():
+    b32, b16 = np.array([1, 2]), np.array([2, 1])
+    counts = {"mxfp8": b32, "nvfp4": b16, "mxfp4": b32, "if4": b16, "hifp4": np.array([3, 0])}
+    assert block_analysis.same_counts(counts) == [["mxfp8", "mxfp4"], ["nvfp4", "if4"]]
 
 
 def test_a_scale_map_names_the_run_and_has_the_lowest_operands(figure_data):
