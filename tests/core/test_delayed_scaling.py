@@ -5,7 +5,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.collection.weight_dedup import WeightDedup
+from megatron.core.low_precision.delayed_scaling import DelayedScaling
+from megatron.fake_quant import get_format
 from megatron.fake_quant.gemm import SLOTS
 from tests import forks
 from tests.subprocesses import REPO, environment
@@ -92,3 +97,21 @@ def test_a_rank_without_values_takes_part(reports):
 
 def test_training_outside_of_the_schedules_is_refused(reports):
     assert "in the pipeline schedules, and this forward pass runs outside" in reports[0]["outside"]
+
+
+def test_a_traced_call_is_refused():
+    fmt = get_format("fp8_e4m3:delayed")
+    scaling = DelayedScaling.__new__(DelayedScaling)
+    with (
+        FakeTensorMode(),
+        pytest.raises(ValueError, match=r"eagerly, or choose .* such as fp8_e4m3"),
+    ):
+        scaling.amax_of("decoder", "linear", "fprop_a", torch.ones(2), fmt)
+
+
+def test_codes_of_a_weight_are_saved_with_each_scale():
+    dedup = WeightDedup()
+    fields = {"iteration": 1, "module": "m", "tensor_name": "fprop_weight_codes"}
+    for name, again in (("fp8_e4m3:delayed+H16:nvfp4", True), ("fp8_e4m3", False)):
+        codes = fields | {"format": name, "codes": {"rounding": "nearest"}}
+        assert [dedup.is_new(codes), dedup.is_new(codes)] == [True, again]

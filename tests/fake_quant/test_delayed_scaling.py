@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.analysis.stats import tensor
+from megatron.analysis.stats.format_groups import group_formats
+from megatron.analysis.stats.matrix_view import matrix_view_of
+from megatron.analysis.stats.result_columns import format_numbers
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.delayed_scaling import AmaxHistories, largest_magnitude
 
@@ -115,3 +119,15 @@ def test_a_value_beyond_the_history_saturates():
     fmt = get_format("fp8_e4m3:delayed:margin1")
     found = fake_quantize(torch.tensor([1.0, 2.0, 5.0]), fmt, amax=torch.tensor(1.0))
     assert found.tolist() == [1, 2, 2]  # the margin leaves a factor of 2
+
+
+def test_statistics_use_the_amax_of_the_measured_tensor():
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    _, found = tensor.measure(x, matrix, group_formats(["fp8_e4m3", "fp8_e4m3:delayed:margin1"]))
+    errors = [format_numbers(get_format(name), found[name, "all"])["mse"] for name, _ in found]
+    expected = [
+        float((fake_quantize(x, "fp8_e4m3", amax=x.abs().max() * factor) - x).square().mean())
+        for factor in (1, 2)
+    ]
+    np.testing.assert_allclose(errors, expected, rtol=1e-5)
