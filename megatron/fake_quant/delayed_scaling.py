@@ -9,9 +9,9 @@ largest magnitude of each operand is recorded. An update then computes for each 
 
 and the scale is computed from amax until the next update. There are three exceptions. An amax of 0,
 from an operand that was not multiplied or is zero, leaves history and amax unchanged. If the
-maximum of the history is Inf, amax stays as it is, until the Inf has left the history. A NaN is not
-a magnitude and counts as nothing. Before the first update, amax is 0, which stands for a scale of
-1, as in Transformer Engine.
+maximum of the history is Inf, amax stays as it is until the Inf has left the history. NaNs are
+ignored. Before the first update, amax is 0, which stands for a scale of 1, as in Transformer
+Engine.
 
 Transformer Engine has two implementations of this, which differ. Its kernel follows the rules
 above. Its other implementation, in plain torch operations (NVTE_UNFUSED_FP8_UPDATE), lets an amax

@@ -13,7 +13,7 @@ amax once per iteration. Here, weights are quantized, and recorded, with each mi
 
 An update exchanges the recorded amaxes of all rows at once, over the group of Transformer Engine's
 amax reduction: all tensor-, data- and context-parallel ranks of the pipeline stage. All of them
-take part in each update, whatever they multiplied, so that an expert without tokens stops no one.
+take part in each update, whatever they multiplied, so an expert without tokens cannot block it.
 The rows of local experts are exchanged by their position on the rank, as in Transformer Engine.
 
 A recomputed forward pass takes the amaxes of the first one and records nothing. Neither does an
