@@ -28,9 +28,9 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 DEPTH = 16  #: number of rows of a tile
-COLUMNS = 512  #: largest number of columns of a tile
+COLUMNS = 1024  #: largest number of columns of a tile
 TILE = DEPTH * COLUMNS
-TILES = 8  #: number of tiles that are loaded at a time, so that they stay in the L2 cache
+TILES = 4  #: number of tiles that are loaded at a time, so that they stay in the L2 cache
 
 
 class Cut(NamedTuple):
