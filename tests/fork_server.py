@@ -2,10 +2,10 @@
 
     python tests/fork_server.py SOCKET IMPORTS LOCK
 
-The arguments are the file descriptor of a listening socket, a key of IMPORTS below, and a file that
-is locked by whoever connects to the socket or removes it. A program starts at once instead of after
-eight seconds of imports. `tests/forks.py` is the client. All test processes share one server, which
-ends when none of them is connected.
+The arguments are the file descriptor of a listening socket, a key of IMPORTS below, and a file. A
+process locks this file to connect to the socket or to remove it. A program starts at once instead
+of after eight seconds of imports. `tests/forks.py` is the client. All test processes share one
+server, which ends when none of them is connected.
 
 A request on a connection is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
 descriptors to write to: standard output, standard error, and a status pipe. The status pipe gets

@@ -16,7 +16,7 @@ from tests import forks
 from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("delayed_worker.py")
-LENGTH = 3  #: of the histories in delayed_worker.py
+LENGTH = 3  #: length of the histories in delayed_worker.py
 
 
 @pytest.fixture(scope="module")
