@@ -57,8 +57,7 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    known = fmt.height in (1, fmt.block_size) or device != "cpu"
-    return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
+    return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:

@@ -304,14 +304,11 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    flat = fmt.height == 1 or (fmt.square and fmt.scaling.search == "none")
-    known = flat and fmt.outer_size is None and fmt.scaling.scale in ("e4m3", "ue5m3")
-    if device != "cpu":
-        known = fmt.scaling.outer == "none" or fmt.scaling.size < WHOLE_AXIS
+    known = device == "cpu" or fmt.scaling.outer == "none" or fmt.scaling.size < WHOLE_AXIS
     if not known or fmt.element.ties != "even":
         return ()
     # The CPU kernel of MS-EDEN works on columns of 16 neighbors.
-    plain = fmt.scaling.search == "none" and fmt.scaling.size % 16 == 0
+    plain = fmt.scaling.search == "none" and fmt.scaling.size % 16 == 0 and fmt.outer_size is None
     corrects = device == "cpu" and plain and "eden" in fmt.roundings
     return ("nearest", "stochastic", "eden") if corrects else ("nearest", "stochastic")
 

@@ -128,8 +128,7 @@ def histogram_bytes(stored: Tensor) -> Tensor:
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
-    known = fmt.height in (1, fmt.block_size) or device != "cpu"
-    return ("nearest", "stochastic") if known and fmt.element.ties == "even" else ()
+    return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 
 def source(fmt: Format) -> str:

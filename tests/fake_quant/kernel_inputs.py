@@ -44,6 +44,18 @@ NAMES = [
     "mx:e3m4:b16:even:2d",
     "mx:e1m6:b32:ceil",
     "mx:e2m1:b600:floor",
+    "mxint4",
+    "mxint6:sr",
+    "mx:e4m3:b4x8:rceil",
+    "nvint4:2d:sr",
+    "nv:e2m1:b4x16:e4m3",
+    "nv:e2m1:b16:e6m2",
+    "nvfp4:outer-row",
+    "nvfp4:outer-1x128:sr",
+    "nvfp4:outer-1x64:4over6-mae",
+    "nvfp4:2d:outer-none:4over6-mse",
+    "amdfp4:outer-1x64",
+    "fp8_rowwise:sr",
 ]
 #: formats with kernels for the CPU only
 CPU_NAMES = [
@@ -71,21 +83,9 @@ CPU_NAMES = [
     "mixfp4",
     "nvfp4:eden",
     "nv:int4:b32:e4m3:outer-none:eden",
-]
-#: formats with kernels for GPUs only
-GPU_NAMES = [
-    "mxint4",
-    "mxint6:sr",
-    "mx:e4m3:b4x8:rceil",
-    "nvint4:2d:sr",
-    "nv:e2m1:b4x16:e4m3",
-    "nv:e2m1:b16:e6m2",
-    "nvfp4:outer-row",
-    "nvfp4:outer-1x128:sr",
-    "nvfp4:outer-1x64:4over6-mae",
-    "nvfp4:2d:outer-none:4over6-mse",
-    "amdfp4:outer-1x64",
-    "fp8_rowwise:sr",
+    "nv:e2m1:b4x16:e4m3:4over6-mse",
+    "nv:e2m1:row:e4m3:4over6-mae",
+    "nv:e4m3:b8x40:e6m2:outer-none:sr",
 ]
 
 

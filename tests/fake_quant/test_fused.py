@@ -31,7 +31,7 @@ def test_the_bits_are_the_reference_s(name, dtype):
     for kind, make in INPUTS.items():
         for layout_name, x in layouts(make().to(dtype)).items():
             for axis in range(-x.ndim, 0):
-                if fmt.square and (x.ndim < 2 or axis < -2):
+                if fmt.height > 1 and (x.ndim < 2 or axis < -2):
                     continue
                 _, layout = checked(x, fmt, axis)
                 expected = reference.fake_quantize(x, fmt, layout, seed)

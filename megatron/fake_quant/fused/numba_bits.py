@@ -22,6 +22,8 @@ SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
+#: The same two numbers for bfloat16 bits.
+MAGNITUDE_16, INFINITY_16, ZERO_16 = np.int16(0x7FFF), np.int16(0x7F80), np.int16(0)
 #: Bits of 2^127 (float32). Subtracting the bits of a power of two from them gives the bits of its
 #: reciprocal.
 POWER_254 = np.int32(254 << 23)
@@ -94,6 +96,34 @@ def narrow(bits: Any, like: Any) -> Any:
     This function undoes `widen`. A NaN must be the canonical NaN.
     """
     raise NotImplementedError("only in compiled code")
+
+
+def magnitude(stored: Any) -> Any:
+    """Clear the sign bit of a stored value, in its own width."""
+    raise NotImplementedError("only in compiled code")
+
+
+def finite_magnitude(stored: Any) -> Any:
+    """Clear the sign bit of a stored value, in its own width; return 0 for an Inf and a NaN."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(magnitude, inline="always", strict=False)
+def _magnitude(stored: Any) -> Any:
+    if stored == types.int16:
+        return lambda stored: np.int16(stored & MAGNITUDE_16)
+    return lambda stored: np.int32(stored & MAGNITUDE)
+
+
+@overload(finite_magnitude, inline="always", strict=False)
+def _finite_magnitude(stored: Any) -> Any:
+    limit, zero = (INFINITY_16, ZERO_16) if stored == types.int16 else (INFINITY, ZERO)
+
+    def finite(stored: Any) -> Any:
+        bits = magnitude(stored)
+        return bits if bits < limit else zero
+
+    return finite
 
 
 @overload(widen, inline="always", strict=False)

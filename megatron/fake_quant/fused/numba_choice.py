@@ -21,8 +21,8 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
     stochastic,
 )
-from megatron.fake_quant.fused.numba_blocks import FLOAT32_MAX, e4m3
 from megatron.fake_quant.fused.numba_compile import inlined
+from megatron.fake_quant.fused.numba_scales import FLOAT32_MAX, e4m3
 from megatron.fake_quant.fused.numba_tiles import COLUMNS, DEPTH, extent, fill_special, maxima
 from megatron.fake_quant.special_scalings import ChoiceScaling
 from megatron.fake_quant.tensor_scale import divide_by

@@ -17,6 +17,14 @@ def inlined(function: Function) -> Any:
     return numba.njit(inline="always", error_model="numpy")(function)
 
 
+def called(function: Function) -> Any:
+    """Compile a helper function that kernels call, so that it is compiled only once.
+
+    This suits functions that take a microsecond or more and are called in several places.
+    """
+    return numba.njit(error_model="numpy")(function)
+
+
 def kernel_compiler(
     name: str, folder: Path, sources: Callable[[], Iterable[Path]]
 ) -> Callable[[Function], Any]:

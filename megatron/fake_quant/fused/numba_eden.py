@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.fused import numba_blocks
+from megatron.fake_quant.fused import numba_scales
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
     MAGNITUDE,
@@ -24,8 +24,8 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
     stochastic,
 )
-from megatron.fake_quant.fused.numba_blocks import E4M3, e4m3, multiplier
 from megatron.fake_quant.fused.numba_compile import inlined
+from megatron.fake_quant.fused.numba_scales import E4M3, e4m3, multiplier
 from megatron.fake_quant.fused.numba_tiles import (
     COLUMNS,
     DEPTH,
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
     """Constants of a format and a tensor."""
 
     element: Element
-    scale: numba_blocks.Rule
+    scale: numba_scales.Rule
     random: Random
     size: int  #: number of values per block
     blocks: int  #: number of blocks along the axis
@@ -54,7 +54,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor], cut: Cut, random: 
     """Return the constants of a format and of a tensor with the given largest magnitude."""
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None
-    scale = numba_blocks.make_rule(fmt, finite_amax)
+    scale = numba_scales.make_rule(fmt, finite_amax)
     blocks = -(-cut.n // fmt.block_size)
     return Rule(element_bits(fmt.element), scale, random, fmt.block_size, blocks)
 
@@ -146,7 +146,7 @@ def eden(rule: Any, tiles: Any, drawn: Any, cut: Any, start: Any, stop: Any) -> 
         for j in range(place.columns):
             wanted = np.float32(as_float(amax[j]) / rule.scale.divisor) * rule.scale.encode
             up[j] = e4m3(wanted) if amax[j] < INFINITY else np.float32(0)
-            down[j] = multiplier(up[j], rule.scale)
+            down[j] = multiplier(up[j], rule.scale.decode)
         group_sums(tile, down, up, place, rule.element, terms, sums)
         correct(up, sums, place, cut, rule, buffer)
         for i in range(DEPTH):

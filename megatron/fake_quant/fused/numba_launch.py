@@ -5,7 +5,6 @@ This module chooses the kernel for a tensor, the kernel's constants and the numb
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,14 @@ from megatron.fake_quant.fused import (
     numba_bits,
     numba_blocks,
     numba_choice,
+    numba_columns,
     numba_eden,
     numba_elementwise,
     numba_groups,
     numba_macro,
     numba_pairs,
     numba_rotation,
+    numba_scales,
     numba_table,
     numba_threads,
     numba_tiles,
@@ -49,6 +50,9 @@ _ROUNDINGS = {
     "hybrid": numba_elementwise.HYBRID,
 }
 _LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
+#: number of columns in a tile of blocks of several rows, few enough that the rows stay in the cache
+_COLUMNS = 512
+_FEW = 16  #: number of rows of blocks in a matrix below which its columns are divided, too
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
@@ -102,34 +106,77 @@ def _blocks(
 ) -> None:
     """Quantize the flat array `src` into `dst`, in blocks along `axis` of `shape`.
 
-    Square blocks extend over the last two axes, regardless of `axis`.
+    Blocks of several rows extend over the last two axes.
     """
     assert isinstance(fmt.element, ElementFormat)
-    assert fmt.block_size is not None
-    size = min(fmt.block_size, shape[axis])
-    if fmt.square:
-        size = fmt.block_size
-        axis = len(shape) - 2
-    outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    work: Callable[[int, int], Any]
+    last = axis == len(shape) - 1 or (fmt.height == 1 and math.prod(shape[axis + 1 :]) == 1)
+    outer, n, inner = _matrices(fmt, shape, axis, last=last)
+    rule = numba_scales.make_rule(fmt, functools.partial(_amax, src, amax))
+    tiling = _tiling(fmt, n, inner, last=last)
+    row = math.gcd(len(src), tiling.columns)
+    filled = last and tiling.height == 1 and inner % tiling.width == 0
+    if filled and row >= min(inner, tiling.columns) and not rule.grouped:
+        # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
+        n, inner, tiling = len(src) // row, row, tiling._replace(strips=1)
+    tensors = [array.reshape(outer, n, inner) for array in (src, dst)]
+    most, tiling = _outer_maxima(tensors[0], fmt, tiling)
     element = numba_bits.element_bits(fmt.element)
-    rule = numba_blocks.make_rule(fmt, functools.partial(_amax, src, amax))
-    if inner == 1 and not fmt.square:
-        # If a row consists of whole blocks, cut it at block boundaries into short rows, so that
-        # threads get equal parts.
-        width = next((w for w in (16 * size, size) if n % w == 0), n)
-        matrices = (array.reshape(-1, width) for array in (src, dst))
-        work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))
-        numba_threads.run(work, len(src) // width, -(-_LEAST // width))
-    else:
-        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
-        # If blocks are as long as the axis, divide the columns into strips, one or more per thread.
-        strips = -(-inner // numba_blocks.COLUMNS) if size == n and not fmt.square else 1
-        work = functools.partial(
-            numba_blocks.columns, *tensors, size, fmt.square, strips, element, rule, _random(seed)
-        )
-        items = outer * -(-n // size) * strips
-        numba_threads.run(work, items, -(-_LEAST * strips // (size * inner)))
+    work = functools.partial(
+        numba_blocks.blocks, *tensors, most, tiling, element, rule, _random(seed)
+    )
+    items = outer * -(-n // tiling.height) * tiling.strips
+    numba_threads.run(work, items, -(-_LEAST * items // len(src)))
+
+
+def _matrices(fmt: Format, shape: list[int], axis: int, *, last: bool) -> tuple[int, int, int]:
+    """Return the shape `[outer, n, inner]` in which the kernel for blocks reads a tensor.
+
+    last: True if blocks run along the last axis in memory.
+    """
+    if fmt.height > 1:
+        return math.prod(shape[:-2]), shape[-2], shape[-1]
+    if last:
+        return 1, math.prod(shape[:axis]), shape[axis]
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def _tiling(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Tiling:
+    """Return the shape of a format's blocks and of tiles in matrices of `n` x `inner` values.
+
+    last: True if blocks run along the last axis in memory.
+    """
+    assert fmt.block_size is not None
+    size = fmt.block_size if fmt.height > 1 else min(fmt.block_size, inner if last else n)
+    height, width = (fmt.height, size) if last else (size, fmt.height)
+    most = _COLUMNS if height > 1 else numba_columns.TILE
+    columns = max(most // width, 1) * width
+    # If there are few rows of blocks, divide the columns into strips, so that all threads work.
+    strips = 1 if -(-n // height) >= _FEW else -(-inner // columns)
+    return numba_blocks.Tiling(height, width, columns, strips, last)
+
+
+def _outer_maxima(
+    src: NDArray[np.integer[Any]], fmt: Format, tiling: numba_blocks.Tiling
+) -> tuple[NDArray[np.int32], numba_blocks.Tiling]:
+    """Return the largest magnitude for each outer scale, and a tiling that refers to them.
+
+    The maxima have the shape `[matrices, rows, columns]`. They are not computed if there is no
+    outer scale or one for the whole tensor.
+    """
+    if fmt.outer_size is None:
+        return np.zeros((1, 1, 1), np.int32), tiling
+    outer, n, inner = src.shape
+    shift = fmt.outer_size.bit_length() - 1
+    size = 1 << shift
+    rows, columns = (1, min(size, inner)) if tiling.along_rows else (min(size, n), 1)
+    strips = 1 if tiling.along_rows else -(-inner // numba_columns.TILE)
+    most = np.zeros((outer, -(-n // rows), -(-inner // columns)), np.int32)
+    work = functools.partial(numba_blocks.finite_maxima, src, rows, columns, strips, most)
+    items = most.shape[0] * most.shape[1] * strips
+    numba_threads.run(work, items, -(-_LEAST * items // src.size))
+    if tiling.along_rows:
+        return most, tiling._replace(column_shift=shift)
+    return most, tiling._replace(row_shift=shift)
 
 
 def _tiles(
@@ -256,7 +303,7 @@ def fake_quantize(
     source = _SOURCES[x.dtype]
     if x.dtype == torch.float16:
         x = x.float()
-    dense, order = without_gaps(x, in_order=seed is not None or fmt.square)
+    dense, order = without_gaps(x, in_order=seed is not None or fmt.height > 1)
     result = torch.empty_like(dense)
     src, dst = _memory(dense, order), _memory(result, order)
     if fmt.block_scale is None:

@@ -42,17 +42,10 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
 )
 from megatron.fake_quant.fused.numba_bits import Element as ElementBits
-from megatron.fake_quant.fused.numba_blocks import (
-    E4M3,
-    FLOAT32_MAX,
-    Rule,
-    e8m0,
-    make_rule,
-    power,
-    scaled_up,
-)
+from megatron.fake_quant.fused.numba_blocks import scaled_up
 from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.fused.numba_elementwise import LARGEST, nearest_hifloat8
+from megatron.fake_quant.fused.numba_scales import E4M3, FLOAT32_MAX, Rule, e8m0, make_rule, power
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.tensor_scale import factors
 
@@ -273,7 +266,7 @@ def result_bits(rounded: Any, bits: Any, class_: Any, quantizer: Any) -> Any:
     """
     up = quantizer.up[class_]
     if quantizer.kind == FLOAT:
-        value = scaled_up(rounded, bits, up, SIGN, quantizer.element, quantizer.rule)
+        value = scaled_up(rounded, bits, up, quantizer.rule.decode, quantizer.element)
     else:
         sign = np.int32(bits & SIGN) if rounded != 0 or quantizer.kind != HIFLOAT8 else np.int32(0)
         value = np.int32(as_bits(as_float(rounded) * up) | sign)
