@@ -123,61 +123,79 @@ class _Quantizer:
 def transformer_engine_reference(source: Path) -> peers.Finder:
     """Return the finder of Transformer Engine's references in plain torch, in the folder `source`.
 
-    They are NVFP4 of its custom recipes, and FP8 blocks, which are part of its tests.
+    They are NVFP4 of its custom recipes, and FP8 with float32 scales, which is part of its tests.
     """
 
     def load() -> peers.Finder:
-        base = sys.modules["transformer_engine.pytorch.quantized_tensor"]
-        base.Quantizer, base.QuantizedTensorStorage = _Quantizer, object
-        gemm = sys.modules["transformer_engine.pytorch.custom_recipes.gemm"]
-        gemm.MMParams, gemm.GEMMType = object, types.SimpleNamespace(FPROP=None)
-        from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
-
         sys.path.append(str(source / "tests" / "pytorch"))
-        from references.blockwise_quantizer_reference import BlockwiseQuantizerReference
-
-        square, search = {"quant_tile_shape": (16, 16)}, {"nvfp4_use_4over6": True}
-        search["nvfp4_e4m3_max"] = 256
-        nvfp4_options = {
-            "nvfp4": {},
-            "nvfp4:2d": square,
-            "nvfp4:outer-row": {"row_scaled_nvfp4": True},
-            "nvfp4:4over6-mae": search,
-            "nvfp4:4over6-mse": search | {"nvfp4_4over6_err_mode": "MSE"},
-            "nvfp4:2d:4over6-mae": search | square,
-        }
-
-        def nvfp4(x: Tensor, options: dict[str, Any]) -> Tensor:
-            element = reference_utils.Fp4Formats.E2M1
-            quantizer = reference_nvfp4.NVFP4QuantizerRef(element, columnwise=False, **options)
-            codes, scales, _, _, amax, _ = quantizer._quantize(x)
-            encode = torch.full_like(amax, 6 * quantizer.nvfp4_e4m3_max) / amax
-            decode = encode.clamp(max=torch.finfo(torch.float32).max).reciprocal()
-            factors = scales.float().repeat_interleave(16, -1)[: len(x), : x.shape[1]]
-            values = reference_nvfp4.cast_from_fp4x2(codes, torch.float32)
-            return (values * factors * decode.view(-1, 1)).to(x.dtype)
-
-        def fp8(x: Tensor, shape: tuple[int, int], powers: bool) -> Tensor:
-            result = BlockwiseQuantizerReference().quantize(
-                x,
-                torch.float8_e4m3fn,
-                quant_tile_shape=shape,
-                pow_2_scales=powers,
-                munge_scale_shapes=False,
-            )
-            factors = result.scale.repeat_interleave(shape[0], 0).repeat_interleave(128, 1)
-            return (result.data.float() * factors[: len(x), : x.shape[1]]).to(x.dtype)
-
-        calls = {
-            name: functools.partial(nvfp4, options=options)
-            for name, options in nvfp4_options.items()
-        }
-        for suffix, shape in (("", (1, 128)), (":2d", (128, 128))):
-            calls[f"fp8_block{suffix}"] = functools.partial(fp8, shape=shape, powers=False)
-            calls[f"fp8_block:ue8m0{suffix}"] = functools.partial(fp8, shape=shape, powers=True)
+        calls = _nvfp4_references() | _fp8_references()
         return lambda fmt: calls.get(fmt.name)
 
     return from_source(load, source, TRANSFORMER_ENGINE_PACKAGES)
+
+
+def _nvfp4_references() -> dict[str, peers.Call]:
+    """Return Transformer Engine's references of NVFP4 by the names of the formats."""
+    base = sys.modules["transformer_engine.pytorch.quantized_tensor"]
+    base.Quantizer, base.QuantizedTensorStorage = _Quantizer, object
+    gemm = sys.modules["transformer_engine.pytorch.custom_recipes.gemm"]
+    gemm.MMParams, gemm.GEMMType = object, types.SimpleNamespace(FPROP=None)
+    from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+    square = {"quant_tile_shape": (16, 16)}
+    search = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256}
+    options_by_name: dict[str, dict[str, Any]] = {
+        "nvfp4": {},
+        "nvfp4:2d": square,
+        "nvfp4:outer-row": {"row_scaled_nvfp4": True},
+        "nvfp4:4over6-mae": search,
+        "nvfp4:4over6-mse": search | {"nvfp4_4over6_err_mode": "MSE"},
+        "nvfp4:2d:4over6-mae": search | square,
+    }
+
+    def call(x: Tensor, options: dict[str, Any]) -> Tensor:
+        element = reference_utils.Fp4Formats.E2M1
+        quantizer = reference_nvfp4.NVFP4QuantizerRef(element, columnwise=False, **options)
+        codes, scales, _, _, amax, _ = quantizer._quantize(x)
+        encode = torch.full_like(amax, 6 * quantizer.nvfp4_e4m3_max) / amax
+        decode = encode.clamp(max=torch.finfo(torch.float32).max).reciprocal()
+        factors = scales.float().repeat_interleave(16, -1)[: len(x), : x.shape[1]]
+        values = reference_nvfp4.cast_from_fp4x2(codes, torch.float32)
+        return (values * factors * decode.view(-1, 1)).to(x.dtype)
+
+    return {name: functools.partial(call, options=o) for name, o in options_by_name.items()}
+
+
+def _fp8_references() -> dict[str, peers.Call]:
+    """Return Transformer Engine's references of FP8 by the names of the formats."""
+    from references.blockwise_quantizer_reference import BlockwiseQuantizerReference
+    from references.quantize_scale_calc import scale_from_amax_tensor
+
+    def blockwise(x: Tensor, shape: tuple[int, int], powers: bool) -> Tensor:
+        result = BlockwiseQuantizerReference().quantize(
+            x,
+            torch.float8_e4m3fn,
+            quant_tile_shape=shape,
+            pow_2_scales=powers,
+            munge_scale_shapes=False,
+        )
+        factors = result.scale.repeat_interleave(shape[0], 0).repeat_interleave(128, 1)
+        return (result.data.float() * factors[: len(x), : x.shape[1]]).to(x.dtype)
+
+    def tensorwise(x: Tensor, dtype: torch.dtype) -> Tensor:
+        amax = x.float().abs().amax().view(1)
+        options = {"quant_dtype": dtype, "eps": 0.0, "pow_2_scales": False}
+        scale, inverse, _ = scale_from_amax_tensor(torch.float32, amax, **options)
+        return ((x.float() * scale).to(dtype).float() * inverse).to(x.dtype)
+
+    calls: dict[str, peers.Call] = {
+        "fp8_e4m3": functools.partial(tensorwise, dtype=torch.float8_e4m3fn),
+        "fp8_e5m2": functools.partial(tensorwise, dtype=torch.float8_e5m2),
+    }
+    for suffix, shape in (("", (1, 128)), (":2d", (128, 128))):
+        calls[f"fp8_block{suffix}"] = functools.partial(blockwise, shape=shape, powers=False)
+        calls[f"fp8_block:ue8m0{suffix}"] = functools.partial(blockwise, shape=shape, powers=True)
+    return calls
 
 
 def transformer_engine() -> peers.Finder:

@@ -18,8 +18,8 @@ INTRODUCTION = (
 )
 SOURCES = (
     "A package whose release is *source* was loaded from a given folder. In the source of "
-    "Transformer Engine, only the references in plain torch were used: NVFP4 of its custom recipes "
-    "and FP8 blocks of its tests."
+    "Transformer Engine, only the references in plain torch were used: NVFP4 of its custom "
+    "recipes, and the scales and blocks of FP8 in its tests."
 )
 OPEN = (
     "The definitions of most formats leave open what happens to NaN and Inf. In this project, each "
