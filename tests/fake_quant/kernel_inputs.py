@@ -57,7 +57,7 @@ NAMES = [
     "amdfp4:outer-1x64",
     "fp8_rowwise:sr",
 ]
-#: formats with kernels for the CPU only
+#: further formats with CPU kernels; most of them have GPU kernels, too
 CPU_NAMES = [
     "mxfp4:rceil:top7.25",
     "mxfp4:head3/4:sr",
