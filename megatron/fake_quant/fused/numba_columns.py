@@ -11,8 +11,6 @@ from typing import Any
 from megatron.fake_quant.fused.numba_bits import magnitude, widen
 from megatron.fake_quant.fused.numba_compile import called, inlined
 
-#: width of a block from which loops over its columns are long enough to be vectorized
-LONG = 256
 #: number of columns for which arrays have room, so large that a tile has many blocks
 TILE = 4096
 
@@ -49,7 +47,7 @@ def block_maxima(columns: Any, scratch: Any, maxima: Any, width: Any, count: Any
     A block that is wider than `columns` has all of them.
     """
     rest = min(width, TILE)
-    while rest & 3 == 0 and width < LONG:
+    while rest & 3 == 0:
         larger_of_pairs(columns, scratch, (count * rest) >> 1)
         rest >>= 2
         larger_of_pairs(scratch, columns, count * rest)
@@ -81,7 +79,7 @@ def expand(blocks: Any, columns: Any, scratch: Any, width: Any, count: Any) -> A
     """Copy the number of each block to all its columns, as far as the array `columns` reaches."""
     width = min(width, TILE)
     rest = width
-    while rest & 3 == 0 and width < LONG:
+    while rest & 3 == 0:
         rest >>= 2
     if rest == 1:
         for b in range(count):
