@@ -304,7 +304,10 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    known = device == "cpu" or fmt.scaling.outer == "none" or fmt.scaling.size < WHOLE_AXIS
+    # A GPU kernel sees only a part of a row, so it knows neither an outer scale above the scales of
+    # whole rows nor the error of a whole row.
+    alone = fmt.scaling.outer == "none" and fmt.scaling.search == "none"
+    known = device == "cpu" or alone or fmt.scaling.size < WHOLE_AXIS
     if not known or fmt.element.ties != "even":
         return ()
     # The CPU kernel of MS-EDEN works on columns of 16 neighbors.

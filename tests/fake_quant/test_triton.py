@@ -143,7 +143,8 @@ def test_they_are_what_a_cuda_tensor_gets(on_cuda, monkeypatch):
     for name in OURS:
         assert dispatch.find(on_cuda, get_format(name)) is triton_launch.fake_quantize
     refused = ("bf16", "fp16", "mx:e4m3:b16385:floor", "mx:e4m3:b129:floor:2d", "nvfp4:eden")
-    for name in (*refused, *OTHERS, "nv:e2m1:row:e4m3:outer-tensor"):
+    rows = ("nv:e2m1:row:e4m3:outer-tensor", "nv:e2m1:row:e4m3:outer-none:4over6-mae")
+    for name in (*refused, *OTHERS, *rows):
         assert dispatch.find(on_cuda, get_format(name)) is None
     monkeypatch.setenv(dispatch.VARIABLE, "0")
     assert dispatch.find(on_cuda, get_format("mxfp8")) is None
