@@ -62,7 +62,7 @@ UPSTREAM = {
     "megatron.core.datasets.indexed_dataset": "IndexedDataset",
     "megatron.core.dist_checkpointing.core": "CheckpointingException",
     "megatron.core.dist_checkpointing.mapping": "ShardedObject ShardedTensor",
-    "megatron.core.dist_checkpointing.strategies": "torch",
+    "megatron.core.dist_checkpointing.strategies": "filesystem_async torch",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": ""
     "CachedMetadataFileSystemReader",
     "megatron.core.dist_checkpointing.strategies.common": "TorchCommonLoadStrategy",
