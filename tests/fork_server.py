@@ -33,7 +33,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,7 +55,15 @@ AFTER_A_FAILURE = 0.1  #: seconds that the other ranks have to report their own 
 GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; torchrun uses the same two values
 
 
-def prepare(imports: str) -> None:
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process locks a file, which is made if it does not exist, and lock it."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def prepare(imports: str, lock: Path) -> None:
     """Import everything; no import may start a thread, because a fork has only one thread.
 
     The exception is the thread in which jemalloc, a part of pyarrow, returns memory to the system.
@@ -75,7 +83,8 @@ def prepare(imports: str) -> None:
         for name in IMPORTS[imports]:
             importlib.import_module(name)
         if imports != "wheel":
-            load_kernels()
+            with locked(lock.with_name("kernels")):  # or several servers would compile the same
+                load_kernels()
     gc.freeze()
     gc.enable()
 
@@ -221,8 +230,7 @@ def serve(listener: socket.socket, lock: Path) -> Callable:
 
 def closed(listener: socket.socket, lock: Path) -> bool:
     """Close the listening socket unless a client is connecting; return whether it is closed."""
-    with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with locked(lock):
         if select.select([listener], [], [], 0)[0]:
             return False
         Path(listener.getsockname()).unlink(missing_ok=True)
@@ -257,7 +265,7 @@ def exit_quickly(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     BORN_WITH = set(os.environ)
-    prepare(sys.argv[2])
+    prepare(sys.argv[2], Path(sys.argv[3]))
     run = serve(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[3]))
     try:
         run()

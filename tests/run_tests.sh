@@ -15,11 +15,12 @@
 # root of the repository.
 #
 # Environment
-#   TEST_WORKERS   processes that share the tests, one file at a time (default 2; 0 runs all in pytest)
+#   TEST_WORKERS   processes that share the tests, one file at a time (default 3, because
+#                  many tests wait; 0 runs all in pytest)
 set -euo pipefail
 
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-: "${TEST_WORKERS:=2}"
+: "${TEST_WORKERS:=3}"
 
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
@@ -215,11 +216,13 @@ def picture(figure: Figure, image: str) -> bytes:
     The file contains no timestamp, so that drawing the same figure again gives the same content.
     """
     content = io.BytesIO()
-    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    figure.set_dpi(DPI)
     if (layout := figure.get_layout_engine()) is not None:
-        figure.set_dpi(DPI)
         layout.execute(figure)
-        # with a layout engine, savefig would draw the whole figure an additional time
         figure.set_layout_engine("none")
-    figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
+    if image == "png":  # `savefig` would draw the whole figure twice, because it has had a layout
+        FigureCanvasAgg(figure).print_png(content, metadata={"Software": None})
+    else:
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
     return content.getvalue()
