@@ -221,7 +221,8 @@ def picture(figure: Figure, image: str) -> bytes:
         layout.execute(figure)
         figure.set_layout_engine("none")
     if image == "png":  # `savefig` would draw the whole figure twice, because it has had a layout
-        FigureCanvasAgg(figure).print_png(content, metadata={"Software": None})
+        canvas = FigureCanvasAgg(figure)
+        canvas.print_png(content, metadata={"Software": None})  # type: ignore[no-untyped-call]
     else:
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
