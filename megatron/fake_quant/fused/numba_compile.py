@@ -1,13 +1,16 @@
 """Compile CPU kernels with numba and cache them on disk."""
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
 
 Function = Callable[..., Any]
 
@@ -54,10 +57,38 @@ def kernel_compiler(
         config: Any = numba.config
         before, config.CACHE_DIR = config.CACHE_DIR, str(cache())
         try:
-            return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+            kernel = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+            return _compiled_once(kernel, cache() / f"{function.__name__}.lock")
         except RuntimeError:  # The cache folder is not writable.
             return numba.njit(nogil=True, error_model="numpy")(function)
         finally:
             config.CACHE_DIR = before
 
     return kernel
+
+
+def _compiled_once(kernel: Any, lock: Path) -> Any:
+    """Make processes that need the same kernel at the same time compile it only once.
+
+    The ranks of a run start together and need the same kernels. Without a lock, each would find
+    none in the cache and compile all of them. Here the first one compiles a kernel while the others
+    wait; they then load it from the cache.
+    """
+    compile_or_load = kernel.compile
+
+    def compile_alone(signature: Any) -> Any:
+        with global_compiler_lock, _locked(lock):
+            return compile_or_load(signature)
+
+    kernel.compile = compile_alone
+    return kernel
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, or none if its file system has no locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, even in a crash
+        yield
