@@ -4,17 +4,24 @@ The following rules apply to each of the two numbers separately:
 
 1. A value is compared with a level: the median of the last 32 normal values or the median of the
    last 5, whichever is lower. The short median follows a falling loss. The long median keeps the
-   level from rising along with a slow increase.
+   level from rising along with a slow increase. Before there are 5 normal values, the level is the
+   lowest of them.
 2. A value jumps if it exceeds a multiple of the level: 1.25 for the loss, 100 for the gradient
    norm, which reaches 44 in ordinary runs with small batches. The values fluctuate more at the
    start of a run, so after n < 8 normal values the excess over the level must be 8/n times as
    large. A loss must then exceed 3 times the level after one iteration, 2 times after two, and
-   1.5 times after four.
+   1.5 times after four. If the size of the vocabulary is known, there is a second limit: a loss
+   also jumps if it exceeds 1.25 times the level and 1.25 times ln(vocabulary). A model that gives
+   all tokens the same probability has the loss ln(vocabulary), so random weights start there.
 3. A jump must also exceed the level by 12 times the noise. The noise is the mean rise or the mean
    fall between consecutive normal values, whichever is smaller, so that a trend does not count as
    noise. It is computed over all steps and over the last 8, and the larger result is used.
-4. An unusual value does not enter the medians. After 32 finite unusual values in a row, however,
-   these become the new normal values.
+4. An unusual value never enters the medians, and after one, a value is normal again only if its
+   excess over the level is at most half of the limit. Otherwise, a diverged loss that oscillates
+   around the limit would count as several spikes, and its lower values as normal. A change of the
+   data or of the learning rate may nevertheless raise the level for good: 32 finite unusual values
+   in a row become the new normal values. The count continues after a resume.
+5. A value that is NaN or infinite is unusual at once, even in the first iteration.
 
 A falling value is never unusual. A value of exactly zero is ignored, because it comes from a batch
 in which no token counts. For negative values, the excess is relative to the magnitude of the level.
@@ -25,7 +32,6 @@ The inputs are the same on every rank, so all ranks reach the same result withou
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,9 +46,14 @@ NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of th
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
-Levels = dict[
-    str, list[float]
-]  #: recent normal values under the keys LOSS and GRAD_NORM, oldest first
+#: Recent values, oldest first. The normal ones are under LOSS and GRAD_NORM. If the last value was
+#: unusual, the finite unusual values in a row are under `_streak(LOSS)` or `_streak(GRAD_NORM)`.
+Levels = dict[str, list[float]]
+
+
+def _streak(name: str) -> str:
+    """Return the key in `Levels` of the unusual values in a row."""
+    return f"unusual {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,8 @@ class Jumps:
 
     loss: float = 1.25
     grad_norm: float = 100.0
+    #: number of tokens in the vocabulary; None if it is unknown
+    vocabulary: int | None = None
 
     @classmethod
     def parse(
@@ -77,13 +90,13 @@ class Jumps:
 
 
 def checked_levels(stored: Any) -> Levels:
-    """Validate and return the recent normal losses and gradient norms stored in a checkpoint.
+    """Validate and return the recent losses and gradient norms stored in a checkpoint.
 
     Raises:
         ValueError: if `stored` has another structure or holds values that are not finite.
     """
     valid = isinstance(stored, dict) and all(
-        name in (LOSS, GRAD_NORM)
+        name in (LOSS, GRAD_NORM, _streak(LOSS), _streak(GRAD_NORM))
         and isinstance(values, list)
         and len(values) <= WINDOW
         and all(isinstance(value, float) and math.isfinite(value) for value in values)
@@ -99,26 +112,45 @@ def checked_levels(stored: Any) -> Levels:
 class _Watched:
     """Recent normal values of the loss or gradient norm, and the unusual values after them."""
 
-    def __init__(self, name: str, factor: float, usual: Sequence[float]):
-        self.name, self._factor = name, factor
-        self.usual: deque[float] = deque(usual, maxlen=WINDOW)
-        self._unusual: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, name: str, factor: float, levels: Levels, uniform: float = math.inf):
+        """Create the history of one number.
+
+        Args:
+            name: LOSS or GRAD_NORM.
+            factor: multiple of the level above which a value jumps; 0 for no limit.
+            levels: values before the first iteration, from a checkpoint.
+            uniform: value of a model that gives all tokens the same probability.
+        """
+        self.name, self._factor, self._uniform = name, factor, uniform
+        self.usual: deque[float] = deque(levels.get(name, ()), maxlen=WINDOW)
+        #: finite unusual values since the last normal value
+        self._unusual: deque[float] = deque(levels.get(_streak(name), ()), maxlen=WINDOW)
+        self.unusual = _streak(name) in levels  #: whether the last value was unusual
+
+    @property
+    def levels(self) -> Levels:
+        """Values that a checkpoint stores."""
+        streak = {_streak(self.name): list(self._unusual)} if self.unusual else {}
+        return {self.name: list(self.usual)} | streak
 
     def judge(self, value: float) -> str | None:
         """Return why `value` is unusual; None if it is normal or zero.
 
         Finite values other than zero are recorded.
         """
-        if not math.isfinite(value):
-            self._unusual.clear()
-            return f"{self.name} {value}"
         if value == 0:
             return None
-        level = self._level()
-        if level is None or value <= self._bound():
-            self.usual.append(value)
+        if not math.isfinite(value):
+            self.unusual = True
             self._unusual.clear()
+            return f"{self.name} {value}"
+        level = self._level()
+        if level is None or value <= self._bound(level):
+            self.unusual = False
+            self._unusual.clear()
+            self.usual.append(value)
             return None
+        self.unusual = True
         self._unusual.append(value)
         if len(self._unusual) == WINDOW:
             self.usual = self._unusual.copy()
@@ -133,21 +165,31 @@ class _Watched:
     def _level(self) -> float | None:
         if not self.usual or not self._factor:
             return None
-        return min(statistics.median_low(window) for window in self._windows())
+        return min(map(_typical, self._windows()))
 
-    def _bound(self) -> float:
+    def _bound(self, level: float) -> float:
         """Return the largest loss or gradient norm that counts as normal."""
         values = list(self.usual)
-        excess = (self._factor - 1) * max(ENOUGH / len(values), 1)
-        by_factor = min(
-            statistics.median_low(window) + excess * statistics.median_low(map(abs, window))
+        steps = [after - before for before, after in pairwise(values)]
+        noise = level + NOISE * max(_noise(steps), _noise(steps[-ENOUGH:]))
+        early = max(ENOUGH / len(values), 1)
+        bound = max(self._multiple(early), noise)
+        if level <= self._factor * self._uniform < math.inf:
+            bound = min(bound, max(self._multiple(1), noise, self._factor * self._uniform))
+        return level + (bound - level) / 2 if self.unusual else bound
+
+    def _multiple(self, early: float) -> float:
+        """Return the level plus the excess that `factor` allows, multiplied by `early`."""
+        excess = (self._factor - 1) * early
+        return min(
+            _typical(window) + excess * _typical([abs(value) for value in window])
             for window in self._windows()
         )
-        steps = [after - before for before, after in pairwise(values)]
-        noise = NOISE * max(_noise(steps), _noise(steps[-ENOUGH:]))
-        level = self._level()
-        assert level is not None, "there are usual values"
-        return max(by_factor, level + noise)
+
+
+def _typical(values: list[float]) -> float:
+    """Return the median, or the lowest value if there are fewer than RECENT."""
+    return statistics.median_low(values) if len(values) >= RECENT else min(values)
 
 
 def _noise(steps: list[float]) -> float:
@@ -161,19 +203,19 @@ def _noise(steps: list[float]) -> float:
 class LossSpikeDetector:
     """Detector that reports unusual iterations, but only the first of several in a row."""
 
-    def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
+    def __init__(self, jumps: Jumps, levels: Levels | None = None):
         """Create a detector; a resumed run passes the `levels` that its checkpoint stores."""
         levels = levels or {}
+        uniform = math.log(jumps.vocabulary) if jumps.vocabulary else math.inf
         self._watched = [
-            _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),
-            _Watched(GRAD_NORM, jumps.grad_norm, levels.get(GRAD_NORM, ())),
+            _Watched(LOSS, jumps.loss, levels, uniform),
+            _Watched(GRAD_NORM, jumps.grad_norm, levels),
         ]
-        self._unusual = False  #: whether the previous iteration was unusual
 
     @property
     def levels(self) -> Levels:
-        """Recent normal losses and gradient norms, which a checkpoint stores for a resumed run."""
-        return {watched.name: list(watched.usual) for watched in self._watched}
+        """Recent losses and gradient norms, which a checkpoint stores for a resumed run."""
+        return {key: values for number in self._watched for key, values in number.levels.items()}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
         """Check an iteration; return a message if it is unusual and the previous one was normal.
@@ -187,10 +229,12 @@ class LossSpikeDetector:
             A message on what is unusual; None if the iteration is normal, or if the previous
             iteration was unusual too.
         """
+        before = any(watched.unusual for watched in self._watched)
         reasons = [
             why
             for watched, value in zip(self._watched, (loss, grad_norm), strict=True)
             if value is not None and (why := watched.judge(value)) is not None
         ]
-        first, self._unusual = bool(reasons) and not self._unusual, bool(reasons)
-        return f"{' and '.join(reasons)} at iteration {iteration}" if first else None
+        if before or not reasons:
+            return None
+        return f"{' and '.join(reasons)} at iteration {iteration}"

@@ -13,7 +13,7 @@ If not even one iteration fits into memory, the ring buffer keeps only its first
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.collection.host_buffers import HostCopy
@@ -67,6 +67,10 @@ class RingSettings:
             if value < 1:
                 raise ValueError(f"{flag} is {value}; give 1 or more")
         return cls(collect_ring, events, Jumps.parse(**jumps))
+
+    def with_vocabulary(self, tokens: int | None) -> "RingSettings":
+        """Return these settings for a model with `tokens` tokens; None if it is unknown."""
+        return replace(self, jumps=replace(self.jumps, vocabulary=tokens))
 
     def describe(self) -> dict[str, Any]:
         """Return the ring buffer's settings as plain values, for the run card."""

@@ -68,7 +68,8 @@ def configure(
 
     Args:
         args: arguments of the run, for the run card. `num_layers` limits `collect_layers`, and
-            `train_iters` limits the iterations.
+            `train_iters` limits the iterations; `padded_vocab_size` sharpens the detection of loss
+            spikes in the first iterations.
         save_tensors: whether to collect; TENSOR_SAVE_ENABLED=true has the same effect.
         save_dir: folder of the tensors; the default is TENSOR_SAVE_DIR or, if that variable is not
             set, `enhanced_tensor_logs/<quantization type>`.

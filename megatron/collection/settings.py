@@ -75,7 +75,8 @@ def read_settings(
     """Create this rank's collection settings from the arguments of `session.configure`.
 
     Args:
-        args: arguments of the run.
+        args: arguments of the run; `padded_vocab_size` sharpens the detection of loss spikes in
+            the first iterations.
         save_dir: folder of the tensors; None for the default.
         control_iter: number of iterations to collect; None for the default.
         flags: other flags of `megatron.collection.flags`, by name.
@@ -92,6 +93,8 @@ def read_settings(
         num_layers=args.get("num_layers"), world_size=world_size, **values[Reader.SELECTION]
     )
     ring = RingSettings.parse(**values[Reader.RING])
+    if ring is not None:
+        ring = ring.with_vocabulary(args.get("padded_vocab_size"))
     flag_file = FlagFile.parse(**values[Reader.FLAG_FILE])
     if control_iter is not None and control_iter < 0:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -64,9 +65,9 @@ class TrainingLoop:
             for split, total in sizes.items()
             if total > consumed[split] and split in datasets
         }
+        jumps = Jumps.parse(run.args.collect_loss_jump, run.args.collect_grad_norm_jump)
         self.loss_spikes = LossSpikeDetector(
-            Jumps.parse(run.args.collect_loss_jump, run.args.collect_grad_norm_jump),
-            progress.levels,
+            replace(jumps, vocabulary=run.args.padded_vocab_size), progress.levels
         )
         self.tensorboard = TensorBoard(run.args)
         self.interval = LogInterval()

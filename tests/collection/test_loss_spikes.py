@@ -158,6 +158,63 @@ def test_a_run_that_is_resumed_judges_its_first_iteration():
     assert iterations_found([(2.4, 99.0)], LossSpikeDetector(Jumps(), before.levels)) == []
 
 
+def test_a_resumed_run_goes_on_with_the_spike_and_its_count():
+    curve = [2.0] * 10 + [4.0] * (WINDOW + 1) + [5.1]
+    whole = LossSpikeDetector(Jumps())
+    expected = [(whole.look(0, loss, 1.0), whole.levels) for loss in curve]
+    assert [iteration for iteration, (why, _) in enumerate(expected, 1) if why] == [11, 44]
+    levels = {}
+    for loss, result in zip(curve, expected, strict=True):  # a checkpoint after each iteration
+        resumed = LossSpikeDetector(Jumps(), checked_levels(levels))
+        assert (resumed.look(0, loss, 1.0), resumed.levels) == result
+        levels = resumed.levels
+
+
+def test_a_resumed_run_goes_on_with_values_that_are_not_finite():
+    before = LossSpikeDetector(Jumps())
+    assert iterations_found([2.0, math.nan], before) == [2]
+    resumed = LossSpikeDetector(Jumps(), checked_levels(before.levels))
+    assert iterations_found([math.nan, 2.0, math.nan], resumed) == [3]
+
+
+@pytest.mark.parametrize("first", [[7.6], [7.6, 7.5], [7.7, 7.4, 7.2]])
+def test_a_loss_worse_than_uniform_guesses_is_found_from_the_second_iteration_on(first):
+    """Random weights start at ln(2048) = 7.62; 1.25 times that is 9.53."""
+    jumps = Jumps(vocabulary=2048)
+    assert iterations_found([*first, 9.6], LossSpikeDetector(jumps)) == [len(first) + 1]
+    assert iterations_found([*first, 9.5], LossSpikeDetector(jumps)) == []
+    assert iterations_found([*first, 9.6]) == []
+
+
+def test_a_noisy_start_below_uniform_guesses_is_normal():
+    """Losses of single sequences differ by more than the factor when a trained model goes on."""
+    losses = [2.0, 3.9, 1.3, 3.2, 2.4, 1.8, 3.5]
+    assert iterations_found(losses, LossSpikeDetector(Jumps(vocabulary=128_000))) == []
+
+
+@pytest.mark.parametrize("start", [40.0, 25.0])
+def test_a_noisy_start_above_uniform_guesses_is_normal(start):
+    losses = [start, start / 2, 0.7 * start, 0.4 * start]
+    assert iterations_found(losses, LossSpikeDetector(Jumps(vocabulary=2048))) == []
+
+
+def test_the_vocabulary_does_not_matter_once_there_is_enough_history():
+    for name in ORDINARY:
+        assert iterations_found(CURVES[name], LossSpikeDetector(Jumps(vocabulary=2048))) == []
+    curve = [6.0] * ENOUGH + [7.6]
+    assert iterations_found(curve, LossSpikeDetector(Jumps(vocabulary=2048))) == [ENOUGH + 1]
+
+
+def test_a_jump_that_stays_within_the_first_iterations_is_found():
+    assert iterations_found([2.0, 3.9, 3.9, 3.9]) == [4]
+
+
+def test_a_loss_that_oscillates_around_the_limit_is_one_event():
+    anomalies = LossSpikeDetector(Jumps())
+    assert iterations_found([2.0] * 10 + [2.6, 2.4] * 10 + [2.2], anomalies) == [11]
+    assert anomalies.levels == {LOSS: [*[2.0] * 10, 2.2], GRAD_NORM: []}
+
+
 @pytest.mark.parametrize(
     "stored",
     [
@@ -167,6 +224,7 @@ def test_a_run_that_is_resumed_judges_its_first_iteration():
         {LOSS: ["2"]},
         {"another": [1.0]},
         {GRAD_NORM: [1.0] * (WINDOW + 1)},
+        {f"unusual {LOSS}": [math.inf]},
     ],
 )
 def test_damaged_levels_are_refused(stored):
