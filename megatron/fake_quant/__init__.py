@@ -8,10 +8,12 @@ and what it calls: `scalings.py`, which lists one module per kind of scales, suc
 and scales. `fused/` computes the same results faster, `operators.py` makes everything work with
 torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command line.
 
-`gemm.py` quantizes the operands of a matmul. `quant_type.py`, `recipe.py` and `policy/` choose the
+`gemm.py` quantizes the operands of a matmul, and `accumulate/` sums their products as the matrix
+units of particular processors do. `quant_type.py`, `recipe.py` and `policy/` choose the
 format of each matmul of a model.
 """
 
+from megatron.fake_quant.accumulate import accumulated_matmul
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_format
@@ -23,6 +25,7 @@ __all__ = [
     "Format",
     "Hadamard",
     "QuantizedTensor",
+    "accumulated_matmul",
     "dequantize",
     "fake_quantize",
     "get_format",

@@ -1,0 +1,112 @@
+"""Multiply two matrices with the arithmetic of an accumulator."""
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.accumulate import reference
+from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.element_types import (
+    check_accepted,
+    check_values,
+    smallest_exponent,
+)
+from megatron.fake_quant.accumulate.names import get_accumulator
+from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+
+
+def accumulated_matmul(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    accumulator: Accumulator | str,
+    *,
+    elements: tuple[str, str] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return A B^T, with products summed as the named matrix unit sums them.
+
+    For example, `accumulated_matmul(a, b, "hopper_fp8")` multiplies FP8 elements. The scales of
+    tensors and rows are not part of the elements; multiply the result with them.
+
+    Args:
+        a_MK: elements of A, `[..., M, K]` in float32, each a number of A's element type.
+        b_NK: elements of B, `[..., N, K]` in float32, with the same leading dimensions.
+        accumulator: an accumulator or its name; see `python -m megatron.fake_quant accumulate`.
+        elements: names of the element types of A and of B, such as ("e4m3", "e5m2"). They matter
+            because subnormal elements are aligned differently. The default for both is the first
+            type that the unit multiplies, or float32 for a research accumulator.
+        scales: block scales of A and of B, `[..., M, ceil(K / block)]` and `[..., N, ceil(K /
+            block)]` in float32, for an accumulator that applies block scales; None if all are 1.
+
+    Returns:
+        The product, `[..., M, N]` in float32.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit, if the unit does not multiply these element
+            types or has no block scales, or if a value is not a number of its element type.
+    """
+    if isinstance(accumulator, str):
+        accumulator = get_accumulator(accumulator)
+    _check_shapes(a_MK, b_NK)
+    if not accumulator.simulated:
+        if scales is not None:
+            raise ValueError(_no_scales(accumulator))
+        return torch.matmul(a_MK, b_NK.transpose(-2, -1))
+    if elements is None:
+        elements = ((accumulator.elements or ("float32",))[0],) * 2
+    check_accepted(accumulator, elements)
+    operands = []
+    for index, (x, name) in enumerate(zip((a_MK, b_NK), elements, strict=True)):
+        check_values(x, name, "AB"[index])
+        scale = None
+        if scales is not None:
+            scale = _checked_scales(scales[index], x, accumulator, "AB"[index])
+        operands.append(UnitOperand(x.detach(), smallest_exponent(name), scale))
+    return multiply(operands[0], operands[1], accumulator)
+
+
+def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
+    """Return A B^T for operands that need no check; the accumulator must be a simulated one."""
+    leading = a.elements.shape[:-2]
+    flat_a, flat_b = a.flat(), b.flat()
+    shape = (*leading, a.elements.shape[-2], b.elements.shape[-2])
+    products = [
+        reference.summed(flat_a.batch(index), flat_b.batch(index), accumulator)
+        for index in range(flat_a.elements.shape[0])
+    ]
+    return torch.stack(products).reshape(shape) if products else a.elements.new_zeros(shape)
+
+
+def _check_shapes(a_MK: Tensor, b_NK: Tensor) -> None:
+    for name, x in (("A", a_MK), ("B", b_NK)):
+        if x.dtype != torch.float32 or x.dim() < 2:
+            raise ValueError(
+                f"{name} is a tensor of {x.dtype} with the shape {tuple(x.shape)}; pass float32 "
+                "with at least two dimensions"
+            )
+    if a_MK.shape[-1] != b_NK.shape[-1] or a_MK.shape[:-2] != b_NK.shape[:-2]:
+        raise ValueError(
+            f"A {tuple(a_MK.shape)} and B {tuple(b_NK.shape)} do not fit; A is [..., M, K] and B "
+            "is [..., N, K] with equal leading dimensions"
+        )
+
+
+def _no_scales(accumulator: Accumulator) -> str:
+    return (
+        f"the accumulator {accumulator.name} applies no block scales; multiply the result with the "
+        "scales of tensors or rows instead"
+    )
+
+
+def _checked_scales(scales: Tensor, x: Tensor, accumulator: Accumulator, operand: str) -> Tensor:
+    """Return the scales of one operand, after checking their shape and values."""
+    block = accumulator.scale_block
+    if block is None:
+        raise ValueError(_no_scales(accumulator))
+    expected = (*x.shape[:-1], -(-x.shape[-1] // block))
+    if scales.shape != expected or scales.dtype != torch.float32:
+        raise ValueError(
+            f"the scales of {operand} are a tensor of {scales.dtype} with the shape "
+            f"{tuple(scales.shape)}; the accumulator {accumulator.name} needs one float32 per "
+            f"{block} elements, with the shape {expected}"
+        )
+    return scales.detach()

@@ -1,0 +1,33 @@
+"""Define an operand as a matrix unit reads it: elements, and the scales that the unit applies."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron.fake_quant.accumulate.accumulator import ZERO_EXPONENT
+
+
+class UnitOperand(NamedTuple):
+    """Matrix of elements with their block scales, along the reduction axis, which is the last one.
+
+    A scale that applies to the sum, such as that of a whole tensor or row, is not part of it.
+    """
+
+    elements: Tensor  #: float32 `[..., R, K]`, on the grid of the element type
+    #: exponent of the element type's smallest normal number; see `element_types.py`
+    smallest_exponent: int = ZERO_EXPONENT
+    #: float32 `[..., R, ceil(K / scale_block)]`; None if all are 1 or if the unit has none
+    scales: Tensor | None = None
+
+    def flat(self) -> "UnitOperand":
+        """Return this operand with its leading dimensions joined into one."""
+        scales = self.scales
+        return self._replace(
+            elements=self.elements.reshape(-1, *self.elements.shape[-2:]),
+            scales=None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
+        )
+
+    def batch(self, index: int) -> "UnitOperand":
+        """Return the matrix at one position of the first dimension."""
+        scales = None if self.scales is None else self.scales[index]
+        return self._replace(elements=self.elements[index], scales=scales)
