@@ -23,21 +23,15 @@ from megatron.fake_quant.elements import (
 from megatron.fake_quant.names import get_element
 from megatron.fake_quant.rounding import round_to
 
+_FNUZ: tuple[Element, ...] = (
+    ElementFormat("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, max=240.0),
+    ElementFormat("e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, max=57344.0),
+)
+_CASTS: tuple[Element, ...] = (Cast(torch.bfloat16), Cast(torch.float16), Cast(torch.float32))
 #: Element types besides the `eXmY` types, by name. The exponent bias of AMD's FP8 types on CDNA3 is
 #: one larger than that of OCP's types, and they have no Inf.
 _OTHERS: Mapping[str, Element] = MappingProxyType(
-    {
-        element.name: element
-        for element in (
-            ElementFormat("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, max=240.0),
-            ElementFormat("e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, max=57344.0),
-            Cast(torch.bfloat16),
-            Cast(torch.float16),
-            Cast(torch.float32),
-            HiFloat8(),
-            *map(TableElement, TABLES),
-        )
-    }
+    {element.name: element for element in (*_FNUZ, *_CASTS, HiFloat8(), *map(TableElement, TABLES))}
 )
 _WITH_INFINITY = ("e5m2", "bfloat16", "float16", "float32")
 
