@@ -20,6 +20,11 @@ elements; a subnormal element has the exponent of the smallest normal number, an
                part i has the products i, i + interleave, .... The parts and then the running sum
                are aligned by rounding down (toward minus infinity) instead of truncation.
 
+In every design, a step with NaN, zero times Inf or infinities of both signs returns NaN. A step
+with one infinity, or whose result exceeds the largest number of `keep`, returns Inf. The units of
+"two_stage" also treat products from 2^128 on as infinite. A running sum of zero is +0, except that
+"two_stage" may round a negative sum to -0. A second sum follows IEEE 754.
+
 Sources: MMA-Sim (arXiv 2511.10909) for all units; FP8 on Hopper and promotion: DeepSeek-V3 (arXiv
 2412.19437, section 3.3) and DeepGEMM.
 """

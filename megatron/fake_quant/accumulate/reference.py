@@ -84,7 +84,10 @@ def _step(
     else:
         largest = torch.maximum(exponents.amax(-1), start[1])
         total = _aligned_sum(terms, largest, bits) + _truncated(running, largest - bits)
-    return torch.where(special.isfinite(), _rounded(total, accumulator.keep), special)
+    rounded = _rounded(total, accumulator.keep)
+    if accumulator.design != "two_stage":
+        rounded = rounded + 0.0  # turns -0 into +0
+    return torch.where(special.isfinite(), rounded, special)
 
 
 def _products(
@@ -211,7 +214,7 @@ def _truncated(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, kept: SumType) -> Tensor:
-    """Return a sum, rounded to the type that keeps it; a zero is +0."""
+    """Return a sum, rounded to the type that keeps it; a negative sum may become -0."""
     unit = _exponent(x, kept.smallest_exponent) - kept.mantissa_bits
     if kept.rounding == "rz":
         rounded = _truncated(x, unit)
@@ -220,4 +223,4 @@ def _rounded(x: Tensor, kept: SumType) -> Tensor:
     else:
         raise AssertionError(f"no rule for the rounding {kept.rounding!r}")
     overflow = rounded.abs() >= 2.0 ** (kept.largest_exponent + 1)
-    return torch.where(overflow, x * torch.inf, rounded + 0.0)
+    return torch.where(overflow, x * torch.inf, rounded)

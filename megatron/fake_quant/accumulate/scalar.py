@@ -5,7 +5,7 @@ excepted). It is meant to be read; a product takes about ten microseconds. The d
 definition here, because torch.matmul chooses its own order.
 
 Numbers are integers in units of 2^-640, fine enough for every product of float32 numbers and two
-E8M0 scales. A sum that is zero is +0, also if all terms are -0.
+E8M0 scales.
 """
 
 import math
@@ -25,6 +25,7 @@ from megatron.fake_quant.accumulate.accumulator import (
 
 _POINT = 640  #: fractional bits of the integers that stand for numbers
 _ONE = 1 << _POINT
+_OVERFLOW = math.ldexp(1, OVERFLOW_EXPONENT)
 
 
 class _Term(NamedTuple):
@@ -107,14 +108,16 @@ def _step(
         overflow = _special([_overflowing(each.product) for each in factors])
         if overflow is not None:
             return overflow
-        total = _two_stages(_products(factors, smallest), start, accumulator)
-    elif accumulator.design == "grouped":
+        return _rounded(
+            _two_stages(_products(factors, smallest), start, accumulator), accumulator.keep
+        )
+    if accumulator.design == "grouped":
         total = _aligned_sum([*_groups(factors, accumulator), start], accumulator.align_bits)
     elif accumulator.design == "fused":
         total = _aligned_sum([*_products(factors, smallest), start], accumulator.align_bits)
     else:
         raise AssertionError(f"no rule for the design {accumulator.design!r}")
-    return _rounded(total, accumulator.keep)
+    return _rounded(total, accumulator.keep) + 0.0  # adding 0 turns -0 into +0
 
 
 def _special(numbers: list[float]) -> float | None:
@@ -131,9 +134,6 @@ def _special(numbers: list[float]) -> float | None:
 def _overflowing(product: float) -> float:
     """Return an infinity for a product beyond float32's largest exponent, otherwise the product."""
     return math.copysign(math.inf, product) if abs(product) >= _OVERFLOW else product
-
-
-_OVERFLOW = math.ldexp(1, OVERFLOW_EXPONENT)
 
 
 def _products(factors: list[_Factors], smallest: tuple[int, int]) -> list[_Term]:
@@ -185,17 +185,20 @@ def _aligned_sum(terms: list[_Term], bits: int | None) -> int:
 
 
 def _multiplied_and_added(x: float, scale: float, addend: float, kept: SumType) -> float:
-    """Return `x * scale + addend` with a single rounding (FMA)."""
+    """Return `x * scale + addend` with a single rounding (FMA), as in IEEE 754."""
     special = _special([x * scale, addend])
     if special is not None:
         return special
-    return _rounded(_fixed(x * scale) + _fixed(addend), kept)
+    total = _fixed(x * scale) + _fixed(addend)
+    return _rounded(total, kept) if total else x * scale + addend  # a zero sum has a sign
 
 
 def _product(x: float, y: float) -> float:
-    """Return the float32 product of two float32 scales."""
+    """Return the float32 product of two float32 scales, as in IEEE 754."""
     special = _special([x * y])
-    return _rounded(_fixed(x * y), FP32_NEAREST) if special is None else special
+    if special is not None:
+        return special
+    return _rounded(_fixed(x * y), FP32_NEAREST) if x * y else x * y
 
 
 def _exponent(x: float, smallest: int) -> int:
@@ -221,7 +224,7 @@ def _truncated(value: int, exponent: int) -> int:
 
 
 def _rounded(value: int, kept: SumType) -> float:
-    """Return a sum, rounded to the type that keeps it."""
+    """Return a sum, rounded to the type that keeps it; a negative sum may become -0."""
     exponent = max(abs(value).bit_length() - 1 - _POINT, kept.smallest_exponent)
     unit = exponent - kept.mantissa_bits
     magnitude = _truncated(abs(value), unit)
@@ -233,4 +236,4 @@ def _rounded(value: int, kept: SumType) -> float:
         raise AssertionError(f"no rule for the rounding {kept.rounding!r}")
     if magnitude >= 1 << (_POINT + kept.largest_exponent + 1):
         return math.copysign(math.inf, value)
-    return math.copysign(magnitude / _ONE, value) if magnitude else 0.0
+    return math.copysign(magnitude / _ONE, value)
