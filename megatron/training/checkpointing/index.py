@@ -41,7 +41,7 @@ _KNOWN = re.compile(
     r"|torch\.(u?int\d+|b?float\d+\w*|bool|complex\d+)|torch\.serialization\._get_layout"
     r"|torch\.distributed\._shard\.\w+(\.\w+)*|pathlib\.(_local\.)?\w*Path"
     r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore\w+"
-    r"|collections\.(OrderedDict|defaultdict)|builtins\.list"
+    rf"|collections\.(OrderedDict|defaultdict)|builtins\.list|{re.escape(plain_pickle.GETATTR)}"
 )
 
 

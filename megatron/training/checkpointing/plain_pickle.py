@@ -37,6 +37,9 @@ class Record:
     state: Any = None  #: value that `pickle.load` would pass to `__setstate__`
 
 
+#: `kind` of a `Record` that represents a member of an enumeration, if Python 3.11.0 to 3.11.3 wrote
+#: the pickle; other releases store the value of the member instead of its name
+GETATTR = "builtins.getattr"
 PERSISTENT = "persistent"  #: `kind` of a `Record` that represents data stored outside the pickle
 _KEYS = (str, int, float, type(None), Record)
 _DATA = (
@@ -134,6 +137,8 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         function = self.stack[-1]
         if type(function) is not Global or type(arguments) is not tuple:
             raise UnsafePickleError("it calls something that is not a function")
+        if function.name == GETATTR and [type(argument) for argument in arguments] != [Global, str]:
+            raise UnsafePickleError("it reads an attribute of something that is not a class")
         self.stack[-1] = Record(function.name, arguments)
 
     def build(self) -> None:

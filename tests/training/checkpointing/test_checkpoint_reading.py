@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 import signal
 import subprocess
 from collections import OrderedDict
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.core import dist_checkpointing
 from megatron.training.checkpointing import checked_archive, plain_pickle, save_load
 from megatron.training.checkpointing.common_state import check_common, check_groups, read_common
-from megatron.training.checkpointing.files import TRACKER, write_tracker
+from megatron.training.checkpointing.files import INDEX, TRACKER, write_tracker
 from megatron.training.checkpointing.index import DamagedError, read_index
 from megatron.training.checkpointing.plain_pickle import Global, Record, UnsafePickleError
 from megatron.training.checkpointing.safe_reading import Window
@@ -29,6 +31,36 @@ def test_an_index_is_what_torch_reads(checkpoints):
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert len(ours.storage_data) > 30
+
+
+def as_python_3_11_0_does(member, protocol):
+    """Reduce a member of an enumeration to its class and its name, not to its value."""
+    return getattr, (type(member), member.name)
+
+
+def test_an_index_that_python_3_11_0_wrote_is_read(checkpoints, tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3, which Debian 12 has, pickle enumerations in a way of their own."""
+    folder = shutil.copytree(checkpoints / "iter_0000004", tmp_path / "iter_0000004")
+    index = FileSystemReader(folder).read_metadata()
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_python_3_11_0_does)
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+    assert b"getattr" in (folder / INDEX).read_bytes()
+    assert read_index(folder).state_dict_metadata == index.state_dict_metadata
+
+
+def test_no_attribute_but_a_member_of_a_class_is_described():
+    for target in ("text", 1, date(2026, 1, 2)):
+        attribute = Attribute(target, "real")
+        with pytest.raises(UnsafePickleError, match="attribute of something that is not a class"):
+            plain_pickle.parse(pickle.dumps(attribute), known=lambda _: True)
+
+
+class Attribute:
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
 
 
 def test_common_content_is_what_torch_reads(checkpoints):
