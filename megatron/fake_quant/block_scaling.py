@@ -98,6 +98,9 @@ class BlockScaling:
     bound: float | None = None
     search: Search = "none"
     amax: AmaxSource = "own"  #: amax from which an outer scale per tensor is computed
+    #: True if the scale of the tensor or of whole rows is not applied to quantized values; see
+    #: `Format.with_scale_apart`
+    apart: bool = False
 
     per_tensor: ClassVar[bool] = False
     finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales within a block add

@@ -42,7 +42,7 @@ def scale_down(
 
 def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
     """Multiply the elements by the scales of their blocks, which undoes `scale_down`."""
-    return elements * scales.block().unsqueeze(-1)
+    return elements if scaling.apart else elements * scales.block().unsqueeze(-1)
 
 
 def stored_scales(scaling: BlockScaling) -> Tensor:

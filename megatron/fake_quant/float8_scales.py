@@ -266,7 +266,7 @@ def _divided(
 def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
     """Multiply the elements by both levels of scales, which undoes `scale_down`."""
     factors = _values(scales.block(), scaling)
-    if scaling.outer == "none":
+    if scaling.outer == "none" or scaling.apart:
         return elements * factors.unsqueeze(-1)
     outer = _per_block(scales.whole(), scaling, factors)
     if scaling.scale == "e4m3":

@@ -176,6 +176,15 @@ class Format:
             return replace(self, scaling=replace(self.scaling, amax="own", history=0))
         return replace(self, scaling=replace(self.scaling, amax="own"))
 
+    def with_scale_apart(self) -> "Format":
+        """Return this format, with quantized values that lack the scale of the tensor or of a row.
+
+        These values have few significant bits, so that bfloat16 represents them exactly. Whoever
+        multiplies them applies the scale to the product; see `unrounded.py`. The name stays.
+        """
+        assert isinstance(self.scaling, BlockScaling | TensorScaling)
+        return replace(self, scaling=replace(self.scaling, apart=True))
+
     @property
     def has_outer_scale(self) -> bool:
         """True if the format stores float32 scales for groups larger than a block."""

@@ -14,9 +14,10 @@ the same reason for its row-wise and column-wise copies.) Implementations that k
 quantized forward copy in memory do quantize it again: an operand of the backward pass with the
 source "dequantized" reproduces them.
 
-Operands carry the values of the low-precision format in the tensors' own dtype. Products are
-accumulated as in a matmul of that dtype (in fp32 for bf16 on every device), and the result has that
-dtype. The accumulator of a particular tensor core and its order of summation are not simulated.
+Operands carry the values of the low-precision format, which are not rounded to the tensors' dtype
+(see `unrounded.py`). Products are accumulated as in a matmul of that dtype (in fp32 for bf16 on
+every device), and the result has that dtype. The accumulator of a particular tensor core and its
+order of summation are not simulated.
 
 Shape suffixes: M for the rows of A, N for the rows of B, K for the axis that they share. Leading
 batch dimensions are omitted.
@@ -35,8 +36,9 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.quantize import fake_quantize
+from megatron.fake_quant.products import multiply
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
+from megatron.fake_quant.unrounded import quantize_parts
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
 #: not yet quantized), its `Operand`, the reduction axis, the seed and the given amax (or None).
@@ -152,8 +154,8 @@ class _QuantizedMatmul(torch.autograd.Function):
     """Autograd function behind `quantized_matmul`; see the module's docstring.
 
     The main result is C. The backward pass may also need the quantized operands of the forward pass
-    (see `_Call.keeps`). They are returned too, because `torch.func` lets a function save only its
-    inputs and results.
+    (see `_Call.keeps`). They are returned too, each as its values and their scale, because
+    `torch.func` lets a function save only its inputs and results.
     """
 
     generate_vmap_rule = True
@@ -168,19 +170,18 @@ class _QuantizedMatmul(torch.autograd.Function):
         call: "_Call",
     ) -> tuple[Tensor, ...]:
         call = call.seeded(seed)
-        a = call.quantized("fprop_a", a_MK if whole_MK is None else whole_MK, axis=-1)
-        b = call.quantized("fprop_b", b_NK, axis=-1)
-        c_MN = _matmul(a.values, b.values.transpose(-2, -1), call.alpha)
+        a = call.quantized("fprop_a", SplitMatrix(a_MK if whole_MK is None else whole_MK), axis=-1)
+        b = call.quantized("fprop_b", SplitMatrix(b_NK), axis=-1)
+        c_MN = multiply(a, b.t(), call.alpha, _matmul)
         c_MN = with_means(c_MN, a, b.t(), call.alpha)
         if sums_M1 is not None:
             c_MN = (c_MN / sums_M1).to(c_MN.dtype)
         keep_a, keep_b = call.keeps(whole_MK)
         results = [c_MN]
         if keep_a:
-            qa_MK = a.dense()
-            results.append(qa_MK if sums_M1 is None else (qa_MK / sums_M1).to(qa_MK.dtype))
+            results += _kept(a, sums_M1)
         if keep_b:
-            results.append(b.dense())
+            results += _kept(b, None)
         return tuple(results)
 
     @staticmethod
@@ -193,9 +194,11 @@ class _QuantizedMatmul(torch.autograd.Function):
         kept = list(output[1:])
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)  # allocate no zero gradients for the saved operands
+        ctx.dtypes = a_MK.dtype, b_NK.dtype
         keep_a, keep_b = call.keeps(whole_MK)
-        a_MK = kept.pop(0) if keep_a else a_MK
-        ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK, seed)
+        of_a = (kept.pop(0), kept.pop(0)) if keep_a else (a_MK, None)
+        of_b = (kept.pop(0), kept.pop(0)) if keep_b else (b_NK, None)
+        ctx.save_for_backward(*of_a, *of_b, seed)
 
     @staticmethod
     def backward(ctx: Any, dc_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -207,16 +210,37 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dc_MN: Tensor) -> tuple[Tensor | None, ...]:
-        a_MK, b_NK, seed = ctx.saved_tensors
+        a_MK, scale_a, b_NK, scale_b, seed = ctx.saved_tensors
         call: _Call = ctx.call.seeded(seed)
         da_MK = db_NK = None
         if ctx.needs_input_grad[0]:
-            dc = call.quantized("dgrad_c", dc_MN, axis=-1)
-            da_MK = call.gradient(dc, call.quantized("dgrad_b", b_NK, axis=-2))
+            dc = call.quantized("dgrad_c", SplitMatrix(dc_MN), axis=-1)
+            b = _saved(b_NK, scale_b, ctx.dtypes[1])
+            da_MK = call.gradient(dc, call.quantized("dgrad_b", b, axis=-2))
         if ctx.needs_input_grad[1]:
-            dc = call.quantized("wgrad_c", dc_MN, axis=-2)
-            db_NK = call.gradient(dc.t(), call.quantized("wgrad_a", a_MK, axis=-2))
+            dc = call.quantized("wgrad_c", SplitMatrix(dc_MN), axis=-2)
+            a = _saved(a_MK, scale_a, ctx.dtypes[0])
+            db_NK = call.gradient(dc.t(), call.quantized("wgrad_a", a, axis=-2))
         return da_MK, db_NK, None, None, None, None
+
+
+def _kept(matrix: SplitMatrix, sums_M1: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a quantized operand, divided by the sums of its rows, as values and their scale.
+
+    The scale is empty if it is 1.
+    """
+    matrix = matrix.joined()
+    values, scale = matrix.values, matrix.scale
+    if sums_M1 is not None:
+        values, scale = matrix.dense(), None
+        values = (values / sums_M1).to(values.dtype)
+    return values, values.new_empty(0) if scale is None else scale
+
+
+def _saved(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> SplitMatrix:
+    """Return an operand of the forward pass that was saved for the backward pass."""
+    none = scale is None or (scale.dim() == 1 and scale.numel() == 0)
+    return SplitMatrix(values, scale=None if none else scale, dtype=dtype)
 
 
 def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
@@ -244,25 +268,32 @@ class _Call:
         """
         return self if seed is None else replace(self, seed=seed)
 
-    def quantized(self, slot: str, x: Tensor, *, axis: int) -> SplitMatrix:
+    def quantized(self, slot: str, matrix: SplitMatrix, *, axis: int) -> SplitMatrix:
+        """Transform and quantize the operand `slot`.
+
+        `matrix` is a tensor, or an operand of the forward pass; see `keeps`.
+        """
         operand: Operand = getattr(self.formats, slot)
-        if operand.source == "dequantized":  # `x` is the forward pass's operand; see `keeps`
-            forward = OF_FORWARD[slot]
+        forward = OF_FORWARD[slot] if operand.source == "dequantized" else None
+        rotated = forward is not None and getattr(self.formats, forward).hadamard is not None
+        if not (operand.changes_values or rotated):
+            return matrix
+        x, dtype = matrix.dense(), matrix.dtype or matrix.values.dtype
+        if forward is not None:
             x = getattr(self.formats, forward).rotated_back(x, signs=self._signs(forward, x))
         # Both operands of wgrad are padded with the same number of zeros, which does not change the
         # sum over tokens.
         signs = self._signs(slot, x)
         parts = operand.prepared(x, axis=axis, fill=slot.startswith("wgrad"), signs=signs)
         if operand.format is None:
-            return parts
+            return parts._replace(dtype=dtype)
         seed = self._derived(slot, x) if operand.format.stochastic else None
         amax = None
         if self.amax_of is not None and operand.format.amax_source != "own":
             amax = self.amax_of(slot, parts.values, operand.format)
         if self.observe is not None:
             self.observe(slot, parts.values, operand.drawn(signs), axis, seed, amax)
-        values = fake_quantize(parts.values, operand.format, axis=axis, seed=seed, amax=amax)
-        return parts._replace(values=values)
+        return quantize_parts(parts, operand.format, axis, seed=seed, amax=amax, dtype=dtype)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
         """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
@@ -300,7 +331,7 @@ class _Call:
         A straight-through backward pass multiplies the forward pass's operands, whose transform
         along K is undone in the product.
         """
-        grad = _scaled(torch.matmul(left.values, right.values), self.alpha)
+        grad = multiply(left, right, self.alpha, _matmul_then_scale)
         grad = with_means(grad, left, right, self.alpha)
         if not self.formats.straight_through:
             return grad
@@ -316,6 +347,10 @@ def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
         return _scaled(torch.matmul(a_MK, bt_KN), alpha)
     out = a_MK.new_empty(a_MK.shape[0], a_MK.shape[1], bt_KN.shape[2])
     return torch.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
+
+
+def _matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    return _scaled(torch.matmul(left, right), alpha)
 
 
 def _scaled(x: Tensor, alpha: float) -> Tensor:

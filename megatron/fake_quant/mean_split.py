@@ -23,26 +23,51 @@ from torch import Tensor
 
 
 class SplitMatrix(NamedTuple):
-    """Matrix stored as the sum of two parts, `values + column @ row`."""
+    """Matrix stored as the sum of two parts, `scale * values + column @ row`."""
 
     values: Tensor
     #: factors of an outer product, `[..., rows, 1]` and `[..., 1, columns]` in float32; both are
     #: None if the matrix has no such part
     column: Tensor | None = None
     row: Tensor | None = None
+    #: float32 scale of the values: a number, or `[..., rows, 1]` or `[..., 1, columns]`; None for 1
+    scale: Tensor | None = None
+    #: dtype of the tensors that the GEMM multiplies; None for that of `values`, which may be wider
+    dtype: torch.dtype | None = None
+
+    @property
+    def unrounded(self) -> bool:
+        """True if the matrix has more precision than a tensor of its dtype; see `unrounded.py`."""
+        return self.scale is not None or self.dtype not in (None, self.values.dtype)
 
     def t(self) -> "SplitMatrix":
         """Return the transposed matrix, also in two parts."""
-        values = self.values.transpose(-2, -1)
+        scale = self.scale
+        if scale is not None and scale.dim():
+            scale = scale.transpose(-2, -1)
+        matrix = SplitMatrix(self.values.transpose(-2, -1), scale=scale, dtype=self.dtype)
         if self.column is None or self.row is None:
-            return SplitMatrix(values)
-        return SplitMatrix(values, self.row.transpose(-2, -1), self.column.transpose(-2, -1))
+            return matrix
+        column, row = self.row.transpose(-2, -1), self.column.transpose(-2, -1)
+        return matrix._replace(column=column, row=row)
+
+    def scaled(self) -> Tensor:
+        """Return the first part of the matrix, `scale * values`, in float32."""
+        values = self.values.float()
+        return values if self.scale is None else values * self.scale
+
+    def joined(self) -> "SplitMatrix":
+        """Return the matrix with both parts added, which keeps the scale if there is one part."""
+        if self.column is None or self.row is None:
+            return self
+        return SplitMatrix(self.dense(), dtype=self.dtype)
 
     def dense(self) -> Tensor:
-        """Return the matrix as one tensor, rounded to the dtype of `values`."""
+        """Return the matrix as one tensor, in float32 if it is unrounded or else in its dtype."""
         if self.column is None or self.row is None:
-            return self.values
-        return (self.values.float() + self.column * self.row).to(self.values.dtype)
+            return self.scaled() if self.unrounded else self.values
+        total = self.scaled() + self.column * self.row
+        return total if self.unrounded else total.to(self.values.dtype)
 
 
 def split_mean(x: Tensor) -> SplitMatrix:
@@ -54,12 +79,12 @@ def split_mean(x: Tensor) -> SplitMatrix:
 
 
 def with_means(product: Tensor, a: SplitMatrix, b: SplitMatrix, alpha: float) -> Tensor:
-    """Return `alpha * a @ b`; `product` is `alpha` times the product of the two `values`."""
+    """Return `alpha * a @ b`; `product` is `alpha` times the product of their first parts."""
     terms = []
     if a.column is not None and a.row is not None:
-        terms.append(a.column * torch.matmul(a.row, b.values.float()))
+        terms.append(a.column * torch.matmul(a.row, b.scaled()))
     if b.column is not None and b.row is not None:
-        terms.append(torch.matmul(a.values.float(), b.column) * b.row)
+        terms.append(torch.matmul(a.scaled(), b.column) * b.row)
         if a.column is not None and a.row is not None:
             terms.append(a.column * (torch.matmul(a.row, b.column) * b.row))
     if not terms:

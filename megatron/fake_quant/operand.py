@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.mean_split import SplitMatrix, split_mean
-from megatron.fake_quant.quantize import fake_quantize
+from megatron.fake_quant.unrounded import quantize_parts
 
 #: Tensor from which an operand is quantized: the high-precision tensor, or the values that the
 #: forward pass multiplied (its quantized copy, dequantized).
@@ -53,6 +54,7 @@ class Operand:
         seed: int | Tensor | None = None,
         fill: bool = False,
         amax: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> SplitMatrix:
         """Split `x`, transform it and quantize it, and return it as the GEMM receives it.
 
@@ -62,12 +64,12 @@ class Operand:
             seed: seed of stochastic rounding.
             fill: True to pad the axis with zeros if the transform's size does not divide it.
             amax: number from which the scale of the whole tensor is computed; see `fake_quantize`.
+            dtype: dtype of the tensors that the GEMM multiplies; by default, that of `x`.
         """
         parts = self.prepared(x, axis=axis, fill=fill)
         if self.format is None:
-            return parts
-        values = fake_quantize(parts.values, self.format, axis, seed=seed, amax=amax)
-        return parts._replace(values=values)
+            return parts._replace(dtype=dtype)
+        return quantize_parts(parts, self.format, axis, seed=seed, amax=amax, dtype=dtype)
 
     def prepared(
         self, x: Tensor, *, axis: int, fill: bool = False, signs: int | Tensor | None = None
@@ -84,12 +86,17 @@ class Operand:
         def rotated(part: Tensor) -> Tensor:
             return transform.apply(transform.filled(part, axis) if fill else part, axis, seed=signs)
 
-        values, (_, column, row) = rotated(parts.values), parts
+        values, column, row = rotated(parts.values), parts.column, parts.row
         if row is not None and axis == -1:
             row = rotated(row)
         elif column is not None:
             column = rotated(column)
         return SplitMatrix(values, column, row)
+
+    @property
+    def changes_values(self) -> bool:
+        """True if the operand is quantized or transformed."""
+        return self.format is not None or self.hadamard is not None
 
     def rotated_back(self, x: Tensor, *, signs: int | Tensor | None = None) -> Tensor:
         """Undo this operand's transform along the last axis of `x`, up to rounding to the dtype."""

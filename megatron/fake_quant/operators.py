@@ -109,7 +109,7 @@ def _alone(fmt: Format, seeds: Tensor | None) -> bool:
     return seeds is not None or fmt.has_tensor_scale
 
 
-def _samples(
+def samples(
     x: Tensor, seeds: Tensor | None, batch: int, amax: Tensor | None
 ) -> list[tuple[Tensor, int | None, Tensor | None]]:
     """Return each sample of a batch with its seed and its amax; either is None if not given."""
@@ -120,7 +120,7 @@ def _samples(
     return list(zip(samples, each_seed, each_amax, strict=True))
 
 
-def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
+def stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
     """Stack the results of the samples along the batch dimensions of `x`."""
     return torch.stack(list(parts)).view(*x.shape[:batch], *parts[0].shape) if batch else parts[0]
 
@@ -162,9 +162,9 @@ def fake_quantize(
         return compute(x, known, layout, None)
     results = [
         compute(sample, known, layout, seed, amax=of_sample)
-        for sample, seed, of_sample in _samples(x, seeds, batch, amax)
+        for sample, seed, of_sample in samples(x, seeds, batch, amax)
     ]
-    return out.copy_(_stacked(results, x, batch)) if batch else results[0]
+    return out.copy_(stacked(results, x, batch)) if batch else results[0]
 
 
 @fake_quantize.register_fake
@@ -213,15 +213,15 @@ def quantize(
         return packed(x, known, BlockLayout.of(tuple(x.shape), known, axis), None)
     results = [
         packed(sample, known, layout, seed, amax=of_sample)
-        for sample, seed, of_sample in _samples(x, seeds, batch, amax)
+        for sample, seed, of_sample in samples(x, seeds, batch, amax)
     ]
     if not batch:
         return results[0]
     codes, blocks, whole = zip(*results, strict=True)
     return (
-        _stacked(codes, x, batch),
-        _stacked(blocks, x, batch) if known.block_size is not None else blocks[0],
-        _stacked(whole, x, batch) if known.has_outer_scale else whole[0],
+        stacked(codes, x, batch),
+        stacked(blocks, x, batch) if known.block_size is not None else blocks[0],
+        stacked(whole, x, batch) if known.has_outer_scale else whole[0],
     )
 
 

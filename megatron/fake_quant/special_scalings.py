@@ -150,6 +150,8 @@ class TensorScaling(_Scaling):
     amax: AmaxSource = "own"  #: amax from which the scale is computed
     #: number of amaxes in the history of delayed scaling, whose maximum is the amax; otherwise 0
     history: int = 0
+    #: True if the scale is not applied to quantized values; see `Format.with_scale_apart`
+    apart: bool = False
 
     method: ClassVar[str] = "tensor"
     size: ClassVar[None] = None

@@ -113,11 +113,13 @@ def scale_down(
 
 def scale_up(elements: Tensor, scales: Scales, scaling: TensorScaling) -> Tensor:
     """Multiply the elements by the stored scale, which undoes `scale_down`."""
-    return elements * scales.whole()
+    return elements if scaling.apart else elements * scales.whole()
 
 
 def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
     """Return the factors to apply before and after rounding; both are 1 if there is no scale.
+
+    The second factor is also 1 if the scale is kept apart.
 
     finite_amax: function that returns the tensor's largest finite magnitude; it is called only if
         the format has a scale.
@@ -125,7 +127,7 @@ def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, floa
     if not isinstance(fmt.scaling, TensorScaling):
         return 1.0, 1.0
     encode = encode_scale(finite_amax(), fmt.scaling)
-    return encode.item(), encode.reciprocal().item()
+    return encode.item(), 1.0 if fmt.scaling.apart else encode.reciprocal().item()
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:

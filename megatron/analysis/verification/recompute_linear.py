@@ -27,6 +27,9 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.packing import QuantizedTensor
+from megatron.fake_quant.products import multiply
+from megatron.fake_quant.unrounded import unpacked_parts
 
 #: Operands from which each result of a linear layer is computed.
 LINEAR = {
@@ -61,7 +64,7 @@ def linear(
     formats: GemmFormats,
     slack: float,
     *,
-    codes: Mapping[str, Tensor] | None = None,
+    codes: Mapping[str, QuantizedTensor] | None = None,
     amaxes: Mapping[str, float] | None = None,
 ) -> Iterator[tuple[str, Outcome]]:
     """Check each saved result of a linear layer, and yield its name and outcome.
@@ -70,7 +73,7 @@ def linear(
         tensors: operands and results by name.
         formats: formats of the operands in the run.
         slack: factor by which the allowed deviation is multiplied.
-        codes: dequantized operands whose codes were saved, by slot.
+        codes: operands whose codes were saved, by slot.
         amaxes: recorded amaxes of the operands; see `amax_of`.
     """
     for name, operands in LINEAR.items():
@@ -83,7 +86,7 @@ def linear(
             saved = tensors[name].flatten(0, -2)
             if not first.dtype == second.dtype == saved.dtype:
                 raise NotCheckedError("operands and result have different dtypes")
-            recorded = _Recorded(formats, codes or {}, amaxes or {})
+            recorded = _Recorded(formats, codes or {}, amaxes or {}, saved.dtype)
             a, b = _operands(name, first, second, recorded)
             yield name, _compare(saved, a, b, formats if name != "output" else None, slack)
         except (NotCheckedError, RuntimeError, ValueError) as error:
@@ -107,18 +110,21 @@ class _Recorded:
     """Recorded properties of the operands of a linear layer; see `linear`."""
 
     formats: GemmFormats
-    codes: Mapping[str, Tensor]
+    codes: Mapping[str, QuantizedTensor]
     amaxes: Mapping[str, float]
+    dtype: torch.dtype
 
     def quantized(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> SplitMatrix:
         """Return the quantized values of the operand `slot`, given the saved tensor `x`."""
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":
             forward = OF_FORWARD[slot]
-            copy = self.quantized(forward, x, -1).dense()
-            x = getattr(self.formats, forward).rotated_back(copy)
-        amax = amax_of(operand.format, self.amaxes, f"linear_{slot}")
-        return quantized(operand, x, axis, fill=fill, stored=self.codes.get(slot), amax=amax)
+            copy, transform = self.quantized(forward, x, -1), getattr(self.formats, forward)
+            if not (operand.changes_values or transform.hadamard is not None):
+                return copy.joined()
+            x = transform.rotated_back(copy.dense())
+        amax, stored = amax_of(operand.format, self.amaxes, f"linear_{slot}"), self.codes.get(slot)
+        return quantized(operand, x, axis, fill=fill, stored=stored, amax=amax, dtype=self.dtype)
 
 
 def _operands(
@@ -145,7 +151,7 @@ def _operands(
     # pass; if the mean of the operand's rows was split off, it is added back first
     if straight:
         slot = "fprop_b" if name == "grad_input" else "fprop_a"
-        return gradient, SplitMatrix(of(slot, second, -1).dense())
+        return gradient, of(slot, second, -1).joined()
     if name == "grad_input":
         return gradient, of("dgrad_b", second, -2)
     return gradient, of("wgrad_a", second, -2, fill=True)
@@ -175,8 +181,9 @@ def quantized(
     axis: int,
     *,
     fill: bool = False,
-    stored: Tensor | None = None,
+    stored: QuantizedTensor | None = None,
     amax: Tensor | None = None,
+    dtype: torch.dtype,
 ) -> SplitMatrix:
     """Return the quantized values of an operand, as the GEMM of the run used them.
 
@@ -185,9 +192,10 @@ def quantized(
         x: the saved tensor.
         axis: reduction axis.
         fill: whether to pad the axis for the transform; see `Operand.quantized`.
-        stored: dequantized values of the saved codes, if any. If the operand was rounded
-            stochastically, they are returned. Otherwise, they must equal the quantized `x`.
+        stored: saved codes, if any. If the operand was rounded stochastically, their values are
+            returned. Otherwise, the values must equal the quantized `x`.
         amax: number from which the scale of the whole tensor was computed, as from `amax_of`.
+        dtype: dtype of the tensors that the GEMM multiplied.
 
     Raises:
         NotCheckedError: if the operand was rounded stochastically and no codes were saved, or if
@@ -196,14 +204,15 @@ def quantized(
     """
     if stored is None:
         check_not_random(operand)
-        return operand.quantized(x, axis=axis, fill=fill, amax=amax)
+        return operand.quantized(x, axis=axis, fill=fill, amax=amax, dtype=dtype)
+    values = unpacked_parts(stored, dtype)
     if is_random(operand):
         parts = operand.prepared(x, axis=axis, fill=fill)
         if stored.shape != parts.values.shape:
             raise ValueError(f"codes of shape {list(stored.shape)} for {list(parts.values.shape)}")
-        return parts._replace(values=stored)
-    again = operand.quantized(x, axis=axis, fill=fill, amax=amax)
-    if not torch.equal(bits(again.values), bits(stored)):
+        return parts._replace(values=values.values, scale=values.scale, dtype=dtype)
+    again = operand.quantized(x, axis=axis, fill=fill, amax=amax, dtype=dtype)
+    if not torch.equal(bits(again._replace(column=None).dense()), bits(values.dense())):
         raise ValueError("the saved codes of an operand are not those of the saved tensor")
     return again
 
@@ -243,7 +252,8 @@ def _compare(
     hadamard = None
     if formats is not None and formats.straight_through:
         hadamard = formats.fprop_a.hadamard
-    again = with_means(torch.matmul(a.values, b.values), a, b, 1.0)
+    product = multiply(a, b, 1.0, lambda left, right, _: torch.matmul(left, right))
+    again = with_means(product, a, b, 1.0)
     if hadamard is not None:
         again = hadamard.invert(again, -1)
     if torch.equal(bits(again), bits(saved)):
@@ -280,7 +290,10 @@ def _wide(matrix: SplitMatrix, rows: slice) -> tuple[Tensor, Tensor]:
     If the mean of its rows was split off, an operand is the sum of two terms, and the bounds are
     the sums of the magnitudes of both terms. Otherwise, the bounds are the magnitudes themselves.
     """
-    values = matrix.values[rows].double()
+    scale = 1.0 if matrix.scale is None else matrix.scale.double()
+    if isinstance(scale, Tensor) and scale.dim() and scale.shape[0] > 1:
+        scale = scale[rows]
+    values = matrix.values[rows].double() * scale
     if matrix.column is None or matrix.row is None:
         return values, values.abs()
     mean = matrix.column[rows].double() * matrix.row.double()

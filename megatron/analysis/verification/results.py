@@ -22,8 +22,8 @@ from megatron.analysis.verification import recorded_formats
 from megatron.analysis.verification.recompute_attention import RESULTS, AttentionFormats, attention
 from megatron.analysis.verification.recompute_linear import LINEAR, Outcome, Recomputation, linear
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
-from megatron.fake_quant import dequantize
 from megatron.fake_quant.gemm import SLOTS
+from megatron.fake_quant.packing import QuantizedTensor
 from megatron.tensor_record import CODES, OF_ITERATION
 
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
@@ -110,10 +110,10 @@ class Results:
     def _tensors(self, rows: Iterable[Any]) -> dict[str, Tensor]:
         return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
 
-    def _codes(self, by_name: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return operands dequantized from saved codes, keyed by slot (operand of one GEMM)."""
+    def _codes(self, by_name: Mapping[str, Any]) -> dict[str, QuantizedTensor]:
+        """Return operands whose codes were saved, keyed by slot (operand of one GEMM)."""
         return {
-            slot: dequantize(self.store.load_codes(by_name[name]))
+            slot: self.store.load_codes(by_name[name])
             for slot, name in zip(SLOTS, CODES["linear"], strict=True)
             if name in by_name
         }

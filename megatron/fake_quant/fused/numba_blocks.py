@@ -224,7 +224,8 @@ def blocks(
     maxima, amax = np.empty(limit, np.int32), np.full(limit, rule.amax)
     encode, decode = np.full(limit, rule.encode), np.full(limit, rule.decode)
     ratio, down, up = np.full(limit, ONE), np.full(limit, ONE), np.full(limit, ONE)
-    all_amax, all_decode = np.full(TILE, rule.amax), np.full(TILE, rule.decode)
+    last = ONE if rule.apart else rule.decode
+    all_amax, all_decode = np.full(TILE, rule.amax), np.full(TILE, last)
     all_down, all_up = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     scratch, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     buffer = np.empty(TILE + 7, np.int32)

@@ -69,6 +69,8 @@ class Rule(NamedTuple):
     #: True if `encode`, `decode` and `amax` are not constants, because the tensor has several outer
     #: scales
     grouped: bool = False
+    #: True if the scale of the tensor or of whole rows is not applied to rounded values
+    apart: bool = False
     fold: np.float32 = (
         ONE  #: factor by which the `encode` of each of these outer scales is multiplied
     )
@@ -89,7 +91,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
         return Rule(carry, np.float32(0), np.float32(1 / scaling.share), share)
     divisor = np.float32(float8_scales.top(scaling, element))
     if scaling.scale == "fp32":
-        return Rule(ZERO, divisor, ONE, kind=FLOAT32)
+        return Rule(ZERO, divisor, ONE, kind=FLOAT32, apart=scaling.apart)
     kind = FLOAT8[scaling.scale]
     folds = float8_scales.folds(scaling, element)
     rule = Rule(
@@ -113,7 +115,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     if rule.kind == DIVIDED:
         return rule._replace(encode=max(rule.amax / rule.target, SMALLEST_OUTER))
     whole = np.float32(divide_by(amax, float(rule.target)).item())
-    return rule._replace(encode=whole * rule.fold, decode=ONE / whole)
+    return rule._replace(encode=whole * rule.fold, decode=ONE / whole, apart=scaling.apart)
 
 
 @inlined
@@ -190,7 +192,7 @@ def block_scales(
         for j in range(count):
             factor = encode_factor(rule.encode, as_float(amax[j]))
             down[j] = factor
-            up[j] = ONE / factor
+            up[j] = ONE if rule.apart else ONE / factor
     elif rule.kind == DIVIDED:
         for j in range(count):
             wanted = as_bits(np.float32(as_float(amax[j]) / encode[j]) / rule.divisor)

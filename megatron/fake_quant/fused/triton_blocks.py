@@ -210,6 +210,7 @@ def blocks(
     TARGET: tl.constexpr,
     SMALLEST_OUTER: tl.constexpr,
     SEARCH: tl.constexpr,
+    APART: tl.constexpr,
     RANDOM: tl.constexpr,
     AMAX: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -233,6 +234,7 @@ def blocks(
     REACHED: number to which the maximum of a block is mapped; see `wanted_e4m3`.
     TARGET: number to which the outer scale maps a maximum; 0 if there is no outer scale.
     SEARCH: "mae", "mse" or "none"; see `better_e4m3`.
+    APART: True to leave the scale of the tensor or of whole rows out of the results.
     RANDOM: 0 to round to nearest; see `drawn` for other values.
     AMAX: content of `amax`: "none"; "tensor", the maximum of the tensor; "groups", the maxima of
         the groups that share an outer scale; "blocks", the maxima of blocks that are larger than
@@ -317,8 +319,10 @@ def blocks(
     else:
         random = drawn(first, columns, place, key0, key1, RANDOM)
         rounded = stochastic(magnitude, random, LOWEST, MANTISSA)
-    value = as_float(rounded) * up
-    if decode is not None:
+    value = as_float(rounded)
+    if not (APART and KIND == "fp32"):
+        value *= up
+    if decode is not None and not APART:
         value *= decode
     result = as_bits(value) | (bits & SIGN)
     if ONE_ZERO:

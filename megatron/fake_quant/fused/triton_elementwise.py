@@ -181,6 +181,7 @@ def elements(
     BEYOND: tl.constexpr,
     TARGET: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    APART: tl.constexpr,
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
@@ -189,6 +190,7 @@ def elements(
     If TARGET is not 0, every value is multiplied by the factor `encode_scale` before rounding and
     by the reciprocal of this factor afterward.
 
+    APART: True to leave out the multiplication by the reciprocal.
     BEYOND: bits of the magnitude that replaces an overflow of HiFloat8; 0 for an `ElementFormat`.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -213,7 +215,7 @@ def elements(
         rounded = hifloat8(magnitude, random, BEYOND, ROUNDING, SOURCE)
         no_sign = magnitude < HALF_SMALLEST if ROUNDING == "nearest" else rounded == 0
     result = rounded
-    if TARGET != 0:
+    if TARGET != 0 and not APART:
         result = as_bits(as_float(rounded) * reciprocal(encode))
     result |= bits & SIGN
     if no_sign is not None:

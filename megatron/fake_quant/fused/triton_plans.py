@@ -113,11 +113,12 @@ def _scaling(fmt: Format, element: ElementFormat) -> Constants:
         "TARGET": 0.0,
         "SMALLEST_OUTER": _float32(float8_scales.SMALLEST_OUTER),
         "SEARCH": "none",
+        "APART": False,
     }
     if isinstance(scaling, PairScaling):
         return constants | {"EMAX": scaling.lowest + BIAS}
     assert isinstance(scaling, BlockScaling)
-    constants |= {"KIND": scaling.scale, "SEARCH": scaling.search}
+    constants |= {"KIND": scaling.scale, "SEARCH": scaling.search, "APART": scaling.apart}
     if scaling.scale == "e8m0":
         return constants | {
             "EMAX": element.emax,
@@ -238,10 +239,14 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) 
 
 def _elements(fmt: Format, count: int, dtype: torch.dtype) -> LaunchConfig:
     """Return the launch configuration for a format without block scales."""
-    constants: Constants = {"TARGET": 0, "POWER_OF_TWO": False}
+    constants: Constants = {"TARGET": 0, "POWER_OF_TWO": False, "APART": False}
     maxima = None
     if isinstance(fmt.scaling, TensorScaling):
-        constants = {"TARGET": fmt.scaling.target, "POWER_OF_TWO": fmt.scaling.power_of_two}
+        constants = {
+            "TARGET": fmt.scaling.target,
+            "POWER_OF_TWO": fmt.scaling.power_of_two,
+            "APART": fmt.scaling.apart,
+        }
         maxima = amax_plan(count, dtype)
     if isinstance(fmt.element, ElementFormat):
         constants |= _element(fmt.element) | {"BEYOND": 0}

@@ -55,6 +55,12 @@ CHOICES = {
     "mean split, straight-through": GemmFormats(
         replace(ROTATED, split="mean"), ROTATED, straight_through=True
     ),
+    "scales of several kinds": GemmFormats(
+        *(Operand(get_format(name)) for name in ("fp8_e4m3", "fp8_rowwise", "fp8_block")),
+        Operand(get_format("fp8_e5m2"), source="dequantized"),
+        NVFP4,
+        Operand(source="dequantized"),
+    ),
     "spelled out": GemmFormats.uniform(get_format("mx:e3m4:b16:rceil")),
 }
 
@@ -105,7 +111,7 @@ def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
     formats = CHOICES[name]
     tensors = tensors_of(formats, dtype)
     a, b = (
-        op.quantized(tensors[t], axis=-1).values
+        op.quantized(tensors[t], axis=-1).scaled()
         for op, t in ((formats.fprop_a, "input"), (formats.fprop_b, "weight"))
     )
     total = torch.zeros(48, 64)

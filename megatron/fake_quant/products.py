@@ -1,0 +1,158 @@
+"""Multiply operands of a GEMM whose values are not rounded to the dtype of the tensors.
+
+`unrounded.py` explains how the operands are represented. The product of two operands is rounded
+once, to the dtype of the tensors, after all scales and the factor alpha have been applied to the
+float32 sums. Three ways lead there:
+
+- On a CPU, oneDNN multiplies each float32 sum by one factor before rounding: alpha times the scales
+  of both tensors.
+- On a GPU, the matmul returns the float32 sums, and the factors are applied to them.
+- If an operand is in float32, or if a scale runs along the reduction axis, the product is computed
+  in float32. It is several times slower: on one core with AVX-512, 100 instead of 450 GFLOP/s.
+
+Autocast is off in these products, because it would round float32 operands.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import operators
+from megatron.fake_quant.mean_split import SplitMatrix
+
+#: Function that returns a factor times the product of two tensors of the same dtype.
+Matmul = Callable[[Tensor, Tensor, float], Tensor]
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Tensor:
+    """Return `alpha` times the product of the first parts of `a` and `b`, in their dtype.
+
+    `plain` multiplies operands that are tensors of their dtype.
+    """
+    if not (a.unrounded or b.unrounded):
+        return plain(a.values, b.values, alpha)
+    dtype = _dtype_of(a, b)
+    with _no_autocast(a.values.device.type):
+        a, b = _without_scales_along(a, -1), _without_scales_along(b, -2)
+        values = a.values, b.values
+        if torch.float32 in (values[0].dtype, values[1].dtype):
+            return _wide(*values, a.scale, b.scale, alpha).to(dtype)
+        if operators.is_direct(values[0]) and operators.is_direct(values[1]):
+            return _scaled(*values, a.scale, b.scale, alpha)
+        result: Tensor = _scaled_product(*values, a.scale, b.scale, alpha, 0)
+        return result
+
+
+def _dtype_of(a: SplitMatrix, b: SplitMatrix) -> torch.dtype:
+    """Return the dtype of a product, which is that of `torch.matmul` for tensors."""
+    device = a.values.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(a.dtype or a.values.dtype, b.dtype or b.values.dtype)
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _without_scales_along(matrix: SplitMatrix, axis: int) -> SplitMatrix:
+    """Multiply the values by scales that differ along the reduction axis `axis`, in float32."""
+    scale = matrix.scale
+    if scale is None or scale.dim() == 0 or scale.shape[axis] == 1:
+        return matrix
+    return matrix._replace(values=matrix.scaled(), scale=None)
+
+
+def _wide(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, alpha: float
+) -> Tensor:
+    """Return the float32 product of float32 values, times the scales and `alpha`."""
+    return _times(torch.matmul(a.float(), b.float()), scale_a, scale_b, alpha)
+
+
+def _times(sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, alpha: float) -> Tensor:
+    for scale in (scale_a, scale_b):
+        sums = sums if scale is None else sums * scale
+    return sums if alpha == 1.0 else sums * alpha
+
+
+def _scaled(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, alpha: float
+) -> Tensor:
+    """Return the product of bfloat16 or float16 values, times the scales and `alpha`."""
+    dtype = a.dtype
+    a3, b3 = (x.flatten(0, -3) if x.dim() > 3 else x for x in (a, b))
+    if a.is_cuda:
+        multiply = torch.bmm if a3.dim() == 3 else torch.mm
+        sums = multiply(a3, b3, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
+        return _times(sums, scale_a, scale_b, alpha).to(dtype)
+    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
+    factor = alpha
+    for scale in scales:
+        factor *= scale.item() if scale.dim() == 0 else torch.nan
+    if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:  # also if a scale is not one number
+        return _wide(a, b, scale_a, scale_b, alpha).to(dtype)
+    add = torch.baddbmm if a3.dim() == 3 else torch.addmm
+    none = a.new_empty((1,) * a3.dim())  # ignored, because beta is 0
+    return add(none, a3, b3, beta=0.0, alpha=factor).view(*a.shape[:-1], b.shape[-1])
+
+
+@torch.library.custom_op(f"{operators.NAMESPACE}::scaled_product", mutates_args=())
+def _scaled_product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    alpha: float,
+    batch: int,
+) -> Tensor:
+    """Return what `_scaled` returns, for each sample of a batch; see `operators.py`."""
+    if not batch:
+        return _scaled(a, b, scale_a, scale_b, alpha)
+    count = math.prod(a.shape[:batch])
+    samples = [
+        [None] * count if part is None else part.flatten(0, batch - 1).unbind(0)
+        for part in (a, b, scale_a, scale_b)
+    ]
+    results = [_scaled(*parts, alpha) for parts in zip(*samples, strict=True)]
+    return operators.stacked(results, a, batch)
+
+
+@_scaled_product.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    alpha: float,
+    batch: int,
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+@_scaled_product.register_vmap
+def _(
+    info: Any,
+    in_dims: Any,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    alpha: float,
+    batch: int,
+) -> tuple[Tensor, int]:
+    parts = [
+        None if part is None else operators.with_batch(part, dim, info.batch_size)
+        for part, dim in zip((a, b, scale_a, scale_b), in_dims, strict=False)
+    ]
+    return _scaled_product(*parts, alpha, batch + 1), 0
+
+
+_scaled_product.register_autograd(lambda ctx, grad: (None,) * 6, setup_context=operators.constant)
