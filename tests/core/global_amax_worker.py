@@ -140,15 +140,16 @@ def inputs(data_rank: int, expert: int) -> dict[str, torch.Tensor]:
 
 
 class Spy:
-    """A replacement of `fake_quantize` in the matmuls, which keeps the quantized operands."""
+    """A replacement of `quantize_parts` in the matmuls, which keeps the quantized operands."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
 
-    def __call__(self, x, fmt, axis, seed=None, amax=None):
+    def __call__(self, parts, fmt, axis, *, seed=None, amax=None, dtype=None):
         from megatron.fake_quant import fake_quantize, quantize
         from megatron.fake_quant.code_points import unpack_nibbles
 
+        x = parts.values
         found = {"values": fake_quantize(x, fmt, axis=axis, seed=seed, amax=amax)}
         if x.numel():
             packed = quantize(x, fmt, axis, seed=seed, amax=amax)
@@ -157,7 +158,7 @@ class Spy:
                 codes = unpack_nibbles(codes, x.shape[axis])
             found |= {"codes": codes.movedim(-1, axis).float(), "scale": packed.scales.tensor}
         self.seen.append(found)
-        return found["values"]
+        return parts._replace(values=found["values"], dtype=dtype)
 
     def take(self, slots) -> dict[str, dict[str, torch.Tensor]]:
         seen, self.seen = self.seen, []
@@ -254,7 +255,7 @@ def main() -> None:
     from megatron.core import parallel_state
     from megatron.fake_quant import gemm
 
-    spy = gemm.fake_quantize = Spy()
+    spy = gemm.quantize_parts = Spy()
     expected, report = {}, {}
     whole = Layout("whole")
     for place, fmt in sorted({(Layout.place(name), fmt) for name, fmt in CASES}):

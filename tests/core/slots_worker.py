@@ -144,12 +144,14 @@ def main() -> None:
 
     seen: list = []
 
-    def spy(x, fmt, axis, seed=None, amax=None):
-        quantized = fake_quantize(x, fmt, axis=axis, seed=seed, amax=amax)
-        seen.append((x.detach().clone(), quantized))
-        return quantized
+    original = gemm.quantize_parts
 
-    gemm.fake_quantize = spy
+    def spy(parts, fmt, axis, *, seed=None, amax=None, dtype=None):
+        quantized = fake_quantize(parts.values.float(), fmt, axis=axis, seed=seed, amax=amax)
+        seen.append((parts.values.detach().clone(), quantized))
+        return original(parts, fmt, axis, seed=seed, amax=amax, dtype=dtype)
+
+    gemm.quantize_parts = spy
     layer = gpt_worker.build(options)[0].decoder.layers[0]
     cases = [("linear", layer.mlp.linear_fc1, run_linear)]
     attention = layer.self_attention.core_attention

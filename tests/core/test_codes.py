@@ -14,7 +14,9 @@ from megatron.analysis.store import TensorStore
 from megatron.collection.limits import OVERHEAD
 from megatron.fake_quant import dequantize, fake_quantize
 from megatron.fake_quant.gemm import SLOTS
+from megatron.fake_quant.products import multiply
 from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.unrounded import unpacked_parts
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 from tests.analysis.verification.verifying import count, verify
 from tests.core.gpt_runs import collect, pick
@@ -104,6 +106,10 @@ def test_codes_are_refused_where_they_mean_nothing(rounded_to_nearest):
         store.load_codes(next(store.select(tensor_name="input").itertuples()))
 
 
+def refused(*_):
+    raise AssertionError("the operands of nvfp4 in bfloat16 have a scale")
+
+
 def test_random_bits_are_those_of_the_matmul(tmp_path):
     """A linear layer's results follow bit for bit from the codes of its operands.
 
@@ -121,19 +127,24 @@ def test_random_bits_are_those_of_the_matmul(tmp_path):
         for micro_batch in (0, 1):
             where = {"module": module, "micro_batch": micro_batch}
             operands = {
-                record.tensor_name: dequantize(store.load_codes(record))
+                record.tensor_name: unpacked_parts(store.load_codes(record), torch.bfloat16)
                 for record in store.select(**where, tensor_name=list(OPERANDS)).itertuples()
             }
             assert set(operands) == set(OPERANDS), "rounded anew in every micro-batch"
-            results = {
-                "output": operands["fprop_input_codes"] @ operands["fprop_weight_codes"].t(),
-                "grad_input": operands["dgrad_grad_output_codes"] @ operands["dgrad_weight_codes"],
-                "grad_weight": operands["wgrad_grad_output_codes"].t()
-                @ operands["wgrad_input_codes"],
+            factors = {
+                "output": (operands["fprop_input_codes"], operands["fprop_weight_codes"].t()),
+                "grad_input": (operands["dgrad_grad_output_codes"], operands["dgrad_weight_codes"]),
+                "grad_weight": (
+                    operands["wgrad_grad_output_codes"].t(),
+                    operands["wgrad_input_codes"],
+                ),
             }
-            for name, expected in results.items():
+            for name, (left, right) in factors.items():
                 (record,) = store.select(**where, tensor_name=name).itertuples()
-                assert torch.equal(store.load(record).flatten(0, -2), expected)
+                result = store.load(record).flatten(0, -2)
+                assert torch.equal(result, multiply(left, right, 1.0, refused))
+                exact = left.dense().double() @ right.dense().double()
+                assert (result == exact.bfloat16()).double().mean() > 0.98
                 found[name] += 1
     assert found == dict.fromkeys(found, 8)
     verdict = verify(dump, exact=True)

@@ -67,6 +67,7 @@ WHOLE = ("mxfp8", "nvfp4", "hifp8")
 #: Tiles for the other ones: a thread has a quarter of the values, so that its code, which repeats
 #: itself, is a quarter as long.
 SHORT = {"TILE": 1 << 12, "_PER_WARP": 1 << 10, "_REPEATS": 1}
+APART = "|apart"  #: mark of formats whose scale is kept apart; see `unrounded.py`
 LAUNCHED = ("mxfp8", "nvfp4:sr", "hifp8", "nvfp4:outer-row")
 #: Flushing of subnormals, fusion, operations that round otherwise than IEEE's.
 FORBIDDEN = r"\S*\.ftz\S*|fma\.\S*|mad\.\S*f32|\S*\.(?:full|approx)\S*|(?:add|sub|mul|div)\.f32"
@@ -175,7 +176,9 @@ def tiles(sizes: dict[str, int]) -> Iterator[None]:
 
 
 def differences(name: str) -> list[str]:
-    fmt = get_format(name)
+    fmt = get_format(name.removesuffix(APART))
+    if name.endswith(APART):
+        fmt = fmt.with_scale_apart()
     seed = SEED if fmt.rounding == "stochastic" else None
     found = []
     for case, (x, axes, sizes, amax) in cases(fmt).items():
