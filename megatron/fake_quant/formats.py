@@ -179,8 +179,8 @@ class Format:
     def with_scale_apart(self) -> "Format":
         """Return this format, with quantized values that lack the scale of the tensor or of a row.
 
-        These values have few significant bits, so that bfloat16 represents them exactly. Whoever
-        multiplies them applies the scale to the product; see `unrounded.py`. The name stays.
+        These values have few significant bits, so that bfloat16 represents them exactly. The scale
+        is applied to the product instead; see `unrounded.py`. The name stays.
         """
         assert isinstance(self.scaling, BlockScaling | TensorScaling)
         return replace(self, scaling=replace(self.scaling, apart=True))

@@ -117,11 +117,11 @@ def _scaled_product(
     if not batch:
         return _scaled(a, b, scale_a, scale_b, alpha)
     count = math.prod(a.shape[:batch])
-    samples = [
+    samples: list[Any] = [
         [None] * count if part is None else part.flatten(0, batch - 1).unbind(0)
         for part in (a, b, scale_a, scale_b)
     ]
-    results = [_scaled(*parts, alpha) for parts in zip(*samples, strict=True)]
+    results = [_scaled(x, y, s, t, alpha) for x, y, s, t in zip(*samples, strict=True)]
     return operators.stacked(results, a, batch)
 
 
