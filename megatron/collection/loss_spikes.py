@@ -10,9 +10,10 @@ The following rules apply to each of the two numbers separately:
    norm, which reaches 44 in ordinary runs with small batches. The values fluctuate more at the
    start of a run, so after n < 8 normal values the excess over the level must be 8/n times as
    large. A loss must then exceed 3 times the level after one iteration, 2 times after two, and
-   1.5 times after four. If the size of the vocabulary is known, there is a second limit: a loss
-   also jumps if it exceeds 1.25 times the level and 1.25 times ln(vocabulary). A model that gives
-   all tokens the same probability has the loss ln(vocabulary), so random weights start there.
+   1.5 times after four. If the size of the vocabulary is known, half of the excess is enough for a
+   loss that is worse than a guess: a loss also jumps if it exceeds 1.125 times the level and 1.125
+   times ln(vocabulary). A model that gives all tokens the same probability has the loss
+   ln(vocabulary), so random weights start there, with little noise.
 3. A jump must also exceed the level by 12 times the noise. The noise is the mean rise or the mean
    fall between consecutive normal values, whichever is smaller, so that a trend does not count as
    noise. It is computed over all steps and over the last 8, and the larger result is used.
@@ -174,13 +175,14 @@ class _Watched:
         noise = level + NOISE * max(_noise(steps), _noise(steps[-ENOUGH:]))
         early = max(ENOUGH / len(values), 1)
         bound = max(self._multiple(early), noise)
-        if level <= self._factor * self._uniform < math.inf:
-            bound = min(bound, max(self._multiple(1), noise, self._factor * self._uniform))
+        worse_than_guess = (1 + self._factor) / 2 * self._uniform
+        if level <= worse_than_guess < math.inf:
+            bound = min(bound, max(self._multiple(0.5), noise, worse_than_guess))
         return level + (bound - level) / 2 if self.unusual else bound
 
-    def _multiple(self, early: float) -> float:
-        """Return the level plus the excess that `factor` allows, multiplied by `early`."""
-        excess = (self._factor - 1) * early
+    def _multiple(self, part: float) -> float:
+        """Return the level plus the excess that the factor allows, multiplied by `part`."""
+        excess = (self._factor - 1) * part
         return min(
             _typical(window) + excess * _typical([abs(value) for value in window])
             for window in self._windows()

@@ -1,12 +1,15 @@
 """Tests that a diverging run keeps the iterations around its loss spike, even after a resume."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.tensor_record import read_events, read_index
-from tests.training.runs import NO_DROPOUT, succeeded, train
+from tests import forks
+from tests.subprocesses import REPO, environment
+from tests.training.runs import MODEL, NO_DROPOUT, Training, succeeded, train
 
 KEEP = ("--collect-ring", "2", "--collect-ring-events", "1", "--no-check-for-nan-in-loss-and-grad")
 TOO_FAST = ("--lr", "3", "--lr-decay-style", "constant", "--clip-grad", "0")
@@ -25,6 +28,19 @@ def test_a_learning_rate_that_is_too_high_is_kept_at_the_jump(run_quickly, tmp_p
     assert run.losses[2] > 4 * run.losses[1], "the first update is too large"
     assert kept(tmp_path) == [1, 2]
     assert "times the level before at iteration 2: the ring is kept (1 of 1)" in run.output
+
+
+@pytest.mark.parametrize("plant", [("norm", 2, 30.0), ("nan", 3, 0.0)])
+def test_a_poisoned_weight_is_kept_with_the_iteration_before(corpus, tmp_path, plant):
+    size = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
+    flags = (*MODEL, *NO_DROPOUT, *size, "--train-iters", "4", "--data-path", corpus)
+    worker = (Path(__file__).with_name("planted_worker.py"), *plant, tmp_path / "curve.jsonl")
+    done = forks.run(
+        *(*worker, *flags, *KEEP, "--save-tensors", "--tensor-save-dir", tmp_path / "dump"),
+        env=environment(PYTHONPATH=REPO),
+    )
+    succeeded(Training(done.returncode, done.stdout, done.stderr))
+    assert kept(tmp_path / "dump") == [plant[1] - 1, plant[1]]
 
 
 def test_a_resumed_run_judges_by_what_was_usual_before(run_quickly, tmp_path):
