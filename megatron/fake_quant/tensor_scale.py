@@ -136,7 +136,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     The kernels round values one by one, so the result is the same for formats without a scale.
     """
     if fmt.is_cast:
-        return ()
+        return ("nearest",) if device == "cpu" else ()
     if "hybrid" in fmt.element.roundings:
         return ("nearest", "stochastic", "hybrid")
     return ("nearest", "stochastic") if fmt.element.ties == "even" else ()

@@ -59,6 +59,8 @@ NAMES = [
 ]
 #: further formats with CPU kernels; most of them have GPU kernels, too
 CPU_NAMES = [
+    "bf16",
+    "fp16",
     "mxfp4:rceil:top7.25",
     "mxfp4:head3/4:sr",
     "mx:e4m3:row:rceil",
@@ -70,6 +72,8 @@ CPU_NAMES = [
     "fp8_block",
     "fp8_block:2d:sr",
     "fp8_rowwise",
+    "nv:e4m3:column:fp32:sr",
+    "mx:e2m1:tensor:rceil:sr",
     "nvfp4:4over6-mae",
     "nvfp4:outer-none:4over6-mse",
     "nvfp4:4over6-mse:bound448:head16/17:sr",

@@ -13,6 +13,7 @@ from megatron.fake_quant.fused.numba_bits import (
     as_bits,
     as_float,
     fill_random,
+    finite_magnitude,
     kernel,
     narrow,
     nearest_even,
@@ -30,6 +31,8 @@ SMALLEST = np.int32((127 - 22) << 23)
 HALF_SMALLEST = np.int32((127 - 23) << 23)
 SMALLEST_NORMAL_FLOAT16 = np.int32((127 - 14) << 23)
 UNITS_BELOW_SMALLEST = np.float32(2.0 ** (RANDOM_BITS + 22))
+HALF_16 = np.int32(0x7FFF)  #: just below half of bfloat16's last place, in float32 bits
+HIGH_16 = np.int32(-(1 << 16))  #: mask of the bits of a float32 number that bfloat16 has
 PIECE = 1024  #: number of values for which random bits are generated at a time
 NEAREST, STOCHASTIC, HYBRID = 0, 1, 2
 FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
@@ -38,12 +41,37 @@ FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
 @kernel
 def finite_amax(src: Any, start: Any, stop: Any) -> Any:
     """Return the bits of the largest finite magnitude in `src[start:stop]`."""
-    amax = ZERO
     part = src[start:stop]  # A loop that starts at 0 needs no check for negative indices.
+    # Values are compared in their own width, because a vector register holds more short ones.
+    amax = np.zeros(1, src.dtype)[0]
     for i in range(len(part)):
-        magnitude = np.int32(widen(part[i]) & MAGNITUDE)
-        amax = max(amax, magnitude if magnitude < INFINITY else ZERO)
-    return amax
+        amax = max(amax, finite_magnitude(part[i]))
+    return widen(amax)
+
+
+@kernel
+def casts(src: Any, dst: Any, kept: Any, element: Any, start: Any, stop: Any) -> None:
+    """Round each value to bfloat16 or float16, to nearest even; an overflow becomes Inf.
+
+    kept: True for bfloat16, whose results are the high 16 bits of float32 numbers. Otherwise,
+        `element` describes float16, with twice its largest power of two as the largest number.
+    """
+    read, written = src[start:stop], dst[start:stop]
+    if kept:
+        for i in range(len(read)):
+            bits = widen(read[i])
+            # The sum has no carry into the sign bit, because a NaN is replaced.
+            rounded = np.int32(np.int32(bits + HALF_16 + ((bits >> 16) & 1)) & HIGH_16)
+            special = np.int32(bits & MAGNITUDE) > INFINITY
+            written[i] = narrow(NAN if special else rounded, written[i])
+    else:
+        for i in range(len(read)):
+            bits = widen(read[i])
+            magnitude = np.int32(bits & MAGNITUDE)
+            rounded = nearest_even(min(magnitude, element.top), element)
+            rounded = INFINITY if rounded >= element.top else rounded
+            value = np.int32(rounded | np.int32(bits & SIGN))
+            written[i] = narrow(NAN if magnitude > INFINITY else value, written[i])
 
 
 @inlined

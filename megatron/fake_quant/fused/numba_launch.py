@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.elements import ElementFormat
+from megatron.fake_quant.elements import Cast, ElementFormat
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import (
     numba_bits,
@@ -229,6 +229,9 @@ def _elements(
     src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None, amax: Tensor | None
 ) -> None:
     """Quantize `src` into `dst` value by value, for a format without block scales."""
+    if isinstance(fmt.element, Cast):
+        _casts(src, dst, fmt.element)
+        return
     down, up = map(np.float32, factors(fmt, functools.partial(_amax, src, amax)))
     if fmt.scaling is not None:
         source = numba_elementwise.FROM_FLOAT32
@@ -242,6 +245,17 @@ def _elements(
         work = functools.partial(
             numba_elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, random
         )
+    numba_threads.run(work, len(src), _LEAST)
+
+
+#: Float16 up to twice its largest power of two, at which a result becomes Inf.
+_FLOAT16 = numba_bits.element_bits(ElementFormat("float16", 5, 10, bias=15, max=65536.0))
+
+
+def _casts(src: Flat, dst: Flat, element: Cast) -> None:
+    """Round each value of `src` to a torch dtype, and write the results to `dst`."""
+    kept = element.dtype == torch.bfloat16
+    work = functools.partial(numba_elementwise.casts, src, dst, kept, _FLOAT16)
     numba_threads.run(work, len(src), _LEAST)
 
 
