@@ -40,7 +40,7 @@ class BlockLayout:
         """
         dims = len(shape)
         if dims == 0:
-            if fmt.block_size is not None:
+            if fmt.block_size is not None and not fmt.one_block:
                 raise ValueError(
                     f"format {fmt.name!r} scales blocks along an axis, but the tensor has no "
                     "dimensions; give it one, for instance by x.reshape(1)"
@@ -51,13 +51,25 @@ class BlockLayout:
                 f"axis {axis} is out of range for a tensor of shape {shape}; "
                 f"choose one from {-dims} to {dims - 1}"
             )
+        if fmt.one_block:
+            return cls(shape, axis % dims, None)
         if fmt.height > 1 and (dims < 2 or axis % dims < dims - 2):
-            raise ValueError(
-                f"format {fmt.name!r} has blocks of {fmt.height} x {fmt.block_size} values over "
-                f"the last two axes; a tensor of shape {shape} and axis {axis} do not fit: give "
-                "a matrix and one of its two axes"
+            extent = (
+                f"{fmt.height} x {fmt.block_size} values" if not fmt.columns else "whole columns"
             )
-        return cls(shape, axis % dims, fmt.block_size, fmt.height)
+            raise ValueError(
+                f"format {fmt.name!r} has blocks of {extent} over the last two axes; a tensor of "
+                f"shape {shape} and axis {axis} do not fit: give a matrix and one of its two axes"
+            )
+        if not fmt.columns:
+            return cls(shape, axis % dims, fmt.block_size, fmt.height)
+        rows = shape[-1] if axis % dims == dims - 2 else shape[-2]
+        return cls(shape, axis % dims, fmt.block_size, max(rows, 1))
+
+    @property
+    def across(self) -> int:
+        """Other one of the last two axes, counted from the front; see `Format.across`."""
+        return 2 * len(self.shape) - 3 - self.axis
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return a view of `x` whose last axis is the one along which blocks run."""

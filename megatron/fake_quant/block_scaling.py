@@ -22,11 +22,11 @@ Search = Literal["none", "mae", "mse"]
 AmaxSource = Literal["own", "global", "delayed"]
 GLOBAL: AmaxSource = "global"  #: source of the amax, and the variant of the same name
 
-#: Block size that stands for the whole axis along which blocks run: one block per row.
+#: Number of values, or of rows, of a block that extends over a whole axis of the matrix.
 WHOLE_AXIS = 1 << 40
 E2M1_MAX = 6.0
-LARGEST_SIDE = 1 << 16  #: largest number of rows or columns of a block, except for whole rows
-#: Largest number of values per block, except for whole rows. Blocks are padded with zeros where
+LARGEST_SIDE = 1 << 16  #: largest number of rows or columns of a block, except for whole axes
+#: Largest number of values per block, except for whole axes. Blocks are padded with zeros where
 #: they extend beyond the tensor, so much larger ones would exhaust the memory.
 LARGEST_BLOCK = 1 << 20
 #: Range of the numbers in a format (`top`, `bound`, ...), far inside the range of float32.
@@ -57,7 +57,8 @@ def check_block(height: int, size: int) -> None:
     if max(size, height) > LARGEST_SIDE or size * height > LARGEST_BLOCK:
         raise ValueError(
             f"a block of {height} x {size} values; choose at most {LARGEST_SIDE} along an axis and "
-            f"{LARGEST_BLOCK} in a block, or row for whole rows"
+            f"{LARGEST_BLOCK} in a block, or row for whole rows, column for whole columns, and "
+            "tensor for all values"
         )
 
 
@@ -71,6 +72,12 @@ def check_number(what: str, number: float, name: str = "number") -> None:
         raise ValueError(f"{what} {number:g}; choose a {name} above 0, from 2^-32 to 2^32")
 
 
+def share(fraction: str) -> float:
+    """Return a fraction such as 16/17 as a float."""
+    whole, _, part = fraction.partition("/")
+    return int(whole) / int(part or 1)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockScaling:
     """Scaling with one scale per block; independent fields describe its parts.
@@ -81,9 +88,11 @@ class BlockScaling:
     `search` chooses between two candidates for each scale.
     """
 
-    size: int  #: values per block along one axis, or `WHOLE_AXIS`
+    size: int  #: values per block along one axis; `WHOLE_AXIS` for whole rows
     rule: ScaleRule | None = None  #: rule that computes an E8M0 scale; None for other types
-    height: int = 1  #: rows per block; if above 1, blocks extend over the last two axes
+    #: rows per block; if above 1, blocks extend over the last two axes. `WHOLE_AXIS` means whole
+    #: columns if `size` is 1, and one block for all values if `size` is `WHOLE_AXIS`.
+    height: int = 1
     scale: ScaleType = "e8m0"
     #: number to which a block's maximum is mapped, or with E8M0 scales, the largest number to which
     #: it may be mapped; None for the largest number of the element type
@@ -108,7 +117,7 @@ class BlockScaling:
     alternative: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        check_block(self.height, 1 if self.size == WHOLE_AXIS else self.size)
+        check_block(*(1 if side == WHOLE_AXIS else side for side in (self.height, self.size)))
         check_choice("scale type", self.scale, get_args(ScaleType))
         check_choice("outer scale", self.outer, get_args(Outer))
         check_choice("search", self.search, get_args(Search))
@@ -135,13 +144,22 @@ class BlockScaling:
     @property
     def share(self) -> float:
         """The field `headroom`, a fraction such as 16/17, as a float."""
-        whole, _, part = self.headroom.partition("/")
-        return int(whole) / int(part or 1)
+        return share(self.headroom)
 
     @property
     def square(self) -> bool:
-        """True if blocks have `size` rows and `size` columns, over the last two axes."""
+        """True if a tensor has the same blocks along both of its last two axes."""
         return 1 < self.height == self.size
+
+    @property
+    def shape_name(self) -> str:
+        """Shape of the blocks, as a name spells whole axes: row, column, tensor or 16 x 16."""
+        whole = {
+            (1, WHOLE_AXIS): "row",
+            (WHOLE_AXIS, 1): "column",
+            (WHOLE_AXIS, WHOLE_AXIS): "tensor",
+        }
+        return whole.get((self.height, self.size), f"{self.height} x {self.size}")
 
     @property
     def outer_size(self) -> int | None:
@@ -163,15 +181,16 @@ class BlockScaling:
     @property
     def variants(self) -> tuple[str, ...]:
         """Variants that the name of a format with this scaling accepts, each after a colon."""
-        shape = () if self.size == WHOLE_AXIS or 1 < self.height < self.size else ("2d",)
+        whole = WHOLE_AXIS in (self.size, self.height)
+        shape = () if whole or 1 < self.height < self.size else ("2d",)
         if self.scale == "e8m0":
             return (*get_args(ScaleRule), TOP, *shape, HEADROOM)
         if self.scale == "fp32":
             return (TOP, *shape, "outer-none", HEADROOM, "ue8m0")
         outer = tuple(f"outer-{outer}" for outer in get_args(Outer))
         search = ("4over6-mae", "4over6-mse") if self.scale == "e4m3" else ()
-        whole = (GLOBAL,) if self.outer == "tensor" else ()
-        return (TOP, *shape, *outer, *search, BOUND, HEADROOM, *whole)
+        divided = (GLOBAL,) if self.outer == "tensor" else ()
+        return (TOP, *shape, *outer, *search, BOUND, HEADROOM, *divided)
 
 
 def _check_parts(scaling: BlockScaling) -> None:
@@ -184,7 +203,7 @@ def _check_parts(scaling: BlockScaling) -> None:
     for what, number in (("a top of", scaling.top), ("a bound of", scaling.bound)):
         if number is not None:
             check_number(what, number)
-    _check_headroom(scaling)
+    check_headroom(scaling.headroom)
     if scaling.scale in ("e8m0", "fp32"):
         if (scaling.outer, scaling.search, scaling.bound) != ("none", "none", None):
             raise ValueError(
@@ -198,8 +217,7 @@ def _check_parts(scaling: BlockScaling) -> None:
             )
     if scaling.outer == "none" and scaling.bound is not None:
         raise ValueError("a bound applies to an outer scale, and there is none; remove one of both")
-    if scaling.height > 1 and scaling.size == WHOLE_AXIS:
-        raise ValueError("a block of whole rows has one row; remove the number of rows")
+    _check_whole_axes(scaling)
     if scaling.amax == "delayed":
         raise ValueError(
             "delayed scaling is for formats with one scale per tensor and no block scales; choose "
@@ -219,17 +237,35 @@ def _check_parts(scaling: BlockScaling) -> None:
     if size is not None and (scaling.height > 1 or ragged):
         raise ValueError(
             f"outer scales per {scaling.outer} need whole blocks of one row in each group, and the "
-            f"blocks are {scaling.height} x {scaling.size}; choose outer-tensor or outer-none"
+            f"blocks are {scaling.shape_name}; choose outer-tensor or outer-none"
         )
 
 
-def _check_headroom(scaling: BlockScaling) -> None:
-    """Raise ValueError for a headroom outside of the range from 2^-32 to 1."""
-    whole, _, part = scaling.headroom.partition("/")
-    # Integers are compared first, because their quotient can be too large for a float.
-    if int(whole) > int(part or 1) or scaling.share < SMALLEST_NUMBER:
+def _check_whole_axes(scaling: BlockScaling) -> None:
+    """Raise ValueError for blocks over a whole axis that have no definition.
+
+    Raises:
+        ValueError: if the shape is none of row, column and tensor, or does not allow a search.
+    """
+    if WHOLE_AXIS in (scaling.height, scaling.size) and " x " in scaling.shape_name:
         raise ValueError(
-            f"a headroom of {scaling.headroom}; choose a fraction of the largest number, from "
+            f"a block of {scaling.shape_name} values over a whole axis; choose one row, one "
+            "column, or the whole tensor"
+        )
+    if scaling.height == WHOLE_AXIS and scaling.search != "none":
+        raise ValueError(
+            f"a search in blocks that are a {scaling.shape_name}; 4/6 adds the errors of a "
+            "block row by row, so choose row or a number of values"
+        )
+
+
+def check_headroom(fraction: str) -> None:
+    """Raise ValueError for a headroom outside of the range from 2^-32 to 1."""
+    whole, _, part = fraction.partition("/")
+    # Integers are compared first, because their quotient can be too large for a float.
+    if int(whole) > int(part or 1) or share(fraction) < SMALLEST_NUMBER:
+        raise ValueError(
+            f"a headroom of {fraction}; choose a fraction of the largest number, from "
             "2^-32 to 1, such as 16/17"
         )
 

@@ -19,8 +19,8 @@ A NaN or an Inf makes its block NaN, by a NaN scale. Transformer Engine does not
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
-from megatron.fake_quant.elements import ElementFormat
+from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.elements import E4M3, E5M2, ElementFormat
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.mx import scale_values
@@ -60,15 +60,22 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 
+def _source(scaling: BlockScaling, element: ElementFormat) -> str:
+    """Return the definition of the scales, and the package that computes the same, if any."""
+    plain = element in (E4M3, E5M2) and (scaling.top, scaling.headroom) == (None, "1")
+    if plain and scaling.shape_name in ("1 x 128", "128 x 128"):
+        return "FP8 blocks, arXiv 2412.19437 section 3.3, as Transformer Engine computes it"
+    if plain and scaling.shape_name == "row":
+        return "FP8 with float32 scales per row, as torchao computes it"
+    return "float32 scales, in the order of Transformer Engine's FP8 blocks (arXiv 2412.19437)"
+
+
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
     """Return a description of the float32 scale of each block."""
     reached = f"{scaling.top or element.max:g}"
     reached += "" if scaling.headroom == "1" else f" x {scaling.headroom}"
-    source = "FP8 with float32 scales per row, as torchao computes it"
-    if scaling.size != WHOLE_AXIS:
-        source = "FP8 blocks, arXiv 2412.19437 section 3.3, as Transformer Engine computes it"
     return ScaleDescription(
-        source,
+        _source(scaling, element),
         f"float32 per {brief_shape(fmt)} values",
         f"{block_shape(fmt)}, float32",
         (("found", f"1 / ({reached} / amax of the block)"),),

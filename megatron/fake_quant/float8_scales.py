@@ -304,10 +304,11 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    # A GPU kernel sees only a part of a row, so it knows neither an outer scale above the scales of
-    # whole rows nor the error of a whole row.
+    # A GPU kernel sees only a part of a row or column, so it knows neither an outer scale above the
+    # scales of whole ones nor the error of a whole row.
     alone = fmt.scaling.outer == "none" and fmt.scaling.search == "none"
-    known = device == "cpu" or alone or fmt.scaling.size < WHOLE_AXIS
+    parts = WHOLE_AXIS not in (fmt.scaling.size, fmt.scaling.height)
+    known = device == "cpu" or alone or parts
     if not known or fmt.element.ties != "even":
         return ()
     # The CPU kernel of MS-EDEN works on columns of 16 neighbors.
@@ -331,13 +332,25 @@ _GROUPS = {"1x64": "64 neighbors", "1x128": "128 neighbors"}
 
 def _source(scaling: BlockScaling, element: ElementFormat) -> str:
     if scaling.scale == "ue5m3":
-        return "AMD-FP4, unsigned E5M3 scales, in the order of AMD's ALTO"
+        own = (scaling.shape_name, element) == ("1 x 16", E2M1)
+        named = "AMD-FP4, unsigned E5M3 scales" if own else "unsigned E5M3 scales as of AMD-FP4"
+        return f"{named}, in the order of AMD's ALTO"
     if scaling.scale == "e6m2":
         return "E6M2 scales as of HiFloat4, in the order of AMD's ALTO"
+    # Transformer Engine has these parts. Others are computed in the same order.
+    shared = (
+        scaling.shape_name in ("1 x 16", "16 x 16")
+        and scaling.outer in ("tensor", "row")
+        and bound(scaling) in ((448,) if scaling.search == "none" else (256, 448))
+        and (scaling.top, scaling.headroom, element) == (None, "1", E2M1)
+    )
+    how = "as Transformer Engine computes it" if shared else "in the order of Transformer Engine"
     if folds(scaling, element):
-        return "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it"
+        named = "NVFP4" if shared else "E4M3 scales as of NVFP4"
+        return f"{named}, arXiv 2509.25149 appendix B, {how}"
     if scaling.search != "none":
-        return "NVFP4 with 4/6, arXiv 2512.02010, as Transformer Engine computes it"
+        named = "NVFP4" if shared else "E4M3 scales as of NVFP4"
+        return f"{named} with 4/6, arXiv 2512.02010, {how}"
     return "E4M3 scales as of NVFP4, in the order of fouroversix"
 
 

@@ -122,18 +122,41 @@ class Format:
     def block_size(self) -> int | None:
         """Number of values along an axis that share a scale; None without block scales.
 
-        It is `WHOLE_AXIS`, which is larger than any axis, if a scale applies to a whole row.
+        It is `WHOLE_AXIS`, which is larger than any axis, if a scale applies to a whole row or to
+        all values.
         """
         return None if self.scaling is None else self.scaling.size
 
     @property
     def height(self) -> int:
-        """Number of rows in a block; if above 1, blocks span the last two axes."""
+        """Number of rows in a block; if above 1, blocks span the last two axes.
+
+        It is `WHOLE_AXIS` if a scale applies to a whole column or to all values.
+        """
         return 1 if self.scaling is None else self.scaling.height
 
     @property
+    def one_block(self) -> bool:
+        """True if the format has block scales, and all values of a tensor are in one block."""
+        return self.height == self.block_size == WHOLE_AXIS
+
+    @property
+    def columns(self) -> bool:
+        """True if a scale applies to a whole column, which is orthogonal to the blocks' axis."""
+        return self.height == WHOLE_AXIS and not self.one_block
+
+    def across(self) -> "Format":
+        """Return the format with one scale per row that equals this one, if it has `columns`.
+
+        Along the other axis of a matrix, it has the same blocks as this format. A format that has
+        `one_block` also becomes one with rows, which equals it for a tensor that is one row.
+        """
+        assert isinstance(self.scaling, BlockScaling)
+        return replace(self, scaling=replace(self.scaling, size=WHOLE_AXIS, height=1))
+
+    @property
     def square(self) -> bool:
-        """True if blocks are square and span the last two axes."""
+        """True if a tensor has the same blocks along both of its last two axes."""
         return self.scaling is not None and self.scaling.square
 
     @property

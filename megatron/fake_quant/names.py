@@ -24,7 +24,8 @@ recent                  its scale follows from the last amax: delayed scaling wi
 margin1, margin2, ...   delayed scaling to the target / 2, / 4, ...
 global                  the tensor's scale is computed from the parts of all ranks
 
-A block is b32 (1 x 32 values), b64x128 (64 x 128 values of the last two axes) or row (a whole row).
+A block is b32 (1 x 32 values), b64x128 (64 x 128 values of the last two axes), row (a whole row
+along the reduction axis), column (a whole column, orthogonal to that axis) or tensor (all values).
 Scales of an nv format are e4m3, ue5m3, e6m2 or fp32; the first three have an outer scale per tensor
 unless the name says otherwise.
 """
@@ -50,7 +51,7 @@ from megatron.fake_quant.block_scaling import (
 from megatron.fake_quant.elements import ELEMENTS, ElementFormat
 from megatron.fake_quant.float8_scales import FLOAT8
 from megatron.fake_quant.formats import FORMATS, Format
-from megatron.fake_quant.special_scalings import DELAYED, MARGIN
+from megatron.fake_quant.special_scalings import DELAYED, MARGIN, TensorScaling
 from megatron.fake_quant.variants import (
     RULES,
     TARGET,
@@ -73,9 +74,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 _SPELLED_OUT = re.compile(
-    r"(?P<family>mx|nv):(?P<element>[^:]*):(?P<block>b([0-9]+x)?[0-9]+|row):(?P<scale>[^:]*)"
-    r"(:(?P<variants>.*))?"
+    r"(?P<family>mx|nv):(?P<element>[^:]*):(?P<block>b([0-9]+x)?[0-9]+|row|column|tensor)"
+    r":(?P<scale>[^:]*)(:(?P<variants>.*))?"
 )
+#: Size and height of blocks over a whole axis, by their names.
+_WHOLE = {"row": (WHOLE_AXIS, 1), "column": (1, WHOLE_AXIS), "tensor": (WHOLE_AXIS, WHOLE_AXIS)}
 _FLOAT_NAME = re.compile(r"e(?P<exponent>[1-9])m(?P<mantissa>[0-9])")
 _ELEMENT_BITS = 8
 _LONGEST_NAME = 200  #: maximum length of a name, in characters
@@ -132,18 +135,21 @@ def get_format(name: str) -> Format:
 def _in_order(variants: str, base: Format, kinds: set[str]) -> list[str]:
     """Return the variants in a name, in the order in which they apply.
 
-    The scale rule comes first; a top without a rule implies rceil. The outer scale follows,
-    because it decides whether there is a bound. The source of the amax comes late, because it
-    depends on the scales, and after it the margin, which depends on delayed scaling. The rounding
-    mode comes last, because it may depend on the scales.
+    The scale rule comes first; a top without a rule implies rceil. The top follows, because a
+    headroom is a fraction of it, and the outer scale, because it decides whether there is a bound.
+    The source of the amax comes late, because it depends on the scales, and after it the margin,
+    which depends on delayed scaling. The rounding mode comes last, because it may depend on the
+    scales.
     """
     names = variants.split(":")
+    if "scale" in kinds and isinstance(base.scaling, TensorScaling):
+        names = [name for name in names if name != "outer-none"]  # true without it, too
     rules = [name for name in names if name in RULES]
     given = bool(rules) or "rule" in kinds or base.scale_rule is None
     if not given and any(placeholder(name) == TOP for name in names):
         rules = ["rceil"]
     others = [name for name in names if name not in RULES]
-    order = {"outer scale": -1, "amax": 1, "margin": 2, "rounding": 3}
+    order = {"top": -1, "outer scale": -1, "amax": 1, "margin": 2, "rounding": 3}
     return [*rules, *sorted(others, key=lambda name: order.get(kind_of(name), 0))]
 
 
@@ -169,6 +175,8 @@ def _spelled_out(match: re.Match[str]) -> Format:
             f"unknown scale type {scale!r}; choose one of {', '.join((*FLOAT8, 'fp32'))}; powers "
             "of two are spelled out as in 'mx:e3m4:b16:rceil'"
         )
+    if block == "tensor" and scale == "fp32":
+        return _per_tensor(element)
     # The constructor of BlockScaling checks the rule.
     scaling = (
         BlockScaling(size, cast(ScaleRule, scale), height)
@@ -183,10 +191,20 @@ def _spelled_out(match: re.Match[str]) -> Format:
     return Format(f"{family}:{element.name}:{block}:{scale}", element, scaling)
 
 
+def _per_tensor(element: ElementFormat) -> Format:
+    """Return the format with one float32 scale for all values, such as fp8_e4m3.
+
+    Unlike a block, a tensor with a NaN or an Inf keeps its other values.
+    """
+    scaling = TensorScaling(element.max)
+    named = (fmt for fmt in FORMATS.values() if (fmt.element, fmt.scaling) == (element, scaling))
+    return next(named, Format(f"nv:{element.name}:tensor:fp32", element, scaling))
+
+
 def _block(text: str) -> tuple[int, int, str]:
     """Return the size, the height and the canonical name of the block that `text` spells."""
-    if text == "row":
-        return WHOLE_AXIS, 1, text
+    if text in _WHOLE:
+        return *_WHOLE[text], text
     height, _, size = text[1:].rpartition("x")
     rows, values = int(height or 1), int(size)
     check_block(rows, values)

@@ -106,7 +106,7 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
     """Return whether samples need separate calls, because of their seeds or their tensor scales."""
-    return seeds is not None or fmt.has_tensor_scale
+    return seeds is not None or fmt.has_tensor_scale or fmt.one_block
 
 
 def samples(
@@ -277,17 +277,18 @@ def dequantize(
     `shape` is the shape of one sample.
     """
     known, front = from_text(fmt), tuple(codes.shape[:batch])
-    if not batch or not known.has_tensor_scale:
+    if not batch or not _alone(known, None):
         layout = BlockLayout.of((*front, *shape), known, axis)
         return unpacked((codes, blocks, whole), known, layout, dtype)
     layout = BlockLayout.of(tuple(shape), known, axis)
-    scales = whole.flatten().unbind(0)
+    all_codes = codes.flatten(0, batch - 1).unbind(0)
+    of_tensor = whole.flatten().unbind(0) if known.has_outer_scale else [whole] * len(all_codes)
     of_blocks = (
         blocks.flatten(0, batch - 1).unbind(0)
         if known.block_size is not None
-        else [blocks] * len(scales)
+        else [blocks] * len(all_codes)
     )
-    samples = zip(codes.flatten(0, batch - 1).unbind(0), of_blocks, scales, strict=True)
+    samples = zip(all_codes, of_blocks, of_tensor, strict=True)
     results = [unpacked(parts, known, layout, dtype) for parts in samples]
     return torch.stack(results).view(*front, *shape)
 

@@ -97,6 +97,7 @@ def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, .
         scales = (*rows[:-1], -(-rows[-1] // size))
         if fmt.height > 1:
             scales = (*rows[:-2], -(-rows[-2] // fmt.height), scales[-1])
+        scales = (1,) if fmt.one_block else scales
         parts = fmt.scale_bytes // of_blocks.itemsize
         scales += (parts,) if parts > 1 else ()
         if fmt.outer_size is not None:

@@ -51,6 +51,10 @@ class ScaleDescription:
 def block_shape(fmt: Format) -> str:
     """Describe in words the shape of a format's blocks."""
     size = fmt.block_size
+    if fmt.one_block:
+        return "all values of the tensor"
+    if fmt.columns:
+        return "all values of a column of the last two axes"
     if fmt.height > 1:
         return f"{fmt.height} x {size} values of the last two axes"
     return "all values of a row" if size == WHOLE_AXIS else f"{size} values"
@@ -58,6 +62,8 @@ def block_shape(fmt: Format) -> str:
 
 def brief_shape(fmt: Format) -> str:
     """Return the shape of a format's blocks in the short form used in tables."""
+    if fmt.one_block or fmt.columns:
+        return "tensor of" if fmt.one_block else "column of"
     if fmt.block_size == WHOLE_AXIS:
         return "row of"
     return f"{fmt.height} x {fmt.block_size}" if fmt.height > 1 else f"{fmt.block_size}"

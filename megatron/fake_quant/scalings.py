@@ -129,6 +129,12 @@ def describe(fmt: Format) -> ScaleDescription | None:
     if fmt.scaling is None:
         return None
     description = module_of(fmt.scaling).describe(fmt, fmt.scaling, fmt.element)
+    if fmt.columns:
+        text = (
+            "the scale differs along the reduction axis, so hardware cannot apply it after the sum "
+            "of a dot product; the simulation multiplies dequantized values"
+        )
+        description = replace(description, found=(*description.found, ("in a matmul", text)))
     if fmt.amax_source != GLOBAL:
         return description
     brief = description.brief.replace("float32 per tensor", "float32 per tensor over all ranks")

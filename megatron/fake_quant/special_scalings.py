@@ -12,6 +12,8 @@ from typing import ClassVar, Literal, get_args
 
 from megatron.fake_quant.block_scaling import (
     GLOBAL,
+    HEADROOM,
+    TOP,
     AmaxSource,
     Outer,
     ScaleRule,
@@ -177,4 +179,4 @@ class TensorScaling(_Scaling):
     def variants(self) -> tuple[str, ...]:
         """Variants that the name of a format with this scaling accepts, each after a colon."""
         margin = (MARGIN,) if self.amax == "delayed" else ()
-        return ("pow2", *DELAYED, *margin, GLOBAL)
+        return (TOP, HEADROOM, "pow2", *DELAYED, *margin, GLOBAL)

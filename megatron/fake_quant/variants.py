@@ -21,6 +21,8 @@ from megatron.fake_quant.block_scaling import (
     Outer,
     ScaleRule,
     Search,
+    check_headroom,
+    share,
 )
 from megatron.fake_quant.elements import ELEMENTS, ElementFormat, HiFloat8
 from megatron.fake_quant.float8_scales import bound
@@ -158,9 +160,18 @@ def _delayed(scaling: TensorScaling, variant: str) -> TensorScaling:
     return replace(scaling, amax="delayed", history=history)
 
 
+def _with_headroom(scaling: TensorScaling, variant: str) -> TensorScaling:
+    """Return a scaling to the fraction of its target that `variant` gives."""
+    fraction = _fraction(variant[4:])
+    check_headroom(fraction)
+    return replace(scaling, target=scaling.target * share(fraction))
+
+
 #: Function that applies a variant to the scaling of a tensor, by the property that it changes.
 _TENSOR_CHANGES: Mapping[str, Callable[[TensorScaling, str], TensorScaling]] = MappingProxyType(
     {
+        "top": lambda scaling, variant: replace(scaling, target=float(variant[3:])),
+        "headroom": _with_headroom,
         "pow2": lambda scaling, variant: replace(scaling, power_of_two=True),
         "amax": _delayed,
         "margin": lambda scaling, variant: replace(
@@ -208,6 +219,8 @@ def _accepts(fmt: Format, variant: str) -> bool:
     of_scaling = () if fmt.scaling is None else fmt.scaling.variants
     if variant in _SEARCHES and fmt.element != ELEMENTS["e2m1"]:
         return False
+    if TARGET in fmt.element.variants and variant in (TOP, HEADROOM):
+        return False  # a target says the same
     return variant in fmt.element.variants or variant in of_scaling
 
 
@@ -238,7 +251,9 @@ def _tensor_changes(old: TensorScaling | None, new: TensorScaling) -> list[str]:
         named = {HISTORY: "delayed", 1: "recent"}
         changes.append(named.get(new.history, f"delayed{new.history}"))
     if old is not None and new.target != old.target:
-        changes.append(f"margin{math.frexp(old.target / new.target)[1] - 1}")
+        significand, exponent = math.frexp(old.target / new.target)
+        margin = new.amax == "delayed" and significand == 0.5 and exponent > 1
+        changes.append(f"margin{exponent - 1}" if margin else f"top{plain(new.target)}")
     return changes
 
 

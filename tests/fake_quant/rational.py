@@ -215,6 +215,13 @@ def fp8_float32(block: Block, of_tensor: F) -> list[F]:
     return [float32(nearest(float32(x * encode), E4M3) * decode) for x in block]
 
 
+def fp8_tensor(block: Block, of_tensor: F) -> list[F]:
+    """Return FP8 with a float32 scale for the tensor, whose largest finite magnitude is given."""
+    encode = quotient(448, of_tensor)
+    decode = float32(1 / encode)
+    return [float32(nearest(float32(x * encode), E4M3) * decode) for x in block]
+
+
 def mx6(block: Block, of_tensor: F) -> list[F]:
     def field(x: F) -> int:
         return floor_log2(x) if x >= power(-126) else -127

@@ -295,7 +295,7 @@ def test_traced_shapes_and_strides_are_the_real_ones(name, dtype):
             assert found.dtype == dtype
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "nv:e2m1:column:e4m3", "mx:e4m3:tensor:even"])
 def test_traced_codes_and_scales_have_the_real_shapes(name):
     for x in (tensor(6, 70), tensor(260, 300).t().half()):
         real = quantize(x, name, axis=0, seed=seed_of(name))

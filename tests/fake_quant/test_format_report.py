@@ -322,6 +322,9 @@ def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, s
         ("mx:e2m1:row:rceil", "4; and 8 for each row"),
         ("nv:e2m1:row:e4m3", "4; and 8 for each row; and 32 for the tensor"),
         ("nv:e2m1:row:e4m3:outer-row", "4; and 40 for each row"),
+        ("nv:e4m3:column:fp32", "8; and 32 for each column"),
+        ("nv:e2m1:column:e4m3", "4; and 8 for each column; and 32 for the tensor"),
+        ("mx:e4m3:tensor:rceil", "8; and 8 for the tensor"),
         (
             "nvfp4:outer-row",
             "4.5: 4 of the element, 8 of scales for 16 values; and 32 for each row",
@@ -330,6 +333,34 @@ def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, s
 )
 def test_the_bits_of_a_row_s_scales_are_counted(name, stored):
     assert said(name)["", "bits per value"] == stored
+
+
+def test_scales_that_no_matmul_can_apply_to_a_sum_are_named():
+    text = "differs along the reduction axis, so hardware cannot apply it after the sum"
+    assert text in said("nv:e4m3:column:fp32")["scale", "in a matmul"]
+    assert not any(label == "in a matmul" for _, label in said("fp8_rowwise"))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("nvfp4:2d", "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it"),
+        ("nvfp4:outer-row", "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine"),
+        ("nvfp4:outer-1x64", "E4M3 scales as of NVFP4, arXiv 2509.25149 appendix B, in the order"),
+        ("nv:e2m1:b3x5:e4m3", "E4M3 scales as of NVFP4, arXiv 2509.25149 appendix B, in the order"),
+        ("nv:e2m1:row:e4m3:4over6-mae", "E4M3 scales as of NVFP4 with 4/6, arXiv 2512.02010, in"),
+        ("nvfp4:4over6-mae", "NVFP4 with 4/6, arXiv 2512.02010, as Transformer Engine computes it"),
+        ("fp8_block:2d", "FP8 blocks, arXiv 2412.19437 section 3.3, as Transformer Engine"),
+        ("nv:e4m3:b3x5:fp32", "float32 scales, in the order of Transformer Engine's FP8 blocks"),
+        ("nv:e4m3:column:fp32", "float32 scales, in the order of Transformer Engine's FP8 blocks"),
+        ("fp8_rowwise", "FP8 with float32 scales per row, as torchao computes it"),
+        ("nv:e2m3:row:fp32", "float32 scales, in the order of Transformer Engine's FP8 blocks"),
+        ("amdfp4", "AMD-FP4, unsigned E5M3 scales, in the order of AMD's ALTO"),
+        ("nv:e2m1:b3x5:ue5m3", "unsigned E5M3 scales as of AMD-FP4, in the order of AMD's ALTO"),
+    ],
+)
+def test_only_the_formats_that_a_package_has_are_called_its_own(name, source):
+    assert said(name)["", "source"].startswith(source)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from .inputs import by_definition
 from .kernel_inputs import NAMES, SEED, bits
 from .tracing import GEMMS, KINDS, dtypes, kinds, quantizer, seed_of, special, tensor
 
-names = pytest.mark.parametrize("name", NAMES)
+#: Formats whose blocks extend over a whole axis.
+WHOLE = ["nv:e2m1:column:e4m3", "mx:e4m3:tensor:even", "mx:e2m1:tensor:rceil:sr"]
+names = pytest.mark.parametrize("name", [*NAMES, *WHOLE])
 
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:

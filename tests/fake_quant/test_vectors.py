@@ -29,7 +29,7 @@ class Definition(NamedTuple):
     #: function of a block and of the maximum of the values that share its outer scale
     convert: Callable[[rational.Block, Fraction], list[Fraction]]
     size: int  #: values of a block along the axis; 0 for a row
-    height: int = 1  #: rows of a block
+    height: int = 1  #: rows of a block; 0 for all rows
     group: int | None = None  #: values that share an outer scale; 0 for a row; None for the tensor
 
 
@@ -51,6 +51,14 @@ DEFINITIONS = {
     "nv:e2m1:b16:e6m2": Definition(rational.divided(rational.E6M2, outer=True), 16),
     "fp8_block": Definition(rational.fp8_float32, 128),
     "fp8_rowwise": Definition(rational.fp8_float32, 0),
+    "nv:e4m3:column:fp32": Definition(rational.fp8_float32, 1, height=0),
+    "mx:e2m1:column:floor": Definition(rational.mx(rational.E2M1), 1, height=0),
+    "nv:e2m1:column:e4m3": Definition(rational.nvfp4, 1, height=0),
+    "mx:e4m3:tensor:floor": Definition(rational.mx(rational.E4M3), 0, height=0),
+    "nv:e2m1:tensor:ue5m3:outer-none": Definition(
+        rational.divided(rational.UE5M3, outer=False), 0, height=0
+    ),
+    "fp8_e4m3": Definition(rational.fp8_tensor, 32),
     "hifp8": Definition(rational.hifp8, 32),
     "hifp4": Definition(rational.hifp4, 64),
     "mx6": Definition(rational.mx6, 16),
@@ -95,7 +103,7 @@ def largest(x):
 def expected(x, definition, *, of_tensor, round_result):
     """Return the values of a matrix by a definition; blocks run along the last axis."""
     convert, size, height, group = definition
-    size, values = size or x.shape[1], np.empty_like(x)
+    size, height, values = size or x.shape[1], height or len(x), np.empty_like(x)
     for top, start in itertools.product(range(0, len(x), height), range(0, x.shape[1], size)):
         of_group = of_tensor
         if group is not None:
@@ -113,8 +121,8 @@ def expected(x, definition, *, of_tensor, round_result):
 
 def _values_of(block, convert, of_group):
     """Return the values of a block as fractions; None stands for NaN."""
-    if convert is rational.hifp8:
-        return [_hifp8(x) for x in block]
+    if convert in (rational.hifp8, rational.fp8_tensor):
+        return [_one_value(convert, x, of_group) for x in block]
     if not all(map(math.isfinite, block)):
         return [None] * len(block)
     if not any(block):
@@ -122,12 +130,12 @@ def _values_of(block, convert, of_group):
     return convert([Fraction(x) for x in block], of_group)
 
 
-def _hifp8(x):
-    """Return the HiFloat8 number of `x`: a NaN stays a NaN, and Inf saturates."""
+def _one_value(convert, x, of_tensor):
+    """Return the number for `x` of a format without blocks: a NaN stays, and Inf saturates."""
     if math.isnan(x):
         return None
     exact = Fraction(x) if math.isfinite(x) else rational.INFINITE * (1 if x > 0 else -1)
-    return rational.hifp8([exact], exact)[0]
+    return convert([exact], of_tensor)[0]
 
 
 def _number(value, round_result):
@@ -151,7 +159,8 @@ def test_values_equal_exact_rational_arithmetic(kit, name):
         if definition.height > 1:
             rows = max(definition.height, MOST_SQUARE_VALUES // x.shape[1])
             x, values = x[:rows], values[:rows]
-        elif vector == "scale_ends":  # Every third row is enough for the slowest vector.
+        elif vector == "scale_ends" and definition.height == 1:
+            # Every third row is enough for the slowest vector.
             x, values = x[::3], values[::3]
         round_result = STORED[fields["dtype"]]
         wanted = expected(x, definition, of_tensor=of_tensor, round_result=round_result)
@@ -167,7 +176,9 @@ def test_every_named_format_has_a_vector_for_each_rule(kit):
         assert {*MANY, "odd_length", "first_axis", "bfloat16"} - {"edges"} <= names
         assert "edges" in names or (several and sum(n.startswith("edges_") for n in names) == 2)
         assert all(fields["rule"] for fields in entry["vectors"].values())
-        if get_format(name).block_size is not None:
+        if get_format(name).one_block:
+            assert {"scale_edges_0", "scale_ends_0"} <= names
+        elif get_format(name).block_size is not None:
             assert {"scale_edges", "scale_ends"} <= names
         assert "error_ties" in names or not (several or "4over6" in name)
 

@@ -176,7 +176,8 @@ def queries_at_once(head: Tensor, multiple: int = 1) -> int:
 
 def head_errors(probs: Tensor, fmt: str) -> list[float]:
     """Return the SQNR in dB of each head's probabilities; blocks run along keys, as in P @ V."""
-    largest = largest_finite(probs) if get_format(fmt).has_tensor_scale else None
+    known = get_format(fmt)
+    largest = largest_finite(probs) if known.has_tensor_scale or known.one_block else None
     ratios = []
     for head in range(probs.shape[1]):
         signal = noise = 0.0
@@ -194,23 +195,20 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
 
     Args:
         head: probabilities of one head, shape [queries, keys], processed in chunks of queries.
-        largest: largest magnitude in the tensor, which determines its tensor scale; None if the
-            format has no tensor scale.
+        largest: largest magnitude in the tensor, which determines the scale of the whole tensor;
+            None if the format has no such scale.
     """
     known = get_format(fmt).with_own_amax()
-    size = known.block_size or 1
+    rows = min(max(known.block_size or 1, known.height), len(head))
+    amax = torch.tensor(largest, dtype=torch.float32) if known.has_tensor_scale else None
     signal = noise = 0.0
-    for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
-        if largest is not None:
-            # Prepended rows that contain `largest` give each chunk the scale of the whole tensor.
-            # Their number equals the block size, so that square blocks stay aligned.
-            ahead = part.new_zeros(size, part.shape[1])
-            ahead[0, 0] = largest
-            part = torch.cat([ahead, part])
+    for number, part in enumerate(torch.split(head, queries_at_once(head, rows))):
         # The seed makes stochastic rounding reproducible.
-        quantized = fake_quantize(part.contiguous(), known, axis=-1, seed=number)
-        if largest is not None:
-            part, quantized = part[size:], quantized[size:]
+        if known.one_block:  # A row in front that contains `largest` sets the scale of the chunk.
+            ahead = torch.full_like(part[:1], largest)
+            quantized = fake_quantize(torch.cat([ahead, part]), known, seed=number, amax=amax)[1:]
+        else:
+            quantized = fake_quantize(part.contiguous(), known, seed=number, amax=amax)
         x = part.double().flatten()
         error = quantized.double().flatten().sub_(x)
         finite = error.isfinite()

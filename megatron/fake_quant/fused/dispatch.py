@@ -59,8 +59,8 @@ def find(x: Tensor, fmt: Format) -> Kernel | None:
         return None
     if device == "cuda":
         size = fmt.block_size or 1
-        fits = size * fmt.height <= LARGEST_BLOCK or size == WHOLE_AXIS
-        return _gpu() if fits else None
+        rows = fmt.columns or (size == WHOLE_AXIS and not fmt.one_block)
+        return _gpu() if rows or size * fmt.height <= LARGEST_BLOCK else None
     return _cpu() if device == "cpu" and _pays(x.numel()) else None
 
 

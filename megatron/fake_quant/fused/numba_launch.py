@@ -314,7 +314,9 @@ def fake_quantize(
     check_rounding(fmt.rounding, kernel_roundings(fmt, "cpu"), f"the CPU kernel of {fmt.name}")
     check_amax(fmt, amax)
     out = torch.empty_like(x)
-    source = _SOURCES[x.dtype]
+    source, axis, one_row = _SOURCES[x.dtype], layout.axis, fmt.one_block
+    if fmt.columns or one_row:
+        fmt, axis = fmt.across(), layout.across
     if x.dtype == torch.float16:
         x = x.float()
     dense, order = without_gaps(x, in_order=seed is not None or fmt.height > 1)
@@ -323,9 +325,9 @@ def fake_quantize(
     if fmt.block_scale is None:
         _elements(src, dst, fmt, source, seed, amax)
     else:
-        shape = [dense.shape[dim] for dim in order]
+        shape = [len(src)] if one_row else [dense.shape[dim] for dim in order]
         assert fmt.scaling is not None
         kernel = _tiles if fmt.corrects_scales else _BLOCK_KERNELS[fmt.scaling.method]
-        kernel(src, dst, fmt, shape, order.index(layout.axis), seed, amax)
+        kernel(src, dst, fmt, shape, 0 if one_row else order.index(axis), seed, amax)
     same = result.dtype == out.dtype and result.stride() == out.stride()
     return result if same else out.copy_(result)

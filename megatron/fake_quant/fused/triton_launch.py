@@ -42,10 +42,13 @@ def fake_quantize(
     The format must be one for which `dispatch.find` returns this function.
     """
     check_amax(fmt, amax)
+    axis = layout.axis
+    if fmt.columns:
+        fmt, axis = fmt.across(), layout.across
     src, order = without_gaps(x, in_order=seed is not None or fmt.height > 1)
     result = torch.empty_like(src)
     shape = tuple(src.shape[dim] for dim in order)
-    chosen = plan(fmt, shape, order.index(layout.axis) if order else 0, x.dtype)
+    chosen = plan(fmt, shape, order.index(axis) if order else 0, x.dtype)
     with torch.cuda.device(x.get_device()):
         amax_bits = None
         if amax is not None:

@@ -23,8 +23,6 @@ from megatron.fake_quant.formats import Format, Scaling
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.quantize import fake_quantize
 
-_LONGEST = 1 << 14  #: maximum size of a block that is measured as a whole
-
 
 def exponent(value: float) -> int:
     """Return the exponent E of a finite nonzero number, whose magnitude is in [2^E, 2^(E+1))."""
@@ -171,10 +169,10 @@ def whole_range(fmt: Format) -> tuple[float, float]:
 def scale_bits(fmt: Format) -> tuple[int, int]:
     """Count the scale bits and the values of a block, or of the blocks that share an outer scale.
 
-    Scales of a whole row or tensor are not included.
+    Scales of a whole row, column or tensor are not included.
     """
     size = fmt.block_size
-    if size is None or size == WHOLE_AXIS:
+    if size is None or WHOLE_AXIS in (size, fmt.height):
         return 0, 1
     if fmt.outer_size is not None and fmt.outer_size < WHOLE_AXIS:
         size = fmt.outer_size
@@ -194,13 +192,13 @@ def bits_a_value(fmt: Format) -> float:
 
 def effect(fmt: Format, special: float) -> str:
     """Describe what quantization does to `special`, a NaN or an Inf, and to its block."""
-    size = min(fmt.block_size or 1, _LONGEST)
-    x = torch.ones(2 * fmt.height, 2 * size)
+    block = [2 if side == WHOLE_AXIS else side for side in (fmt.height, fmt.block_size or 1)]
+    whole = [side == WHOLE_AXIS for side in (fmt.height, fmt.block_size)]
+    x = torch.ones([side if all_ else 2 * side for side, all_ in zip(block, whole, strict=True)])
     x[0, 0] = special
     y = fake_quantize(x, _nearest(fmt))
     if y.isnan().sum() > 1:
-        width = 2 * size if fmt.block_size == WHOLE_AXIS else size
-        assert int(y.isnan().sum()) == fmt.height * width
+        assert int(y.isnan().sum()) == math.prod(block)
         return "makes its block NaN"
     if y[0, 0].isfinite():
         return "becomes the largest number"

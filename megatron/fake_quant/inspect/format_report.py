@@ -65,10 +65,14 @@ def _summary(fmt: Format) -> list[Line]:
     stored = f"{format_properties.bits_a_value(fmt):.9g}"
     if bits:
         stored += f": {fmt.element.bits} of the element, {bits} of scales for {values} values"
-    row = 8 * fmt.scale_bytes if fmt.block_size == WHOLE_AXIS else 0
-    row += FLOAT32_BITS if fmt.outer_size == WHOLE_AXIS else 0
+    whole = 8 * fmt.scale_bytes if WHOLE_AXIS in (fmt.block_size, fmt.height) else 0
+    row = FLOAT32_BITS if fmt.outer_size == WHOLE_AXIS else 0
+    row += 0 if fmt.columns or fmt.one_block else whole
+    tensor = FLOAT32_BITS if fmt.has_tensor_scale else 0
+    tensor += whole if fmt.one_block else 0
     stored += f"; and {row} for each row" if row else ""
-    stored += f"; and {FLOAT32_BITS} for the tensor" if fmt.has_tensor_scale else ""
+    stored += f"; and {whole} for each column" if fmt.columns else ""
+    stored += f"; and {tensor} for the tensor" if tensor else ""
     ties = format_properties.ties(fmt.element)
     variants = further_variants(fmt)
     more = "  ".join(f":{variant}" for variant in variants) or "nothing"

@@ -49,6 +49,13 @@ def width_of(fmt: Format) -> int:
     return _WIDTH if size is None or size == WHOLE_AXIS else size
 
 
+def height_of(fmt: Format) -> int:
+    """Return the number of rows of a block; all rows of a tensor that is one block count as one."""
+    if fmt.one_block:
+        return 1
+    return _WIDTH if fmt.columns else fmt.height
+
+
 def anchor_of(fmt: Format) -> float:
     """Return the maximum of a block that has the scale 1, or with some rules, a small scale."""
     scaling, element = fmt.scaling, fmt.element
@@ -64,7 +71,7 @@ def anchor_of(fmt: Format) -> float:
 def frame_of(fmt: Format, element: Element) -> Frame:
     """Return a block with a known scale in which the values have the element type `element`."""
     scaling, anchor = fmt.scaling, anchor_of(fmt)
-    base = torch.zeros(width_of(fmt) * fmt.height)
+    base = torch.zeros(width_of(fmt) * height_of(fmt))
     if fmt.block_size is None:
         return Frame(base, tuple(range(len(base))))
     base[0] = anchor
@@ -87,9 +94,10 @@ def frame_of(fmt: Format, element: Element) -> Frame:
 
 
 def matrix(blocks: Tensor, fmt: Format) -> Tensor:
-    """Return a matrix of blocks, one per row of blocks.
+    """Return a matrix of blocks, one per row of blocks, or one per column if blocks are columns.
 
-    If the format has outer scales, each row begins with a block whose maximum sets them to 1.
+    If the format has outer scales, each row begins with a block whose maximum sets them to 1. A
+    format that has one block for all values gets no such block.
     """
     most = max(4, MOST_VALUES // blocks.shape[-1])
     if len(blocks) > most:
@@ -97,6 +105,10 @@ def matrix(blocks: Tensor, fmt: Format) -> Tensor:
     leading = torch.zeros(blocks.shape[-1])
     leading[0] = scalings.target(fmt) or 0
     tiles = [blocks]
+    if fmt.columns:
+        return torch.cat([leading.unsqueeze(0), blocks]).t().contiguous()
+    if fmt.one_block:
+        return blocks
     if fmt.has_outer_scale and fmt.block_size is not None:
         tiles.insert(0, leading.expand_as(blocks))
     elif fmt.has_outer_scale:
@@ -115,7 +127,7 @@ def unit_of(fmt: Format, frame: Frame) -> float:
         return 1.0
     module = scalings.module_of(scaling)
     lead = torch.zeros_like(frame.base)
-    lead[0] = scalings.target(fmt) or 0
+    lead[0] = 0 if fmt.one_block else scalings.target(fmt) or 0
     blocks = torch.stack([lead, frame.base])
     scales = module.scale_down(blocks, fmt.element, scaling)[1]
     return float(module.scale_up(torch.ones_like(blocks), scales, scaling)[-1, 0])

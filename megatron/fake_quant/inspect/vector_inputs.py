@@ -23,6 +23,7 @@ from megatron.fake_quant.inspect.vector_frames import (
     alternative_unit,
     anchor_of,
     frame_of,
+    height_of,
     matrix,
     unit_of,
     width_of,
@@ -129,7 +130,7 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
 
 def _of_maxima(maxima: Sequence[float] | Tensor, fmt: Format) -> Tensor:
     """Return one block per maximum, whose values are fixed fractions of it."""
-    size = width_of(fmt) * fmt.height
+    size = width_of(fmt) * height_of(fmt)
     fractions = torch.tensor(_FRACTIONS).repeat(-(-size // len(_FRACTIONS)))[:size]
     return torch.as_tensor(maxima, dtype=torch.float32).unsqueeze(-1) * fractions
 
@@ -185,6 +186,8 @@ def _scale_inputs(fmt: Format) -> list[VectorInput]:
         return []
     exponents = [*range(-149, -115), *range(-115, 115, 10), *range(115, 128)]
     ends = [math.ldexp(m, e) for e in exponents for m in (1, 1.75)]
+    if fmt.one_block:
+        return _whole_scales(fmt, ends)
     steps = [math.ldexp(scalings.target(fmt) or 1, -e) * m for e in range(32) for m in (1, 0.8125)]
     vectors = [
         VectorInput(
@@ -209,6 +212,21 @@ def _scale_inputs(fmt: Format) -> list[VectorInput]:
     if isinstance(fmt.scaling, GroupScaling | PairScaling):
         vectors.append(_finer_scales(fmt))
     return vectors
+
+
+def _whole_scales(fmt: Format, ends: Sequence[float]) -> list[VectorInput]:
+    """Return inputs, one per maximum, that pin the scale of a tensor that is one block."""
+    changes = _around(_scale_changes(fmt)).tolist()
+    near = "just below, at or just above a number at which the scale changes"
+    maxima = {
+        "scale_edges": (changes, f"the largest magnitude of the tensor is {near}"),
+        "scale_ends": (ends[::9], "maxima from the smallest to the largest float32"),
+    }
+    return [
+        VectorInput(f"{name}_{i}", rule, matrix(_of_maxima([amax], fmt), fmt))
+        for name, (numbers, rule) in maxima.items()
+        for i, amax in enumerate(numbers)
+    ]
 
 
 def _scale_changes(fmt: Format) -> Tensor:
@@ -292,7 +310,7 @@ def _tie_inputs(fmt: Format) -> list[VectorInput]:
     ]
     blocks = []
     for content in contents:
-        block = torch.zeros(width_of(fmt) * fmt.height)
+        block = torch.zeros(width_of(fmt) * height_of(fmt))
         block[: len(content)] = torch.tensor(content)
         below = block.nextafter(torch.zeros_like(block))
         above = block.nextafter(block * 2)
@@ -315,8 +333,8 @@ def _noise(rows: int, columns: int, *, seed: int, span: int = 24) -> Tensor:
 def _shape_inputs(fmt: Format) -> list[VectorInput]:
     """Return inputs of random numbers in several shapes, axes and dtypes."""
     width = width_of(fmt)
-    small = width * fmt.height <= MOST_VALUES // 16
-    rows = fmt.height * (8 if small else 1)
+    small = width * height_of(fmt) <= MOST_VALUES // 16
+    rows = height_of(fmt) * (8 if small else 1)
     odd = (2 if small else 1) * width + 5
     noise = _noise(rows, 2 * width, seed=1)
     return [

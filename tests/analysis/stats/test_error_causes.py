@@ -36,6 +36,8 @@ DIRECT = (
     "nv:e4m3:b128:fp32",
     "nv:e4m3:b128x128:fp32",
     "nv:e4m3:row:fp32",
+    "nv:e4m3:column:fp32",
+    "mx:e4m3:tensor:floor",
     "nv:e2m1:b16:e4m3:outer-row",
     "nv:e2m1:b16:e4m3:outer-1x64",
     "nv:e2m1:b16:e4m3:head16/17:sr",
