@@ -205,6 +205,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     for number, part in enumerate(torch.split(head, queries_at_once(head, rows))):
         # The seed makes stochastic rounding reproducible.
         if known.one_block:  # A row in front that contains `largest` sets the scale of the chunk.
+            assert largest is not None
             ahead = torch.full_like(part[:1], largest)
             quantized = fake_quantize(torch.cat([ahead, part]), known, seed=number, amax=amax)[1:]
         else:
