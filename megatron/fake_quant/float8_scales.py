@@ -25,6 +25,9 @@ code * s * a / (top * bound). This is Transformer Engine's order, and codes are 
 in it, whatever the format's rounding mode. fouroversix adds in the order of torch's `sum`, so it
 can choose the other candidate if errors differ by less than float32 resolves.
 
+If a is above 2^128 / (top * bound), the product code * s * a can exceed float32. If both errors are
+then Inf, the first candidate is chosen.
+
 With UE5M3 scales (AMD-FP4), the order is that of AMD's ALTO, which divides:
 
     outer  = a / (top * bound), at least 1e-30

@@ -42,10 +42,16 @@ def fake_quantize(
 
     The arithmetic is float32 for every dtype of `x`, and the result is rounded to the dtype of `x`,
     to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last step is exact,
-    because the result for a float16 or bfloat16 value is a value of that dtype. There are two
-    exceptions. A headroom or the mantissa of a macro block is not a power of two, so the result may
-    have more bits. At the top of the dtype's range, with a scale rule other than floor, a value
-    within half an ulp of the top may be rounded up beyond it and become Inf, as in a cast.
+    because the result for a float16 or bfloat16 value is a value of that dtype. The exceptions are
+    a headroom and the mantissa of a macro block: they are not powers of two, so the result may have
+    more bits.
+
+    Codes and scales are finite for every finite value, but their product may be beyond the dtype's
+    range. The result is then Inf, as in a cast. This can happen to values within half a step of the
+    top of the range if the largest magnitude of a block may be rounded up: with every scale rule
+    but floor, with a top, a headroom or `pow2`, in macro blocks, and with hybrid or random rounding
+    (`hifp8:hr:t224`, `nvfp4:eden`). A format that maps this magnitude to its largest number
+    saturates instead.
 
     A NaN stays a NaN. In a block format, a NaN or an Inf makes its whole block NaN. In a cast, Inf
     stays Inf; in HiFloat8 and per-tensor FP8, it is treated like any other overflow, which

@@ -281,3 +281,46 @@ def test_a_seed_out_of_range_is_refused_on_every_path(seed, device):
     x = torch.ones(4, 32, device=device)
     with pytest.raises(ValueError, match=r"the seed .*; give an integer from 0 to 2\^62 - 1"):
         fake_quantize(x, "mxfp8:sr", seed=seed)
+
+
+#: Formats that are equal for x and for x times a power of two, except at the ends of float32. Macro
+#: blocks and 4/6, which are not, are compared with rational arithmetic in test_vectors.py.
+#: True for those with results beyond float32.
+NEAR_THE_TOP = {
+    "mxfp8": False,
+    "mxfp8:rceil": True,
+    "mxfp8:ceil": True,
+    "mxfp8:even": True,
+    "mxfp4:top7.25": True,
+    "mxfp4:head3/4": True,
+    "mxfp6_e2m3:ceil": True,
+    "mx6": False,
+    "nvfp4": False,
+    "nvfp4:head16/17": True,
+    "nvfp4:eden": True,
+    "fp8_e4m3": False,
+    "fp8_e4m3:pow2": True,
+    "fp8_e4m3:head3/4": False,
+    "hifp8:t15": False,
+    "hifp8:t15:pow2": True,
+    "hifp8:hr:t224": True,
+    "fp8_block": False,
+    "fp8_block:ue8m0": True,
+    "fp8_rowwise:head3/4": False,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_THE_TOP)
+def test_a_result_is_inf_only_if_codes_times_scales_are_beyond_float32(name):
+    """The exact product is that of a tensor 2^-32 times as large, times 2^32 in float64."""
+    largest, beyond = float(np.finfo(np.float32).max), False
+    ratios = torch.randn(4, 128, generator=torch.Generator().manual_seed(31)).clamp(-2, 2) / 2
+    ratios[:, 0] = 1
+    for step in range(33):
+        x = (ratios.double() * (largest * (1 - step / 64))).float()
+        small = fake_quantize(x * 2.0**-32, name, seed=5).double()
+        exact = small * 2.0**32
+        assert_same(fake_quantize(x, name, seed=5), exact.float().numpy())
+        beyond |= bool((exact.abs() > largest).any())
+        assert small.isfinite().all()
+    assert beyond == NEAR_THE_TOP[name]
