@@ -12,6 +12,7 @@ from megatron.fake_quant.accumulate.element_types import (
 )
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+from megatron.fake_quant.fused import dispatch
 
 
 def accumulated_matmul(
@@ -69,6 +70,9 @@ def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor
     leading = a.elements.shape[:-2]
     flat_a, flat_b = a.flat(), b.flat()
     shape = (*leading, a.elements.shape[-2], b.elements.shape[-2])
+    kernel = dispatch.find_multiplication(flat_a.elements, flat_b.elements)
+    if kernel is not None:
+        return kernel(flat_a, flat_b, accumulator).reshape(shape)
     products = [
         reference.summed(flat_a.batch(index), flat_b.batch(index), accumulator)
         for index in range(flat_a.elements.shape[0])

@@ -1,5 +1,6 @@
 """Define an operand as a matrix unit reads it: elements, and the scales that the unit applies."""
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,10 +22,11 @@ class UnitOperand(NamedTuple):
 
     def flat(self) -> "UnitOperand":
         """Return this operand with its leading dimensions joined into one."""
+        batches = math.prod(self.elements.shape[:-2])
         scales = self.scales
         return self._replace(
-            elements=self.elements.reshape(-1, *self.elements.shape[-2:]),
-            scales=None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
+            elements=self.elements.reshape(batches, *self.elements.shape[-2:]),
+            scales=None if scales is None else scales.reshape(batches, *scales.shape[-2:]),
         )
 
     def batch(self, index: int) -> "UnitOperand":

@@ -21,12 +21,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.unit_operand import UnitOperand
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings import kernel_roundings
 
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
+Multiplication = Callable[[UnitOperand, UnitOperand, Accumulator], Tensor]
 
 
 class Kernel(Protocol):
@@ -49,6 +52,8 @@ SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU ke
 #: number of values in smaller tensors after which the CPU kernels are loaded all the same; loading
 #: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25
+#: number of products that the reference sums in the time in which it quantizes a value
+PRODUCTS_PER_VALUE = 16
 LARGEST_BLOCK = 1 << 14  #: maximum number of values per block that a GPU kernel supports
 
 
@@ -117,3 +122,23 @@ def _cpu_rotation() -> Rotation:
     from megatron.fake_quant.fused import numba_launch
 
     return numba_launch.rotate
+
+
+def find_multiplication(a: Tensor, b: Tensor) -> Multiplication | None:
+    """Return a kernel that multiplies `[batch, M, K]` and `[batch, N, K]` with an accumulator.
+
+    Return None if there is no such kernel.
+    """
+    if a.device.type != "cpu" or os.environ.get(VARIABLE) == "0":
+        return None
+    pays = _pays(a.numel() * b.shape[-2] // PRODUCTS_PER_VALUE)
+    return _cpu_multiplication() if pays else None
+
+
+@functools.cache
+def _cpu_multiplication() -> Multiplication | None:
+    try:
+        from megatron.fake_quant.fused import numba_accumulate_launch
+    except ImportError:
+        return None
+    return numba_accumulate_launch.multiply

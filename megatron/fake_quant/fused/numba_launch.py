@@ -33,6 +33,7 @@ from megatron.fake_quant.fused import (
 )
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_groups import GROUP
+from megatron.fake_quant.fused.tensor_memory import bits_in_memory
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
@@ -259,26 +260,8 @@ def _casts(src: Flat, dst: Flat, element: Cast) -> None:
     numba_threads.run(work, len(src), _LEAST)
 
 
-class _Memory:
-    """Wrapper through which numpy reads the memory of a tensor without `Tensor.numpy`.
-
-    `Tensor.numpy` would forbid to resize the tensor's storage from then on. Selective recomputation
-    frees the memory of an activation by resizing its storage to zero.
-    """
-
-    def __init__(self, flat: Tensor) -> None:
-        self.tensor = flat  # keeps the tensor's memory alive as long as the array exists
-        self.__array_interface__ = {
-            "data": (flat.data_ptr(), False),
-            "shape": (flat.numel(),),
-            "typestr": f"<i{flat.element_size()}",
-            "version": 3,
-        }
-
-
 def _memory(dense: Tensor, order: list[int]) -> Flat:
-    array: Flat = np.asarray(_Memory(dense.permute(order).view(-1)))
-    return array
+    return bits_in_memory(dense.permute(order).view(-1))
 
 
 def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:

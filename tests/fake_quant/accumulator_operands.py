@@ -1,0 +1,83 @@
+"""Operands for tests of accumulators: rows of every kind that a matrix unit treats differently."""
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.accumulate import Accumulator
+from megatron.fake_quant.accumulate.element_types import get_element_type, smallest_exponent
+from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+from megatron.fake_quant.elements import Cast
+from megatron.fake_quant.rounding import round_to
+
+#: Element types with an Inf, and those without a NaN.
+WITH_INFINITY = ("e5m2", "bfloat16", "float16", "float32")
+WITHOUT_NAN = ("e3m2", "e2m3", "e2m1")
+#: Values that are multiplied by each other: none of these types has larger numbers.
+_FAR = {"bfloat16": 30, "float16": 12, "float32": 30, "e5m2": 12, "e5m2fnuz": 12}
+
+
+def on_grid(x: Tensor, name: str) -> Tensor:
+    """Round finite values to the element type with the given name."""
+    element = get_element_type(name)
+    if isinstance(element, Cast):
+        return x.to(element.dtype).float()
+    return round_to(x, element)
+
+
+def element_names(accumulator: Accumulator) -> tuple[str, str]:
+    """Return two element types for an accumulator, different ones if it multiplies these."""
+    names = accumulator.elements or ("bfloat16",)
+    return names[0], names[1] if accumulator.mixes and len(names) > 1 else names[0]
+
+
+def rows_of_every_kind(name: str, depth: int, seed: int, *, special: bool = True) -> Tensor:
+    """Return rows: normal, scaled, canceling, subnormal, large, sparse, and NaN and Inf."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(3, depth, generator=generator)
+    far = _FAR.get(name, 6)
+    exponents = torch.randint(-far, far + 1, (3, depth), generator=generator)
+    scaled = torch.ldexp(torch.randn(3, depth, generator=generator), exponents)
+    canceling = torch.randn(1, depth, generator=generator).repeat(2, 1)
+    canceling[:, depth // 2 :] = -canceling[:, : depth - depth // 2].flip(-1)
+    tiny = torch.randn(1, depth, generator=generator) * 2.0 ** smallest_exponent(name)
+    large = torch.full((1, depth), get_element_type(name).max)
+    sparse = torch.where(torch.rand(2, depth, generator=generator) < 0.8, 0.0, normal[:2])
+    rows = [normal, scaled, normal.abs(), canceling, tiny, large, -large, sparse]
+    x = on_grid(torch.cat(rows), name)
+    if special and name not in WITHOUT_NAN:
+        x = torch.cat([x, x[:3]])
+        x[-1, depth // 3] = torch.nan
+        if name in WITH_INFINITY:
+            x[-2, depth // 2] = torch.inf
+            x[-3, depth - 1] = -torch.inf
+    return x
+
+
+def operands(
+    accumulator: Accumulator, depth: int, *, seed: int = 1, special: bool = True
+) -> tuple[UnitOperand, UnitOperand]:
+    """Return operands with rows of every kind, and with scales if the accumulator has them."""
+    sides = []
+    for index, name in enumerate(element_names(accumulator)):
+        x = rows_of_every_kind(name, depth, seed + index, special=special)
+        scales = None
+        if accumulator.scale_block is not None:
+            blocks = -(-depth // accumulator.scale_block)
+            scales = _scales(accumulator, (x.shape[0], blocks), seed + index)
+        sides.append(UnitOperand(x, smallest_exponent(name), scales))
+    return sides[0], sides[1]
+
+
+def _scales(accumulator: Accumulator, shape: tuple[int, int], seed: int) -> Tensor:
+    """Return scales of the accumulator's type, with extreme ones in the first rows."""
+    generator = torch.Generator().manual_seed(seed)
+    if accumulator.scale_type == "e4m3":
+        scales = on_grid(torch.randn(shape, generator=generator).abs() * 4, "e4m3")
+        scales[0], scales[1, 0] = 2.0**-9, 448.0
+    elif accumulator.scale_type == "e8m0":
+        exponents = torch.randint(-20, 21, shape, generator=generator)
+        scales = torch.ldexp(torch.ones(shape), exponents)
+        scales[0], scales[1, 0] = 2.0**-127, 2.0**127
+    else:
+        scales = torch.randn(shape, generator=generator).exp()
+    return scales
