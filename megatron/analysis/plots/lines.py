@@ -19,7 +19,7 @@ from megatron.analysis.plots.style import (
 
 EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the two ends of the y-axis
 NOISE = 0.1  #: half of the minimum span of a linear axis, as a fraction of the median value
-NARROW = 8.0  #: minimum ratio of the largest to the smallest value for a logarithmic axis
+NARROW = 8.0  #: default of the minimum ratio of values for a logarithmic axis
 
 
 def plot_lines(
@@ -30,6 +30,7 @@ def plot_lines(
     title: str = "",
     logarithmic: bool = False,
     least: float = 0.0,
+    narrow: float = NARROW,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the values of each group as one line.
@@ -39,9 +40,11 @@ def plot_lines(
     Args:
         data: table with columns `group`, `x` (integers) and `value`.
         logarithmic: if True, use a logarithmic y-axis. If the largest positive value is less than
-            `NARROW` times the smallest, the axis stays linear and extends at least a tenth of the
+            `narrow` times the smallest, the axis stays linear and extends at least a tenth of the
             median value above and below the middle.
         least: minimum span of a linear y-axis, so that noise does not fill it.
+        narrow: minimum ratio of the largest to the smallest value for a logarithmic axis; 1 for a
+            logarithmic axis in any case.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
@@ -49,7 +52,7 @@ def plot_lines(
     numbers = data["value"].astype(float)
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
     # A logarithmic axis that spans less than a decade might have no labeled tick.
-    log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
+    log = logarithmic and len(positive) > 0 and positive.max() >= narrow * positive.min()
     if logarithmic and not log and len(positive):
         least = max(least, 2 * NOISE * float(positive.median()))
     colors = colors_of(dict.fromkeys(map(str, data["group"])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,31 @@ def render(data: dict[str, Any]) -> str:
 
     parts = {
         "title": html.escape(str(data["title"])),
-        "style": _part("page.css"),
+        "style": page_style(),
         # "<" is escaped, so that no text in the data can end the script element that contains it.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
         "script": _part("page.js"),
     }
-    page = _part("page.html")
-    before, *rest = page.split("{{")
+    return fill(_part("page.html"), parts)
+
+
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """Return a template with each `{{name}}` replaced by the part of this name, only once.
+
+    Braces in the parts stay as they are.
+    """
+    before, *rest = template.split("{{")
     pieces = [before]
     for part in rest:
         name, _, text = part.partition("}}")
         pieces += [parts[name], text]
     return "".join(pieces)
+
+
+def page_style() -> str:
+    """Return the style sheet of all pages."""
+    return _part("page.css")
 
 
 def _part(name: str) -> str:

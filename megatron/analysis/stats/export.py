@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from megatron.analysis.json_values import plain
 from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.stats.result import ERROR_SHARES, Statistics, words_of_repeats
 from megatron.analysis.text_table import align, csv_cell, shown
@@ -158,33 +159,14 @@ def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_json(statistics: Statistics) -> str:
-    """Return a JSON object with three lists: tensors, formats and problems.
-
-    JSON supports neither NaN nor Inf: NaN becomes null, and Inf becomes the string "inf" or "-inf".
-    """
+    """Return a JSON object with three lists: tensors, formats and problems; see `plain`."""
     problems = [{"path": str(problem.path), "why": problem.why} for problem in statistics.problems]
     content = {
-        "tensors": [_plain(row) for row in statistics.tensors.to_dict("records")],
-        "formats": [_plain(row) for row in statistics.formats.to_dict("records")],
+        "tensors": [plain(row) for row in statistics.tensors.to_dict("records")],
+        "formats": [plain(row) for row in statistics.formats.to_dict("records")],
         "problems": problems,
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-
-def _plain(row: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name): _value(value) for name, value in row.items()}
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [int(each) for each in value]
-    if value is None or value is pd.NA:
-        return None
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def as_text(statistics: Statistics) -> str:

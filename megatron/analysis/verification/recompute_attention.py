@@ -102,7 +102,7 @@ def attention(
             if lost := [name for name in operands if any(name not in held for held in ranks)]:
                 raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
             formats.check(backward=backward)
-            recomputed = _recompute(ranks, formats, amaxes, backward=backward)
+            recomputed = recompute(ranks, formats, amaxes, backward=backward)
         except (NotCheckedError, RuntimeError, ValueError) as error:
             for rank, name in saved_results:
                 yield rank, name, as_outcome(error)
@@ -113,7 +113,7 @@ def attention(
             if saved.shape == again.shape and torch.equal(bits(saved), bits(again)):
                 yield rank, name, Recomputation(exact=True)
                 continue
-            moved = moved or _recompute(ranks, formats, amaxes, backward=backward, move=True)
+            moved = moved or recompute(ranks, formats, amaxes, backward=backward, move=True)
             yield rank, name, _judge(saved, again, moved[rank][name], slack)
 
 
@@ -152,7 +152,7 @@ def _largest(x: Tensor) -> Tensor:
     return x.abs().max()
 
 
-def _recompute(
+def recompute(
     ranks: Sequence[Mapping[str, Tensor]],
     formats: AttentionFormats,
     amaxes: Sequence[Mapping[str, float]],

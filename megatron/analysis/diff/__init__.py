@@ -1,0 +1,1 @@
+"""Compare the tensors of two runs: pair their records, measure differences, and report them."""

@@ -1,0 +1,121 @@
+"""Draw how the relative error grows along the execution of one pass, and over the iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron.analysis.diff.summary import Point, Summary
+from megatron.analysis.figures.sheet import headline, legend, share_y, sheet
+from megatron.analysis.plots.lines import plot_lines
+from megatron.analysis.plots.style import ALARM, FAINT, RULE, nothing
+
+TITLES = {"linear": "Linear layers", "attention": "Attention"}
+MOST_TICKS = 24  #: maximum number of layers that are labeled on the axis
+_ERROR = "relative error ‖B - A‖ / ‖A‖"
+
+
+def growth_figure(summary: Summary) -> Figure:
+    """Return a figure with one panel per layer type, and one line per type of tensor."""
+    types = [name for name in TITLES if any(p.layer_type == name for p in summary.points)]
+    several = len(summary.iterations) > 1
+    count = max(len(types), 1) + several
+    figure, axes = sheet(12, 1.4 + 3.1 * count, count, 1)
+    if summary.first_pass is None:
+        nothing(axes[0], "Growth along the network", "no value differs")
+        types = []
+    for ax, layer_type in zip(axes, types, strict=False):
+        _panel(ax, layer_type, summary)
+    share_y_of = [ax for ax in axes[: len(types)] if ax.get_legend_handles_labels()[0]]
+    share_y(share_y_of)
+    for ax in share_y_of[1:]:
+        ax.set_ylabel(_ERROR)
+        ax.tick_params(axis="y", which="both", labelleft=True)
+    if several:
+        _iterations(axes[-1], summary)
+    legend(figure, axes)
+    headline(figure, "Error growth in execution order", _note(summary))
+    return figure
+
+
+def _note(summary: Summary) -> str:
+    if summary.first_pass is None:
+        return "all values are equal"
+    iteration, batch = summary.first_pass
+    return (
+        f"iteration {iteration}, micro-batch {batch}, the first pass in which a value differs; of "
+        "several ranks, the largest error counts; dashed lines are gradients"
+    )
+
+
+def _panel(ax: Axes, layer_type: str, summary: Summary) -> None:
+    points = [point for point in summary.points if point.layer_type == layer_type]
+    data = pd.DataFrame(
+        {
+            "group": [point.tensor_name for point in points],
+            "x": [point.position for point in points],
+            "value": [point.error for point in points],
+        }
+    )
+    title = TITLES[layer_type]
+    plot_lines(data, xlabel="", ylabel=_ERROR, title=title, logarithmic=True, narrow=1.0, ax=ax)
+    _label_layers(ax, summary.points)
+    first = summary.first
+    if first is not None and first.position <= summary.points[-1].position:
+        ax.axvline(first.position, color=ALARM, linestyle=":", label="first difference", zorder=0)
+
+
+def _label_layers(ax: Axes, points: Sequence[Point]) -> None:
+    """Label the axis with the layers, and separate the forward from the backward pass."""
+    starts: list[tuple[int, str, int | None]] = []
+    for point in points:
+        if not starts or starts[-1][1:] != (point.operation, point.layer_idx):
+            starts.append((point.position, point.operation, point.layer_idx))
+    for position, operation, _ in starts:
+        is_boundary = operation == "backward" and position == _first_backward(points)
+        ax.axvline(
+            position - 0.5,
+            color=FAINT if is_boundary else RULE,
+            linewidth=1.2 if is_boundary else 0.6,
+            zorder=0,
+        )
+    every = max(1, -(-len(starts) // MOST_TICKS))
+    labeled = starts[::every]
+    names = ["-" if layer in (None, -1) else str(layer) for _, _, layer in labeled]
+    ax.set_xticks([position for position, _, _ in labeled], names)
+    ax.set_xlim(points[0].position - 0.5, points[-1].position + 0.5)
+    ax.set_xlabel("layer, in execution order: forward pass, then backward pass")
+    for operation in ("forward", "backward"):
+        positions = [point.position for point in points if point.operation == operation]
+        if positions:
+            middle = (positions[0] + positions[-1]) / 2
+            ax.annotate(
+                operation,
+                (middle, 1),
+                xycoords=ax.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                color=FAINT,
+                fontsize=9,
+            )
+
+
+def _first_backward(points: Sequence[Point]) -> int | None:
+    return next((point.position for point in points if point.operation == "backward"), None)
+
+
+def _iterations(ax: Axes, summary: Summary) -> None:
+    data = pd.DataFrame(
+        {
+            "group": "largest of all tensors",
+            "x": list(summary.iterations),
+            "value": [group.error for group in summary.iterations.values()],
+        }
+    )
+    title = "Largest relative error by iteration"
+    plot_lines(
+        data, xlabel="iteration", ylabel=_ERROR, title=title, logarithmic=True, narrow=1.0, ax=ax
+    )
