@@ -31,8 +31,8 @@ operands of the two runs, and a local part, which the operation adds.
 EXAMPLES = """\
 The first line of the output names the first tensor that differs. Progress goes to stderr.
 
-Exit status: 0 all tensors agree; 1 a tensor differs, only one run has it, or a file cannot be read;
-2 an option or a folder is wrong, or the runs have no tensor in common.
+Exit status: 0 all tensors agree; 1 a tensor differs or is in one run only, or a file cannot be
+read; 2 an option or a folder is wrong, or the runs have no tensor in common.
 
 examples:
   python -m megatron.analysis diff logs/bf16 logs/mxfp8 --output diff.html

@@ -29,9 +29,9 @@ def growth_figure(summary: Summary) -> Figure:
         types = []
     for ax, layer_type in zip(axes, types, strict=False):
         _panel(ax, layer_type, summary)
-    share_y_of = [ax for ax in axes[: len(types)] if ax.get_legend_handles_labels()[0]]
-    share_y(share_y_of)
-    for ax in share_y_of[1:]:
+    alike = [ax for ax in axes[: len(types)] if ax.get_yscale() == "log"]
+    share_y(alike)
+    for ax in alike[1:]:  # the panels are below each other, so each has its own labels
         ax.set_ylabel(_ERROR)
         ax.tick_params(axis="y", which="both", labelleft=True)
     if several:
@@ -53,6 +53,10 @@ def _note(summary: Summary) -> str:
 
 def _panel(ax: Axes, layer_type: str, summary: Summary) -> None:
     points = [point for point in summary.points if point.layer_type == layer_type]
+    title = TITLES[layer_type]
+    if not any(point.error for point in points):
+        nothing(ax, title, "all values are equal")
+        return
     data = pd.DataFrame(
         {
             "group": [point.tensor_name for point in points],
@@ -60,7 +64,6 @@ def _panel(ax: Axes, layer_type: str, summary: Summary) -> None:
             "value": [point.error for point in points],
         }
     )
-    title = TITLES[layer_type]
     plot_lines(data, xlabel="", ylabel=_ERROR, title=title, logarithmic=True, narrow=1.0, ax=ax)
     _label_layers(ax, summary.points)
     first = summary.first

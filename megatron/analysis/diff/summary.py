@@ -85,7 +85,8 @@ class Summary:
     unreadable: list[Result] = field(default_factory=list)  #: first pairs that cannot be compared
     #: First pass, as (iteration, micro-batch), in which any value differs; None if there is none.
     first_pass: tuple[Any, Any] | None = None
-    layers: dict[tuple[str, int | None], Group] = field(default_factory=dict)  #: of `first_pass`
+    #: Results of `first_pass` by operation and layer.
+    layers: dict[tuple[str, int | None], Group] = field(default_factory=dict)
     iterations: dict[Any, Group] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)  #: pairs of `first_pass`
     unknown: Counter[str] = field(default_factory=Counter)  #: unknown origins by reason
