@@ -20,13 +20,13 @@ _ERROR = "relative error ‖B - A‖ / ‖A‖"
 
 def growth_figure(summary: Summary) -> Figure:
     """Return a figure with one panel per layer type, and one line per type of tensor."""
-    types = [name for name in TITLES if any(p.layer_type == name for p in summary.points)]
+    drawn = set() if summary.first_pass is None else {p.layer_type for p in summary.points}
+    types = [name for name in TITLES if name in drawn]
     several = len(summary.iterations) > 1
     count = max(len(types), 1) + several
     figure, axes = sheet(12, 1.4 + 3.1 * count, count, 1)
     if summary.first_pass is None:
         nothing(axes[0], "Growth along the network", "no value differs")
-        types = []
     for ax, layer_type in zip(axes, types, strict=False):
         _panel(ax, layer_type, summary)
     alike = [ax for ax in axes[: len(types)] if ax.get_yscale() == "log"]
