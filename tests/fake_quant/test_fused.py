@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format, reference
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.fused import dispatch, numba_launch
 from megatron.fake_quant.fused import numba_threads as team
 from megatron.fake_quant.quantize import checked
@@ -39,6 +40,21 @@ def test_the_bits_are_the_reference_s(name, dtype):
                 assert torch.equal(bits(found), bits(expected)), (kind, layout_name, axis)
                 assert found.stride() == expected.stride(), (kind, layout_name, axis)
                 assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["nvfp4:outer-1x64:sr", "nvfp4:outer-row"])
+def test_outer_scales_of_many_groups_have_the_reference_s_bits(name, monkeypatch):
+    """Groups are quantized a few at a time; the last group is shorter, and bands have an Inf."""
+    monkeypatch.setattr(numba_launch, "_NEAR", 1 << 14)
+    x = torch.randn(2, 1100, 33, generator=torch.Generator().manual_seed(4))
+    x = torch.ldexp(x, torch.arange(1100).remainder(40).view(1, -1, 1))
+    x[0, 70, 3], x[1, -1, -1] = torch.inf, torch.nan
+    fmt = get_format(name)
+    seed = SEED if fmt.stochastic else None
+    for axis in (1, 2):
+        layout = BlockLayout.of(tuple(x.shape), fmt, axis)
+        expected = reference.fake_quantize(x, fmt, layout, seed)
+        assert torch.equal(bits(numba_launch.fake_quantize(x, fmt, layout, seed)), bits(expected))
 
 
 @dtypes

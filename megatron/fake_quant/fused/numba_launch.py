@@ -5,7 +5,7 @@ This module chooses the kernel for a tensor, the kernel's constants and the numb
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ _ROUNDINGS = {
 _LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
 #: number of columns in a tile of blocks of several rows, few enough that the rows stay in the cache
 _COLUMNS = 512
+#: number of bytes of a tensor that are read twice in a row, few enough to stay in the L2 cache
+_NEAR = 1 << 19
 _FEW = 16  #: number of rows of blocks in a matrix below which its columns are divided, too
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
@@ -120,13 +122,38 @@ def _blocks(
         # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
         n, inner, tiling = len(src) // row, row, tiling._replace(strips=1)
     tensors = [array.reshape(outer, n, inner) for array in (src, dst)]
-    most, tiling = _outer_maxima(tensors[0], fmt, tiling)
+    groups, tiling = _outer_groups(tensors[0], fmt, tiling)
     element = numba_bits.element_bits(fmt.element)
     work = functools.partial(
-        numba_blocks.blocks, *tensors, most, tiling, element, rule, _random(seed)
+        numba_blocks.blocks, *tensors, groups.most, tiling, element, rule, _random(seed)
     )
     items = outer * -(-n // tiling.height) * tiling.strips
-    numba_threads.run(work, items, -(-_LEAST * items // len(src)))
+    if fmt.outer_size is None:
+        numba_threads.run(work, items, -(-_LEAST * items // len(src)))
+        return
+    find_maxima = functools.partial(numba_blocks.finite_maxima, tensors[0], *groups)
+    bands = groups.most.shape[1]
+    if outer * bands < _FEW:
+        count = outer * bands * groups.strips
+        numba_threads.run(find_maxima, count, -(-_LEAST * count // len(src)))
+        numba_threads.run(work, items, -(-_LEAST * items // len(src)))
+        return
+
+    def first_item(band: int) -> int:
+        """Return the first item of `work` that has values of a band, or the number of items."""
+        rows = -(-n // tiling.height)
+        row: int = band // bands * rows + band % bands * (groups.rows // tiling.height)
+        return row * tiling.strips
+
+    def both(start: int, stop: int) -> None:
+        """Quantize bands, a few at a time, so that they stay in the cache after the first pass."""
+        step = max(_NEAR // (groups.rows * inner * src.itemsize), 1)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            find_maxima(first * groups.strips, last * groups.strips)
+            work(first_item(first), first_item(last))
+
+    numba_threads.run(both, outer * bands, -(-_LEAST // (groups.rows * inner)))
 
 
 def _matrices(fmt: Format, shape: list[int], axis: int, *, last: bool) -> tuple[int, int, int]:
@@ -156,28 +183,34 @@ def _tiling(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Tili
     return numba_blocks.Tiling(height, width, columns, strips, last)
 
 
-def _outer_maxima(
-    src: NDArray[np.integer[Any]], fmt: Format, tiling: numba_blocks.Tiling
-) -> tuple[NDArray[np.int32], numba_blocks.Tiling]:
-    """Return the largest magnitude for each outer scale, and a tiling that refers to them.
+class _OuterGroups(NamedTuple):
+    """Groups of values with a common outer scale; the arguments of `finite_maxima`."""
 
-    The maxima have the shape `[matrices, rows, columns]`. They are not computed if there is no
-    outer scale or one for the whole tensor.
+    rows: int  #: rows of a group, which is also the height of a band of groups
+    columns: int  #: columns of a group
+    strips: int  #: number of parts into which a band is cut, for more threads
+    most: NDArray[np.int32]  #: largest magnitude of each group, `[matrices, rows, columns]`
+
+
+def _outer_groups(
+    src: NDArray[np.integer[Any]], fmt: Format, tiling: numba_blocks.Tiling
+) -> tuple[_OuterGroups, numba_blocks.Tiling]:
+    """Return the groups with a common outer scale, and a tiling that refers to them.
+
+    Their maxima are zero, and stay unused if there is no outer scale or one for the whole tensor.
     """
     if fmt.outer_size is None:
-        return np.zeros((1, 1, 1), np.int32), tiling
+        return _OuterGroups(0, 0, 0, np.zeros((1, 1, 1), np.int32)), tiling
     outer, n, inner = src.shape
     shift = fmt.outer_size.bit_length() - 1
     size = 1 << shift
     rows, columns = (1, min(size, inner)) if tiling.along_rows else (min(size, n), 1)
     strips = 1 if tiling.along_rows else -(-inner // numba_columns.TILE)
     most = np.zeros((outer, -(-n // rows), -(-inner // columns)), np.int32)
-    work = functools.partial(numba_blocks.finite_maxima, src, rows, columns, strips, most)
-    items = most.shape[0] * most.shape[1] * strips
-    numba_threads.run(work, items, -(-_LEAST * items // src.size))
+    groups = _OuterGroups(rows, columns, strips, most)
     if tiling.along_rows:
-        return most, tiling._replace(column_shift=shift)
-    return most, tiling._replace(row_shift=shift)
+        return groups, tiling._replace(column_shift=shift)
+    return groups, tiling._replace(row_shift=shift)
 
 
 def _tiles(
