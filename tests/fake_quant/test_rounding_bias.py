@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect.format_report import describe
 from megatron.fake_quant.inspect.rounding_bias import SMALL, operand_gains, rounding_bias
 
+REPO = Path(__file__).resolve().parents[2]
 STOCHASTIC = [name for name, fmt in FORMATS.items() if "stochastic" in fmt.element.roundings]
 VARIANTS = [
     "mxfp4:rceil",
@@ -28,6 +30,14 @@ VARIANTS = [
     "hifp8:inf",
     "hifp8:t15",
     "fp8_e4m3:pow2",
+    "nv:e4m3:column:fp32",
+    "mx:e2m1:tensor:rceil",
+    "nvfp4:outer-row:head16/17",
+    "nvfp4:outer-1x64:head16/17",
+    "nvfp4:2d:head16/17",
+    "nvint4:head16/17",
+    "amdfp4:head16/17",
+    "mxint4:rceil",
 ]
 #: One format per kernel and cause of bias, for the default tests.
 FEW = ["mxfp4:rceil", "mxfp8", "nvfp4:head16/17", "nvfp4", "hifp8", "fp8_e4m3", "mxint8"]
@@ -97,6 +107,23 @@ def test_the_bias_is_that_of_long_measurements(name, gain):
     assert stated.gain == pytest.approx(gain, rel=0.03, abs=5e-5)
     assert stated.unbiased == (gain == 0)
     assert stated == rounding_bias(get_format(f"{name}:sr"))
+
+
+def test_the_page_lists_the_bias_of_every_format():
+    """A row of the page has several formats with one gain, or one gain for each of them."""
+    page = (REPO / "docs/formats.md").read_text()
+    table = page.partition("| formats with `:sr` | gain |")[2].partition("\n\n")[0]
+    listed = {}
+    for row in table.splitlines()[2:]:
+        names, gains = (cell.strip().split(", ") for cell in row.strip("|").split("|"))
+        listed |= {
+            name: gains[i if gains[-1][-1] == "%" and gains[1:] else 0]
+            for i, name in enumerate(names)
+        }
+    stated = {name: rounding_bias(get_format(name)) for name in STOCHASTIC}
+    assert listed == {
+        name: "0" if bias.unbiased else f"{100 * bias.gain:+.2g} %" for name, bias in stated.items()
+    }
 
 
 def test_causes_are_told_apart():

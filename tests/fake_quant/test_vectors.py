@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import zipfile
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,6 +22,7 @@ from megatron.fake_quant.inspect import vector_kit
 from megatron.fake_quant.inspect.vector_inputs import vector_inputs
 from megatron.fake_quant.inspect.vector_kit import KIT, VARIANTS, first_difference, write
 from tests.fake_quant import rational
+from tests.file_systems import mount_or_skip
 
 
 class Definition(NamedTuple):
@@ -420,3 +422,23 @@ def test_help_has_an_example(capsys):
         main(["vectors", "--help"])
     assert ended.value.code == 0
     assert "example: python -m megatron.fake_quant vectors kit --formats" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, capsys):
+    """The next call replaces the incomplete kit, and until then, `--check` refuses it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount_or_skip(disk, "size=64k")
+    kit = disk / "kit"
+    try:
+        assert main(["vectors", str(kit), "--only", "mxfp4"]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"[ERROR] cannot write the kit to {kit}: No space left on device")
+        assert "run the same command again, which replaces it" in message
+        assert main(["vectors", str(kit), "--check"]) == 2
+        assert "one that was not completed; write it anew" in capsys.readouterr().err
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        assert main(["vectors", str(kit), "--only", "mxfp4"]) == 0
+        assert main(["vectors", str(kit), "--check"]) == 0
+    finally:
+        subprocess.run(["umount", disk], check=True)

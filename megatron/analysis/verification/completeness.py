@@ -152,7 +152,7 @@ def check_run(
     yield from _how_it_ended(run)
     selection = _selection(card, _ITERATIONS) + _selection(card, _TENSORS)
     if selection:
-        text = f"{', '.join(selection)}: what was left out everywhere is not missed"
+        text = f"{', '.join(selection)}: tensors that no rank collected do not count as missing"
         yield Finding("selection", run.where, text, note=True)
     yield from _against_card(run)
     if not _selection(card, _TENSORS):

@@ -83,8 +83,8 @@ def write(folder: Path, formats: Iterable[Format]) -> str:
     """Write a kit for `formats` to `folder`, and return a message that says so.
 
     Raises:
-        ValueError: if the folder contains something other than a kit, or if a format rounds at
-            random.
+        ValueError: if the folder contains something other than a kit, if a format rounds at random,
+            or if a file cannot be written, for example because the disk is full.
     """
     formats = list(dict.fromkeys(formats))
     for fmt in formats:
@@ -96,13 +96,19 @@ def write(folder: Path, formats: Iterable[Format]) -> str:
     _make_room(folder)
     # An interrupted call leaves a manifest that the next call can replace.
     entries: dict[str, Any] = {fmt.name: {"files": {}, "vectors": {}} for fmt in formats}
-    _write_manifest(folder, entries)
     count = 0
-    for fmt in formats:
-        vectors = vector_inputs(fmt)
-        entries[fmt.name] = _write_format(folder, fmt, vectors)
-        count += len(vectors)
-    _write_manifest(folder, entries)
+    try:
+        _write_manifest(folder, entries)
+        for fmt in formats:
+            vectors = vector_inputs(fmt)
+            entries[fmt.name] = _write_format(folder, fmt, vectors)
+            count += len(vectors)
+        _write_manifest(folder, entries)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the kit to {folder}: {error.strerror or error}; the kit is incomplete: "
+            "make room, and run the same command again, which replaces it"
+        ) from None
     return f"wrote {count} vectors of {len(formats)} formats to {folder}"
 
 
