@@ -1,10 +1,10 @@
 """Train a model shaped like the tiny Llama, one step per request from `training.py`.
 
 For each line of standard input, the worker runs one step: the forward and backward pass of two
-micro-batches, and Adam. It then prints the duration of the step in seconds, the process's peak
-memory in MiB and the loss. The worker imports nothing from `megatron.training`, so that it also
-runs with the plain megatron-core wheel. With `--plain`, this repository is not on the path; only
-the CPU backend is loaded from its file.
+micro-batches (or of the given number), and Adam. It then prints the duration of the step in
+seconds, the process's peak memory in MiB and the loss. The worker imports nothing from
+`megatron.training`, so that it also runs with the plain megatron-core wheel. With `--plain`, this
+repository is not on the path; only the CPU backend is loaded from its file.
 
     echo | python benchmarks/training_worker.py --hidden-size 64 --layers 2 --seq-length 64 \\
         --dtype bf16
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-VOCAB, BATCH, MICRO_BATCHES = 4096, 2, 2
+VOCAB = 4096
 
 
 def parse() -> argparse.Namespace:
@@ -32,6 +32,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--seq-length", type=int, required=True)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
+    parser.add_argument("--sequences", type=int, default=2, help="per micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2, help="per step")
     return parser.parse_args()
 
 
@@ -107,7 +109,7 @@ def batches(options: argparse.Namespace):
 
     generator = torch.Generator().manual_seed(1)
     while True:
-        shape = (BATCH, options.seq_length + 1)
+        shape = (options.sequences, options.seq_length + 1)
         tokens = torch.randint(0, VOCAB, shape, generator=generator)
         yield tokens.cuda() if torch.cuda.is_available() else tokens
 
@@ -116,7 +118,7 @@ def forward_step(iterator, model):
     import torch
 
     tokens = next(iterator)
-    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(BATCH, -1)
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(len(tokens), -1)
     loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
     return loss, partial(lambda output: (output.mean(), {"loss": output.detach().mean()}))
 
@@ -151,9 +153,9 @@ def main() -> None:
             forward_step_func=forward_step,
             data_iterator=data,
             model=model,
-            num_microbatches=MICRO_BATCHES,
+            num_microbatches=options.micro_batches,
             seq_length=options.seq_length,
-            micro_batch_size=BATCH,
+            micro_batch_size=options.sequences,
         )
         optimizer.step()
         optimizer.zero_grad()

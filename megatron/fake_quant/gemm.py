@@ -38,6 +38,8 @@ from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.products import multiply
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
+from megatron.fake_quant.tile_checks import check_probabilities
+from megatron.fake_quant.tiling import Tiling
 from megatron.fake_quant.unrounded import quantize_parts
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
@@ -64,8 +66,8 @@ class GemmFormats:
     Raises:
         ValueError: if the two operands of a GEMM are transformed differently, which would change
             the product; if the backward pass is straight-through and one of its own operands is
-            set; or if the source of an operand is "dequantized" and the forward pass does not
-            quantize it.
+            set; if the source of an operand is "dequantized" and the forward pass does not quantize
+            it; or if the settings of tiles do not fit A.
     """
 
     fprop_a: Operand = AS_IT_IS  #: A in C = A B^T, quantized along K
@@ -80,6 +82,8 @@ class GemmFormats:
     #: True if A (the attention probabilities P) is quantized before its rows are divided by their
     #: sums; see `quantized_matmul`
     unnormalized: bool = False
+    #: tiles in which attention is computed (set in the formats of PV); None for whole matrices
+    tiling: Tiling | None = None
 
     def __post_init__(self) -> None:
         for one, other in (("fprop_a", "fprop_b"), ("dgrad_c", "dgrad_b"), ("wgrad_c", "wgrad_a")):
@@ -101,6 +105,8 @@ class GemmFormats:
         for slot in SLOTS:
             if getattr(self, slot).source == "dequantized":
                 self._check_forward_copy(slot)
+        if self.tiling is not None:
+            check_probabilities(self.tiling, self.fprop_a, unnormalized=self.unnormalized)
 
     def _check_forward_copy(self, slot: str) -> None:
         forward = OF_FORWARD.get(slot)
@@ -172,7 +178,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         call = call.seeded(seed)
         a = call.quantized("fprop_a", SplitMatrix(a_MK if whole_MK is None else whole_MK), axis=-1)
         b = call.quantized("fprop_b", SplitMatrix(b_NK), axis=-1)
-        c_MN = multiply(a, b.t(), call.alpha, _matmul)
+        c_MN = multiply(a, b.t(), call.alpha, matmul)
         c_MN = with_means(c_MN, a, b.t(), call.alpha)
         if sums_M1 is not None:
             c_MN = (c_MN / sums_M1).to(c_MN.dtype)
@@ -331,14 +337,14 @@ class _Call:
         A straight-through backward pass multiplies the forward pass's operands, whose transform
         along K is undone in the product.
         """
-        grad = multiply(left, right, self.alpha, _matmul_then_scale)
+        grad = multiply(left, right, self.alpha, matmul_then_scale)
         grad = with_means(grad, left, right, self.alpha)
         if not self.formats.straight_through:
             return grad
         return self.formats.fprop_a.rotated_back(grad, signs=self._signs("fprop_a", grad))
 
 
-def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
+def matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
     """Return `alpha * a_MK @ bt_KN`.
 
     For 3-D operands, alpha is applied to the accumulator, as in megatron-core's attention.
@@ -349,7 +355,8 @@ def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
     return torch.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
 
 
-def _matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+def matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    """Return `left @ right`, rounded to its dtype and then multiplied by `alpha`."""
     return _scaled(torch.matmul(left, right), alpha)
 
 
@@ -389,9 +396,14 @@ def quantized_matmul(
         C, with the shape `[..., M, N]` and the dtype of the operands.
 
     Raises:
-        ValueError: if the shapes of A and B do not match, or if a format demands an amax and
-            there is no `amax_of`.
+        ValueError: if the shapes of A and B do not match, if a format demands an amax and there is
+            no `amax_of`, or if the formats are for attention in tiles.
     """
+    if formats.tiling is not None:
+        raise ValueError(
+            f"the formats are for attention in {formats.tiling}; pass them to tiled_attention, or "
+            "leave the tiling out for whole matrices"
+        )
     if a_MK.dim() < 2 or a_MK.dim() != b_NK.dim() or a_MK.shape[-1] != b_NK.shape[-1]:
         raise ValueError(
             f"A {tuple(a_MK.shape)} and B {tuple(b_NK.shape)} do not fit; "

@@ -5,6 +5,8 @@ The value of an operation (`linear`, `qk`, `pv`) is a format for all six operand
     format         default format of all operands
     backward       default format in the backward pass; bf16 makes it straight-through
     probabilities  for pv: normalized (default) or unnormalized, as in a flash-attention kernel
+    tile, order, scale, row_sum
+                   for pv: compute attention in tiles; see `tiling.py`
     a GEMM's name  a format, or a mapping with its two operands, `format` and `hadamard` as keys
 
 The value of an operand is a format, or a mapping with
@@ -18,6 +20,7 @@ The value of an operand is a format, or a mapping with
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from megatron.fake_quant.formats import Format
@@ -32,6 +35,8 @@ from megatron.fake_quant.quant_type import (
     weight_format,
 )
 from megatron.fake_quant.recipe_yaml import Node
+from megatron.fake_quant.tile_checks import misfits
+from megatron.fake_quant.tiling import Tiling
 
 #: Formats of a layer's matmuls, by operation; the value None means high precision.
 Config = Mapping[str, GemmFormats | None]
@@ -56,6 +61,7 @@ GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 #: Operands whose rows are not tokens: a weight, and V, which enters the matmul as V^T.
 _NO_TOKENS = ("weight", "value")
 _PROBABILITIES = ("normalized", "unnormalized")
+_TILING = tuple(field.name for field in fields(Tiling))
 _Text = TypeVar("_Text", bound=str)
 
 
@@ -81,7 +87,7 @@ def parse_config(node: Node, what: str) -> Config:
             for operation, fmt in of_type.items()
         }
     node.only_keys(what, OPERATIONS)
-    return {
+    config = {
         operation: (
             _operation(node.value[operation], operation, f"{operation} of {what}")
             if operation in node
@@ -89,6 +95,27 @@ def parse_config(node: Node, what: str) -> Config:
         )
         for operation in OPERATIONS
     }
+    _check_tiles(config, node, what)
+    return config
+
+
+def _check_tiles(config: Config, node: Node, what: str) -> None:
+    """Raise RecipeError if the config computes attention in tiles that cut the blocks of formats.
+
+    Raises:
+        RecipeError: if there is such a format; the message names its operand.
+    """
+    pv = config["pv"]
+    if pv is None or pv.tiling is None:
+        return
+    for operation in ("qk", "pv"):
+        formats = config[operation]
+        if formats is None:
+            continue
+        operands = {slot: getattr(formats, slot) for slot in SLOTS}
+        for message in misfits(operation, operands, pv.tiling.tile):
+            named = _with_names(message, GEMMS[operation])
+            raise node.value[operation].error(f"{operation} of {what}: {named}")
 
 
 def _format(node: Node, what: str) -> Format | None:
@@ -108,7 +135,7 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
     if not node.value:
         raise node.error(f"{what} is empty; give a format, as in mxfp8, or its GEMMs")
     gemms = GEMMS[operation]
-    own = ("probabilities",) if operation == "pv" else ()
+    own = ("probabilities", *_TILING) if operation == "pv" else ()
     node.only_keys(what, ("format", "backward", *own, *gemms))
     default = _format(node.value["format"], f"format of {what}") if "format" in node else None
     backward, straight_through = default, False
@@ -121,17 +148,37 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         pair = _gemm(node.value.get(gemm), names, fallback, f"{gemm} of {what}")
         operands.update(zip(SLOTS[2 * index : 2 * index + 2], pair, strict=True))
     unnormalized = _choice(node, "probabilities", what, _PROBABILITIES) == "unnormalized"
-    if unnormalized and operands["fprop_a"] == AS_IT_IS:
+    tiling = _tiling(node, what)
+    if tiling is not None and "probabilities" not in node:
+        unnormalized = True  # as in the kernels that run in tiles
+    elif unnormalized and operands["fprop_a"] == AS_IT_IS:
         raise node.value["probabilities"].error(
             f"probabilities of {what} is unnormalized, which needs a format for them; "
             "give format or fprop, or remove it"
         )
-    if all(operand == AS_IT_IS for operand in operands.values()):
+    if tiling is None and all(operand == AS_IT_IS for operand in operands.values()):
         return None
     try:
-        return GemmFormats(**operands, straight_through=straight_through, unnormalized=unnormalized)
+        return GemmFormats(
+            **operands,
+            straight_through=straight_through,
+            unnormalized=unnormalized,
+            tiling=tiling,
+        )
     except ValueError as error:
         raise node.error(f"{what}: {_with_names(str(error), gemms)}") from None
+
+
+def _tiling(node: Node, what: str) -> Tiling | None:
+    """Return the tiles in which attention is computed; None if no key of the node sets any."""
+    settings = {key: node.scalar(key, what) for key in _TILING if key in node}
+    tiling = Tiling() if settings else None
+    for key, value in settings.items():  # one by one, so that an error names the line
+        try:
+            tiling = replace(tiling, **{key: value})
+        except ValueError as error:
+            raise node.value[key].error(f"{what}: {error}") from None
+    return tiling
 
 
 def _with_names(message: str, gemms: Mapping[str, tuple[str, str]]) -> str:

@@ -8,6 +8,7 @@ result with its part of the exact result, so that the comparison needs no commun
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,6 +18,7 @@ import torch
 
 SEQ, BATCH, HEADS, GROUPS, DIM = 256, 2, 4, 2, 16
 NAMES = ("o", "dq", "dk", "dv")
+TILES = "mxfp4 in tiles of 64 keys, reverse, P x 256"
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -68,8 +70,13 @@ def set_formats(module, name: str | None) -> None:
     from megatron.fake_quant import get_format
     from megatron.fake_quant.gemm import GemmFormats
     from megatron.fake_quant.policy import OperationPolicy
+    from megatron.fake_quant.tiling import Tiling
 
-    formats = None if name is None else GemmFormats.uniform(get_format(name))
+    formats = None
+    if name is not None:
+        name, _, tiles = name.partition(" in ")
+        formats = GemmFormats.uniform(get_format(name))
+        formats = replace(formats, unnormalized=bool(tiles), tiling=Tiling.parse(tiles))
     module._plans = {each: OperationPolicy(each, formats, "test") for each in module.operations}
 
 
@@ -169,7 +176,7 @@ def main() -> None:
         rank = parallel_state.get_context_parallel_rank()
         for case in ("causal", "window", "given", "no mask", "value dim"):
             report[f"{case} cp{size}"] = worst(in_float64(case, rank, size))
-        for name in ("mxfp8", "mxfp4", "hifp8"):
+        for name in ("mxfp8", "mxfp4", "hifp8", TILES):
             report[f"{name} cp{size}"] = worst(quantized(name, rank, size))
         if size == 2:
             report["refusals"] = refusals(size)

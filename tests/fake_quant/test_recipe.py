@@ -1,6 +1,7 @@
 """Recipes: the format of each operand, and the messages for invalid recipes."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.fake_quant.gemm import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.policy import OperationPolicy, resolve
 from megatron.fake_quant.recipe import load_recipe
+from megatron.fake_quant.tiling import Tiling
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 MATCHER = "matchers:\n  all: {config: %s, type: glob, pattern: '*', enabled: true}\n"
@@ -158,6 +160,36 @@ def test_probabilities_can_be_unnormalized(load):
     text = "configs:\n  c:\n    pv: {format: mxfp8, probabilities: %s}\n" + MATCHER % "c"
     assert in_force(load(text % "unnormalized"), "pv").unnormalized
     assert not in_force(load(text % "normalized"), "pv").unnormalized
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("tile: 64", Tiling(64)),
+        ("order: reverse", Tiling(128, "reverse")),
+        ("scale: 256", Tiling(scale=256.0)),
+        ("row_sum: quantized", Tiling(row_sum="quantized")),
+        (
+            "order: reverse, tile: 32, scale: 0.5, row_sum: exact",
+            Tiling(32, "reverse", 0.5),
+        ),
+    ],
+)
+def test_attention_can_run_in_tiles(load, keys, expected):
+    text = "configs:\n  c:\n    pv: {format: mxfp8, %s}\n" + MATCHER % "c"
+    formats = in_force(load(text % keys), "pv")
+    assert formats.tiling == expected
+    assert formats.unnormalized, "as in kernels"
+    assert replace(formats, tiling=None, unnormalized=False) == GemmFormats.uniform(
+        get_format("mxfp8")
+    )
+
+
+def test_tiles_need_no_format_and_take_normalized_probabilities(load):
+    text = "configs:\n  c:\n    pv: {%s}\n" + MATCHER % "c"
+    formats = in_force(load(text % "tile: 48, probabilities: normalized"), "pv")
+    assert formats == GemmFormats(tiling=Tiling(48))
+    assert in_force(load(text % "tile: 48"), "pv").unnormalized
 
 
 def test_the_first_matcher_that_fits_counts_and_a_type_will_do_for_a_config(load):
@@ -369,6 +401,44 @@ def test_the_lm_head_needs_a_recipe():
         (
             "configs:\n  c:\n    pv: {probabilities: unnormalized}\n" + MATCHER % "c",
             "line 3: probabilities of pv of config 'c' is unnormalized, which needs a format",
+        ),
+        (
+            "configs:\n  c:\n    pv: {format: mxfp8, tile: 64.5}\n" + MATCHER % "c",
+            "line 3: pv of config 'c': a tile of 64.5 keys; give a number of keys, such as 128",
+        ),
+        (
+            "configs:\n  c:\n    pv:\n      format: mxfp8\n      order: back\n" + MATCHER % "c",
+            "line 5: pv of config 'c': the order of tiles 'back'; choose forward or reverse",
+        ),
+        (
+            "configs:\n  c:\n    pv: {format: mxfp8, scale: -1}\n" + MATCHER % "c",
+            "line 3: pv of config 'c': the scale of P -1; choose a number above 0",
+        ),
+        (
+            "configs:\n  c:\n    pv: {format: mxfp8, row_sum: both}\n" + MATCHER % "c",
+            "line 3: pv of config 'c': the row_sum of tiles 'both'; choose exact or quantized",
+        ),
+        (
+            "configs:\n  c:\n    pv: {scale: 256}\n" + MATCHER % "c",
+            "line 3: pv of config 'c': the scale 256 of .* give probs of fprop a format",
+        ),
+        (
+            "configs:\n  c:\n    pv: {format: mxfp8, probabilities: normalized, scale: 256}\n"
+            + MATCHER % "c",
+            "line 3: pv of config 'c': the scale 256 of probabilities in tiles: for unnorm",
+        ),
+        (
+            "configs:\n  c:\n    pv: {format: mxfp8, tile: 48}\n" + MATCHER % "c",
+            "line 3: pv of config 'c': probs of fprop has blocks of 32 values of mxfp8 along the "
+            "keys, which tiles of 48 keys cut; choose a multiple of 32 keys",
+        ),
+        (
+            "configs:\n  c:\n    qk: mxfp8\n    pv: {tile: 16}\n" + MATCHER % "c",
+            "line 3: qk of config 'c': grad_scores of grad_query has blocks of 32 values",
+        ),
+        (
+            "configs:\n  c:\n    qk: {format: mxfp8, tile: 32}\n" + MATCHER % "c",
+            "line 3: qk of config 'c' has the key 'tile'; it takes format, backward, fprop",
         ),
         # Nothing behind a colon is no way to say bf16.
         ("description: x\n", "line 1: recipe has no enabled matcher, so it has no effect"),

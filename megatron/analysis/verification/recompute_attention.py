@@ -12,8 +12,9 @@ plus four units in the last place of the result. Both the norm and the largest v
 difference are compared in this way.
 
 This module supports attention without dropout, with a causal or sliding-window mask and with any
-scale. Heads of values may be smaller than heads of keys. If ranks share a sequence (context
-parallelism), their keys and values are gathered, and the gradients of keys and values are summed.
+scale, with whole matrices or in tiles. Heads of values may be smaller than heads of keys. If ranks
+share a sequence (context parallelism), their keys and values are gathered, and the gradients of
+keys and values are summed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from megatron.analysis.verification.recompute_linear import (
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.mean_split import SplitMatrix
+from megatron.fake_quant.tiled_attention import Tile, TiledAttention, TiledMatmul, tiled_attention
+from megatron.fake_quant.tiling import CAUSAL, KeyMask
 from megatron.tensor_record import PAIRWISE
 
 MASKED = -10000.0  #: score that Megatron assigns to a masked key
@@ -177,8 +181,12 @@ def recompute(
     shares: list[Sequence[Tensor]] = []  #: each rank's part of the key and value gradients
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
-        hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)
-        results = _attend(query, key, value, formats, hidden, amaxes=amaxes[rank], move=move)
+        mask = _mask(len(query), rank, len(ranks), formats.softmax.window)
+        if formats.pv is not None and formats.pv.tiling is not None:
+            pairwise = not backward and any(name in held for name in PAIRWISE)
+            results = _in_tiles(query, key, value, formats, mask, pairwise=pairwise, move=move)
+        else:
+            results = _attend(query, key, value, formats, mask, amaxes=amaxes[rank], move=move)
         if not backward:
             by_rank.append({name: results[name] for name in _FORWARD if name in held})
             continue
@@ -196,12 +204,12 @@ def _attend(
     key: Tensor,
     value: Tensor,
     formats: AttentionFormats,
-    hidden: Tensor,
+    mask: KeyMask,
     *,
     amaxes: Mapping[str, float],
     move: bool,
 ) -> dict[str, Tensor]:
-    """Return the scores, probabilities and output of attention.
+    """Return the scores, probabilities and output of attention with whole matrices.
 
     The operations are performed in the same order as in the layer.
 
@@ -210,7 +218,7 @@ def _attend(
         key: keys of all ranks of the context-parallel group.
         value: values of all ranks of the context-parallel group.
         formats: formats of the two matmuls, and the softmax.
-        hidden: mask that is true where a key is hidden from a query.
+        mask: keys that are hidden from queries.
         amaxes: recorded amaxes of the operands.
         move: whether to change every score by one unit in the last place.
 
@@ -218,9 +226,11 @@ def _attend(
         The results by name. The output has shape [s, b, heads * d], where d is the size of a head
         of the values.
     """
-    tokens, batch, heads, dim = query.shape
+    batch, heads, dim = query.shape[1:]
     softmax = formats.softmax
     scale = 1 / math.sqrt(dim) if softmax.scale is None else softmax.scale
+    hidden = mask.hidden(slice(0, len(key)))
+    assert hidden is not None
     query_BMD, key_BND, value_BND = (_by_head(x, heads) for x in (query, key, value))
     scores_BMN = _matmul(query_BMD, key_BND, formats.qk, amaxes, "qk", alpha=scale)
     if move:
@@ -233,10 +243,63 @@ def _attend(
         unnormalized = _unnormalized(_masked(scores_BMN.detach(), softmax, hidden), query.dtype)
     value_BDN = value_BND.transpose(1, 2)
     context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, amaxes, "pv", unnormalized=unnormalized)
-    context = context_BMD.view(batch, heads, tokens, -1)
     pairwise = {"attention_scores": scores_BMN, "attention_probs": probs_BMN}
-    pairwise = {name: x.view(batch, heads, *x.shape[1:]) for name, x in pairwise.items()}
-    return {"output": context.permute(2, 0, 1, 3).reshape(tokens, batch, -1)} | pairwise
+    return _by_name(context_BMD, pairwise, batch)
+
+
+def _by_name(context_BMD: Tensor, pairwise: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
+    """Return the results by name, in the shapes in which they are saved."""
+    results = {name: x.view(batch, -1, *x.shape[1:]) for name, x in pairwise.items()}
+    context = context_BMD.view(batch, -1, *context_BMD.shape[1:]).permute(2, 0, 1, 3)
+    return results | {"output": context.reshape(context.shape[0], batch, -1)}
+
+
+class _Moved(TiledAttention):
+    """Attention in tiles whose scores are changed at random by a few units in the last place.
+
+    The scores of tiles are float32. Sums of products in another order differ by several units.
+    """
+
+    def scores(self, query: SplitMatrix, key: SplitMatrix, tile: Tile) -> Tensor:
+        """Return the changed scores of a tile."""
+        scores_BMN = super().scores(query, key, tile)
+        generator = torch.Generator().manual_seed(tile.number)
+        signs = torch.randint(0, 2, scores_BMN.shape, generator=generator)
+        return scores_BMN * (1 + 2.0**-20 * (2 * signs - 1))
+
+
+def _in_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    formats: AttentionFormats,
+    mask: KeyMask,
+    *,
+    pairwise: bool,
+    move: bool,
+) -> dict[str, Tensor]:
+    """Return the output of attention in tiles, and if `pairwise` its scores and probabilities.
+
+    The other arguments are those of `_attend`.
+    """
+    batch, heads, dim = query.shape[1:]
+    softmax, pv = formats.softmax, formats.pv
+    assert pv is not None
+    assert pv.tiling is not None
+    scale = 1 / math.sqrt(dim) if softmax.scale is None else softmax.scale
+    qk = GemmFormats() if formats.qk is None else formats.qk
+    attention = (_Moved if move else TiledAttention)(
+        TiledMatmul(qk, scale),
+        TiledMatmul(pv),
+        pv.tiling,
+        mask,
+        heads,
+        softmax.coefficient,
+    )
+    query_BMD, key_BND, value_BND = (_by_head(x, heads) for x in (query, key, value))
+    context_BMD = tiled_attention(query_BMD, key_BND, value_BND, attention=attention)
+    matrices = attention.pairwise(query_BMD, key_BND) if pairwise else ()
+    return _by_name(context_BMD, dict(zip(PAIRWISE, matrices, strict=False)), batch)
 
 
 def _masked(
@@ -289,8 +352,8 @@ def _matmul(
     return torch.baddbmm(out, a_BMK, bt_BKN, beta=0.0, alpha=alpha)
 
 
-def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> Tensor:
-    """Return the [queries, keys] attention mask of one rank; it is true where a key is hidden.
+def _mask(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> KeyMask:
+    """Return the keys that are hidden from the queries of one rank.
 
     Args:
         tokens: number of tokens on each rank.
@@ -301,9 +364,8 @@ def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -
     keys = torch.arange(tokens * size)
     chunks = keys.chunk(2 * size)
     queries = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) if size > 1 else keys
-    ahead = keys - queries[:, None]
-    before, after = (tokens * size, 0) if window is None else window
-    return (ahead < -before) | (ahead > after)
+    window = CAUSAL if window is None else window
+    return KeyMask(queries, window, first=0 if size == 1 else None)
 
 
 def _gathered(parts: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.tiling import Tiling
 
 _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
@@ -30,7 +31,7 @@ _AUDIT_LINE = re.compile(
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
-_MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
+_MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED}|tiles of [^()]{{1,80}})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +233,20 @@ def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
         operands: operands by slot (operand of one GEMM).
         marks: properties of the matmul.
     """
-    if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED}):
+    tilings = {mark: tiling for mark in marks if (tiling := Tiling.parse(mark)) is not None}
+    if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED} - tilings.keys()):
         raise NotCheckedError(
             f"multiplied in a way that this version does not know: {', '.join(unknown)}"
         )
     straight = STRAIGHT in marks
     if straight:  # the backward pass uses the operands of the forward pass
         operands = {slot: operands[slot] for slot in ("fprop_a", "fprop_b")}
-    return GemmFormats(**operands, straight_through=straight, unnormalized=UNNORMALIZED in marks)
+    return GemmFormats(
+        **operands,
+        straight_through=straight,
+        unnormalized=UNNORMALIZED in marks,
+        tiling=next(iter(tilings.values()), None),
+    )
 
 
 def _softmax_of_arguments(args: Mapping[str, Any], module: str) -> dict[str, Any]:

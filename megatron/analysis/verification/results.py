@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -22,8 +22,9 @@ from megatron.analysis.verification import recorded_formats
 from megatron.analysis.verification.recompute_attention import RESULTS, AttentionFormats, attention
 from megatron.analysis.verification.recompute_linear import LINEAR, Outcome, Recomputation, linear
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
-from megatron.fake_quant.gemm import SLOTS
+from megatron.fake_quant.gemm import SLOTS, GemmFormats
 from megatron.fake_quant.packing import QuantizedTensor
+from megatron.fake_quant.tiled_attention import default_tiling
 from megatron.tensor_record import CODES, OF_ITERATION
 
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
@@ -234,4 +235,9 @@ def _attention_formats(by_rank: list[dict[str, Any]], card: Mapping[str, Any]) -
         operand = None if row is None or row.format is None else row.format
         candidates = recorded_formats.of_records(operand, operand, operand)
         formats.append(None if operand is None else candidates[0])
-    return AttentionFormats(formats[0], formats[1], softmax)
+    qk, pv = formats
+    keys, _, _, _ = records["query"].global_shape if "query" in records else (0, 0, 0, 0)
+    tiling, _ = default_tiling({"qk": qk, "pv": pv}, keys // len(by_rank), keys)
+    if tiling is not None:
+        pv = replace(GemmFormats() if pv is None else pv, tiling=tiling)
+    return AttentionFormats(qk, pv, softmax)

@@ -12,13 +12,14 @@ expert gets its share of the tokens. Embedding, norms and softmax have no matmul
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
+from megatron.core.transformer import attention_tiles
 from megatron.fake_quant.gemm import SLOTS, GemmFormats
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
@@ -87,12 +88,15 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
             if isinstance(module, Quantized) and module.identity is not None:
                 for operation in module.operations:
                     plan = module.plan_of(operation)
+                    formats = plan.at(iteration)
+                    if operation == "pv":
+                        formats = _with_tiles(module, formats, seq_length, iteration)
                     results.append(
                         _matmul(
                             module.identity.name,
                             operation,
                             _flops(module, operation, seq_length),
-                            plan.at(iteration),
+                            formats,
                             plan.source_at(iteration),
                             Softmax.of(module) if operation == "qk" else None,
                         )
@@ -105,6 +109,20 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                     why = "routers stay in high precision"
                     results.append(_matmul(unwrapped(path), "linear", flops, None, why))
     return results
+
+
+def _with_tiles(
+    module: Quantized, pv: GemmFormats | None, seq_length: int, iteration: int
+) -> GemmFormats | None:
+    """Return the formats of PV with the tiles in which attention runs for this sequence length."""
+    if pv is not None and pv.tiling is not None:
+        return pv
+    matmuls = {"qk": module.plan_of("qk").at(iteration), "pv": pv}
+    queries = seq_length // module.config.context_parallel_size
+    tiling, _ = attention_tiles.default(module, matmuls, queries, seq_length)
+    if tiling is None:
+        return pv
+    return replace(GemmFormats() if pv is None else pv, tiling=tiling)
 
 
 def _matmul(
@@ -121,6 +139,7 @@ def _matmul(
     marks = {
         "straight-through": formats.straight_through,
         "unnormalized probabilities": formats.unnormalized,
+        str(formats.tiling): formats.tiling is not None,
     }
     return Matmul(
         module,

@@ -19,6 +19,7 @@ import torch
 
 from megatron.collection.module_identity import natural_order
 from megatron.core.low_precision.quantized_module import Quantized
+from megatron.core.transformer import attention_tiles
 from megatron.fake_quant import policy
 from megatron.fake_quant.recipe import Recipe, Rule
 
@@ -133,7 +134,10 @@ def _complaint(
 
 
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
-    """Yield a message for each Hadamard transform whose size does not divide its reduction axis.
+    """Yield a message for each setting that does not fit a module.
+
+    These are tiles of an attention that cannot run in tiles, and Hadamard transforms whose size
+    does not divide the reduction axis.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
@@ -144,6 +148,12 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
         sizes = dict(zip(("fprop", "dgrad"), _sizes(module, operation, seq_length), strict=True))
         axes = dict(zip(sizes, AXES[operation], strict=True))
         for formats, source in module.plan_of(operation).of_all_times():
+            reason = None if formats.tiling is None else attention_tiles.refusal(module)
+            if reason is not None:
+                yield (
+                    f"{source}: {module.identity.name}: attention in {formats.tiling}: {reason}, "
+                    "or leave this module out"
+                )
             for gemm, slot in (("fprop", "fprop_b"), ("dgrad", "dgrad_b")):
                 transform = getattr(formats, slot).hadamard
                 if transform is not None and sizes[gemm] % transform.size:

@@ -41,6 +41,18 @@ def watch_logits(attention: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
+def note_largest(attention: torch.nn.Module, heads: int, largest_BM1: torch.Tensor) -> None:
+    """Track the largest logit of attention in tiles, given that of each query `[b * np, sq, 1]`."""
+    if attention.training:
+        _keep(attention, largest_BM1.view(-1, heads, largest_BM1.shape[1]).amax(dim=(0, 2)))
+
+
+def _keep(attention: torch.nn.Module, largest: torch.Tensor) -> None:
+    before = getattr(attention, NAME)
+    setattr(attention, NAME, largest if before is None else torch.maximum(before, largest))
+
+
+@torch.no_grad()
 def _note(attention, softmax, scores, attention_mask) -> None:
     if not attention.training:
         return
@@ -50,8 +62,7 @@ def _note(attention, softmax, scores, attention_mask) -> None:
     largest = visible.amax(dim=(0, 2, 3)).float()
     if softmax.scale is not None:
         largest = largest * softmax.scale
-    before = getattr(attention, NAME)
-    setattr(attention, NAME, largest if before is None else torch.maximum(before, largest))
+    _keep(attention, largest)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.fake_quant.tiling import KeyMask
 
 COMM_TYPE = "all_gather"  #: the only supported value of megatron-core's `cp_comm_type`
 
@@ -131,8 +132,8 @@ class ContextParallelism:
 
     def mask(
         self, queries: int, attention_mask: torch.Tensor | None, device: torch.device
-    ) -> torch.Tensor | None:
-        """Return a mask that is True where a query of this rank must not see a key.
+    ) -> KeyMask:
+        """Return the keys that are hidden from the queries of this rank.
 
         The keys are in the order of the sequence. A given mask has one row per query of this rank,
         as returned by `get_batch_on_this_cp_rank`. A sliding window takes precedence over a given
@@ -141,23 +142,21 @@ class ContextParallelism:
         Raises:
             ValueError: if the given mask has another shape.
         """
-        position, keys = self.positions(queries, device), queries * self.group.size()
-        ahead = torch.arange(keys, device=device) - position[:, None]
+        positions, keys = self.positions(queries, device), queries * self.group.size()
         if self.window_size is not None:
-            before, after = self.window_size
-            return (ahead < -before) | (ahead > after)
+            return KeyMask(positions, tuple(self.window_size))
         if attention_mask is None:
-            return ahead > 0 if self.causal else None
+            return KeyMask(positions if self.causal else None)
         if attention_mask.shape[-2] not in (1, queries) or attention_mask.shape[-1] != keys:
             raise ValueError(
                 f"the attention mask has the shape {list(attention_mask.shape)}, but this rank has "
                 f"{queries} queries for {keys} keys; cut it with get_batch_on_this_cp_rank, or "
                 "leave it out: a causal mask is made here"
             )
-        return attention_mask
+        return KeyMask(given=attention_mask)
 
     def whole(self, query, key, value, attention_mask):
-        """Return the gathered key and value, and the mask for this rank's queries.
+        """Return the gathered key and value, and the `KeyMask` of this rank's queries.
 
         `query` has the shape [s / cp, b, heads, d].
 

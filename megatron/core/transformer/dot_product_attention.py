@@ -17,14 +17,18 @@ dims: s sequence, k keys, b batch, a attention heads, g query groups, d head dim
 features.
 """
 
+from functools import partial
+
 import torch
 
 from megatron.core import tensor_parallel, tensor_saver
 from megatron.core._overlay import shadowed
 from megatron.core.low_precision.quantized_module import Quantized, operand_names
-from megatron.core.transformer.attention_logits import visible_mask, watch_logits
+from megatron.core.transformer import attention_tiles
+from megatron.core.transformer.attention_logits import note_largest, visible_mask, watch_logits
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
-from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+from megatron.fake_quant.tiled_attention import TiledAttention, TiledMatmul, tiled_attention
 from megatron.tensor_record import PAIRWISE
 
 _upstream = shadowed(__name__)
@@ -114,11 +118,23 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
     ):
         """Compute attention with quantized matmuls; a matmul without a format is not quantized."""
         self._check_plain(attention_bias, packed_seq_params)
+        mask = None
         if self.context is not None:
-            key, value, attention_mask = self.context.whole(query, key, value, attention_mask)
+            key, value, mask = self.context.whole(query, key, value, attention_mask)
         qk, pv = formats
         batch, heads = query.shape[1], query.shape[2]
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
+        matmuls = {"qk": qk, "pv": pv}
+        tiling = attention_tiles.tiling_of(self, matmuls, query.shape[0], key.shape[0])
+        if tiling is not None:
+            if mask is None:
+                mask = attention_tiles.key_mask(self, query, key, attention_mask)
+            operands = (query_BMD, key_BND, value_BND)
+            context_BMD = self._in_tiles(operands, matmuls, tiling, mask=mask, capture=capture)
+            context = context_BMD.view(batch, heads, *context_BMD.shape[1:])
+            return context.permute(2, 0, 1, 3).reshape(query.shape[0], batch, -1)
+        if mask is not None:
+            attention_mask = mask.hidden(slice(0, key.shape[0]))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
         if capture is not None:  # save the scores before the mask changes them in place
@@ -135,6 +151,44 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         context_BMD = self._matmul(probs_BMN, value_BDN, "pv", pv, capture, unnormalized=whole)
         context = context_BMD.view(batch, heads, *context_BMD.shape[1:])
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], batch, -1)
+
+    def _in_tiles(self, operands, matmuls, tiling, *, mask, capture):
+        """Return the output [b * np, sq, hn] of attention in tiles.
+
+        Args:
+            operands: Q, K and V, [b * np, s, hn].
+            matmuls: formats of "qk" and "pv"; None for high precision.
+            tiling: the tiles.
+            mask: keys that are hidden from queries.
+            capture: recorder of this pass's tensors, or None.
+        """
+        matmuls = {name: GemmFormats() if x is None else x for name, x in matmuls.items()}
+        if capture is not None:
+            attention_tiles.check_codes(capture, matmuls)
+        parts = {}
+        for operation, formats in matmuls.items():
+            observe = None if capture is None else capture.observer(operation)
+            alpha = self.softmax_scale if operation == "qk" else 1.0
+            seed = self.rounding_seed(formats, operation)
+            parts[operation] = TiledMatmul(formats, alpha, seed, observe)
+        heads, watch = self.num_attention_heads_per_partition, None
+        if self.config.log_max_attention_logit:
+            watch = partial(note_largest, self, heads)
+        attention = TiledAttention(
+            **parts,
+            tiling=tiling,
+            mask=mask,
+            heads=heads,
+            coefficient=self.scale_mask_softmax.scale,
+            watch=watch,
+        )
+        if capture is not None and capture.wants(*PAIRWISE):
+            matrices = attention.prepared().pairwise(*operands[:2])
+            scores, probs = (x.view(-1, heads, *x.shape[1:]) for x in matrices)
+            capture.save("attention_scores", scores, dims=DIMS["qk"][2], phase="post")
+            names = operand_names(matmuls["pv"], "fprop_a", "wgrad_a")
+            capture.save("attention_probs", probs, dims=DIMS["pv"][0], format=names)
+        return tiled_attention(*operands, attention=attention)
 
     def _check_plain(self, attention_bias, packed_seq_params):
         if attention_bias is None and packed_seq_params is None:

@@ -22,9 +22,13 @@ from megatron.fake_quant import get_format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.tiling import Tiling
 
 MXFP8, MXFP4, NVFP4 = (Operand(get_format(name)) for name in ("mxfp8", "mxfp4", "nvfp4"))
 ROTATED = Operand(get_format("nvfp4"), Hadamard(16, "nvfp4"))
+IN_TILES = GemmFormats(
+    MXFP8, MXFP8, unnormalized=True, tiling=Tiling(64, "reverse", 256.0, "quantized")
+)
 CHOICES = {
     "uniform": GemmFormats.uniform(get_format("mxfp8")),
     "high precision": GemmFormats(),
@@ -185,12 +189,14 @@ def test_the_cards_audit_is_read_as_the_trainer_writes_it():
     found.append(
         matmul_audit._matmul("decoder.layers.0.core", "pv", 1.0, unnormalized, "somewhere")
     )
+    found.append(matmul_audit._matmul("decoder.layers.1.core", "pv", 1.0, IN_TILES, "somewhere"))
     old = {"iteration": 1, "matmuls": ["decoder.layers.0-9.mlp.uniform  linear  mxfp4  recipe"]}
     card = {"quantization": [old, {"iteration": 3, "matmuls": matmul_audit.table(found)}]}
     for name, pattern in modules.items():
         assert of_card(card, pattern.format(5), "linear", 4) == CHOICES[name]
         assert of_card(card, pattern.format(2), "linear", 4) is None
     assert of_card(card, "decoder.layers.0.core", "pv", 3) == unnormalized
+    assert of_card(card, "decoder.layers.1.core", "pv", 3) == IN_TILES
     assert of_card(card, "decoder.layers.7.mlp.uniform", "linear", 2) == GemmFormats.uniform(
         get_format("mxfp4")
     )
@@ -219,8 +225,9 @@ def test_the_cards_audit_is_read_as_programs_are_to_read_it():
         name = core.format(layer)
         found.append(matmul_audit._matmul(name, "qk", 1.0, CHOICES["mixed"], "recipe", softmax))
         found.append(matmul_audit._matmul(name, "pv", 1.0, unnormalized, "recipe"))
+    found.append(matmul_audit._matmul(core.format(2), "pv", 1.0, IN_TILES, "recipe"))
     told = json.loads(json.dumps(matmul_audit.for_card(found)))
-    assert len(told) == len(CHOICES) + 2, "layers alike are one entry"
+    assert len(told) == len(CHOICES) + 3, "layers alike are one entry"
     card = {"quantization": [CARD | {"matmuls": ["x  linear  mxfp4  y"], "operands": told}]}
     for number, formats in enumerate(CHOICES.values()):
         for layer, expected in ((0, formats), (5, formats), (2, None)):
@@ -230,6 +237,7 @@ def test_the_cards_audit_is_read_as_programs_are_to_read_it():
     assert of_card(card, "x", "linear", 4) is None
     assert of_card(card, core.format(1), "qk", 3) == CHOICES["mixed"]
     assert of_card(card, core.format(1), "pv", 3) == unnormalized
+    assert of_card(card, core.format(2), "pv", 3) == IN_TILES
     assert softmax_of_card(card, core.format(1), 3) == Softmax(0.25, None, (7, 0), in_fp32=True)
     assert softmax_of_card(card, core.format(7), 3) is None
     through = next(each for each in told if "straight-through" in each["marks"])
@@ -321,6 +329,23 @@ def test_unnormalized_probabilities_are_those_of_another_order_of_division():
     formats = AttentionFormats(None, GemmFormats(MXFP8, MXFP8, unnormalized=True))
     outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
     assert outcomes["output"].wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_in_tiles_is_recomputed_in_tiles(dtype, shape):
+    softmax, values = SHAPES[shape]
+    tensors = attention_tensors(dtype, softmax, values)
+    pv = GemmFormats(unnormalized=True, tiling=Tiling(3, "reverse"))
+    formats = AttentionFormats(None, pv, softmax)
+    outcomes = {name: o for _, name, o in attention([tensors], formats, 1.0)}
+    assert outcomes.keys() == set(tensors) - {"query", "key", "value", "grad_output"}
+    assert not any(outcome.wrong for outcome in outcomes.values()), outcomes
+    for name in ("output", "attention_probs", "grad_key"):
+        wrong = tensors[name].clone(memory_format=torch.contiguous_format)
+        wrong.view(-1)[int(wrong.abs().argmax())] *= 1.25
+        spoilt = attention([tensors | {name: wrong}], formats, 1.0)
+        assert [n for _, n, outcome in spoilt if outcome.wrong] == [name]
 
 
 def test_where_some_values_are_not_finite_the_others_are_compared():
