@@ -539,6 +539,7 @@ def test_ready_recipes_load_and_say_whom_they_follow(path):
 def test_there_are_as_many_ready_recipes_as_the_readme_says():
     assert [path.stem for path in RECIPES] == [
         "fa_only",
+        "fa_tiles",
         "fp8_delayed",
         "hif8",
         "hif8_per_tensor",

@@ -24,6 +24,7 @@ SHARES = {
     "hif8_per_tensor": 4 * LINEAR / TOTAL,
     "fp8_delayed": 4 * LINEAR / TOTAL,
     "fa_only": 4 * (QK + PV) / TOTAL,
+    "fa_tiles": 4 * (QK + PV) / TOTAL,
     "linear_only": 4 * LINEAR / TOTAL,
     "precision_schedule": 0.0,  # at the first iteration
 }
@@ -45,6 +46,8 @@ def test_a_ready_recipe_trains(path, plain):
     assert audited_share(done.output) == pytest.approx(SHARES[path.stem], rel=1e-3)
     assert done.losses[6] < done.losses[1] - 0.5
     assert done.losses != plain.losses
+    mark = "(unnormalized probabilities) (tiles of 128 keys, reverse, P x 256)"
+    assert (mark in done.output) == (path.stem == "fa_tiles")
 
 
 def test_a_schedule_switches_at_its_iteration(plain, tmp_path):
