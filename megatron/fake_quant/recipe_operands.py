@@ -172,13 +172,13 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
 def _tiling(node: Node, what: str) -> Tiling | None:
     """Return the tiles in which attention is computed; None if no key of the node sets any."""
     settings = {key: node.scalar(key, what) for key in _TILING if key in node}
-    tiling = Tiling() if settings else None
+    tiling = Tiling()
     for key, value in settings.items():  # one by one, so that an error names the line
         try:
             tiling = replace(tiling, **{key: value})
         except ValueError as error:
             raise node.value[key].error(f"{what}: {error}") from None
-    return tiling
+    return tiling if settings else None
 
 
 def _with_names(message: str, gemms: Mapping[str, tuple[str, str]]) -> str:

@@ -90,7 +90,8 @@ class TiledMatmul:
             slot: operand.drawn(derive_seed(seed, slot.partition("_")[0]))
             for slot, operand in self.operands.items()
         }
-        return replace(self, formats=replace(self.formats, **operands), seed=seed)
+        formats = replace(self.formats, **operands)  # type: ignore[arg-type]
+        return replace(self, formats=formats, seed=seed)
 
     def quantized(
         self, slot: str, x: Tensor, *, axis: int, tile: int | None = None, amax: float | None = None
@@ -501,7 +502,7 @@ class _TiledAttention(torch.autograd.Function):
         return out_BMD.to(query_BMD.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_BMD: Tensor) -> tuple[Tensor | None, ...]:
         *operands, largest, total = ctx.saved_tensors
         with torch.autocast(grad_BMD.device.type, enabled=False):
@@ -545,7 +546,7 @@ def default_tiling(
     return tiling, size
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_attention(
     query_BMD: Tensor, key_BND: Tensor, value_BND: Tensor, *, attention: TiledAttention
 ) -> Tensor:
