@@ -37,7 +37,7 @@ def report():
 @pytest.mark.parametrize("unnormalized", [False, True])
 @pytest.mark.parametrize("case", ["causal", "window", "padding", "coefficient", "value dim"])
 def test_one_tile_has_the_bits_of_whole_matrices(report, case, unnormalized):
-    """With two tiles, normalized P differs in the last bits only; a few values cross a tie."""
+    """Normalized P in several tiles differs in the last bits only; a few values cross a tie."""
     found = report["comparisons"][f"{case} {unnormalized}"]
     assert found["96"] == dict.fromkeys(("o", "dq", "dk", "dv"), True)
     limit = 0.05 if unnormalized else 2e-3
