@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -22,8 +23,9 @@ def growth_figure(summary: Summary) -> Figure:
     """Return a figure with one panel per layer type, and one line per type of tensor."""
     drawn = set() if summary.first_pass is None else {p.layer_type for p in summary.points}
     types = [name for name in TITLES if name in drawn]
+    with_local = any(not math.isnan(point.local) for point in summary.points)
     several = len(summary.iterations) > 1
-    count = max(len(types), 1) + several
+    count = max(len(types), 1) + with_local + several
     figure, axes = sheet(12, 1.4 + 3.1 * count, count, 1)
     if summary.first_pass is None:
         nothing(axes[0], "Growth along the network", "no value differs")
@@ -34,6 +36,8 @@ def growth_figure(summary: Summary) -> Figure:
     for ax in alike[1:]:  # the panels are below each other, so each has its own labels
         ax.set_ylabel(_ERROR)
         ax.tick_params(axis="y", which="both", labelleft=True)
+    if with_local:
+        _local_errors(axes[len(types)], summary)
     if several:
         _iterations(axes[-1], summary)
     legend(figure, axes)
@@ -57,18 +61,37 @@ def _panel(ax: Axes, layer_type: str, summary: Summary) -> None:
     if not any(point.error for point in points):
         nothing(ax, title, "all values are equal")
         return
-    data = pd.DataFrame(
-        {
-            "group": [point.tensor_name for point in points],
-            "x": [point.position for point in points],
-            "value": [point.error for point in points],
-        }
-    )
-    plot_lines(data, xlabel="", ylabel=_ERROR, title=title, logarithmic=True, narrow=1.0, ax=ax)
+    _lines(ax, [(point.tensor_name, point.position, point.error) for point in points], title)
     _label_layers(ax, summary.points)
     first = summary.first
     if first is not None and first.position <= summary.points[-1].position:
         ax.axvline(first.position, color=ALARM, linestyle=":", label="first difference", zorder=0)
+
+
+def _local_errors(ax: Axes, summary: Summary) -> None:
+    """Draw the error that each operation adds, with linear layers and attention in one panel."""
+    values = [
+        (f"{point.tensor_name} of {point.layer_type}", point.position, point.local)
+        for point in summary.points
+        if not math.isnan(point.local)
+    ]
+    _lines(ax, values, "Local errors: what each operation adds", ylabel="local error / ‖A‖")
+    _label_layers(ax, summary.points)
+
+
+def _lines(
+    ax: Axes, values: Sequence[tuple[str, int, float]], title: str, *, ylabel: str = _ERROR
+) -> None:
+    """Draw one line per group on a logarithmic axis.
+
+    Args:
+        ax: axes to draw on.
+        values: group, position and error of each point.
+        title: title of the axes.
+        ylabel: label of the y-axis.
+    """
+    data = pd.DataFrame(values, columns=["group", "x", "value"])
+    plot_lines(data, xlabel="", ylabel=ylabel, title=title, logarithmic=True, narrow=1.0, ax=ax)
 
 
 def _label_layers(ax: Axes, points: Sequence[Point]) -> None:
@@ -119,6 +142,4 @@ def _iterations(ax: Axes, summary: Summary) -> None:
         }
     )
     title = "Largest relative error by iteration"
-    plot_lines(
-        data, xlabel="iteration", ylabel=_ERROR, title=title, logarithmic=True, narrow=1.0, ax=ax
-    )
+    plot_lines(data, xlabel="iteration", ylabel=_ERROR, title=title, logarithmic=True, ax=ax)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,20 +53,21 @@ def _picture(summary: Summary) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
+    """Return a table; columns of names are aligned to the left, columns of numbers to the right."""
     header, *body = rows
-    lines = [_cells(header, "th"), *(_cells(row, "td") for row in body)]
+    classes = [' class="name"' if _has_names(column) else "" for column in zip(*body, strict=True)]
+    lines = [_cells(header, "th", classes), *(_cells(row, "td", classes) for row in body)]
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
-def _cells(row: Row, tag: str) -> str:
-    cells = [f"<{tag}{_style(cell)}>{_escaped(cell)}</{tag}>" for cell in row]
+def _has_names(column: Sequence[object]) -> bool:
+    return any(re.fullmatch(r"-|inf|[\d.e+-]+", str(cell)) is None for cell in column)
+
+
+def _cells(row: Row, tag: str, classes: Sequence[str]) -> str:
+    pairs = zip(row, classes, strict=True)
+    cells = [f"<{tag}{style}>{_escaped(cell)}</{tag}>" for cell, style in pairs]
     return f"<tr>{''.join(cells)}</tr>"
-
-
-def _style(cell: object) -> str:
-    """Return the class of a table cell: names are aligned to the left, numbers to the right."""
-    is_name = isinstance(cell, str) and not cell.replace("-", "").replace(".", "").isnumeric()
-    return ' class="name"' if is_name else ""
 
 
 def _escaped(text: object) -> str:

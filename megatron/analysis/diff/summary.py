@@ -63,6 +63,7 @@ class Point:
     module: str | None
     tensor_name: str
     error: float
+    local: float  #: local error; NaN if it is unknown
 
     def is_same_tensor(self, other: Point) -> bool:
         """Return whether two points are about the same tensor, possibly on different ranks."""
@@ -162,10 +163,14 @@ class Summary:
             key.module,
             str(key.tensor_name),
             difference.relative_error,
+            local_error(result),
         )
         if self.points and point.is_same_tensor(self.points[-1]):
             last = self.points.pop()
-            point = replace(last, error=max(last.error, point.error))
+            known = [local for local in (last.local, point.local) if not math.isnan(local)]
+            point = replace(
+                last, error=max(last.error, point.error), local=max(known, default=math.nan)
+            )
         self.points.append(point)
 
 

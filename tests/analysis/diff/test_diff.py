@@ -241,7 +241,7 @@ def test_the_picture(originals):
     for _ in summary.follow(comparison.run(keys)):
         pass
     figure = growth_figure(summary)
-    linear, attention, iterations = figure.axes
+    linear, attention, local, iterations = figure.axes
     assert [ax.get_title(loc="left") for ax in (linear, attention)] == [
         "Linear layers",
         "Attention",
@@ -255,9 +255,12 @@ def test_the_picture(originals):
         assert ax.get_ylabel() == "relative error ‖B - A‖ / ‖A‖"
         assert "execution order" in ax.get_xlabel()
     assert [tick.get_text() for tick in linear.get_xticklabels()] == ["0", "1", "0", "1"]
+    assert local.get_ylabel() == "local error / ‖A‖"
+    labels = local.get_legend_handles_labels()[1]
+    assert {"output of linear", "output of attention", "grad_weight of linear"} <= set(labels)
     assert iterations.get_xlabel() == "iteration"
     [legend] = figure.legends
-    assert len(legend.get_texts()) == 14
+    assert len(legend.get_texts()) == 14 + 7
 
 
 def test_mistakes_end_with_status_2(runs, tmp_path, capsys):
