@@ -8,10 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant import tiled_attention as module
+from megatron.fake_quant import tiled_matmul as module
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.tiled_attention import TiledAttention, TiledMatmul, tiled_attention
+from megatron.fake_quant.tiled_attention import tiled_attention
+from megatron.fake_quant.tiled_forward import TiledAttention
+from megatron.fake_quant.tiled_matmul import TiledMatmul
 from megatron.fake_quant.tiling import KeyMask, Tiling
 from megatron.fake_quant.unrounded import quantize_parts
 
@@ -282,7 +284,7 @@ def test_each_tile_has_random_bits_of_its_own():
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     attention = TiledAttention(*(TiledMatmul(x, seed=5) for x in formats), Tiling(32))
     e = torch.rand(1, 64, 32, generator=torch.Generator().manual_seed(2))
-    of_tile = [attention.unnormalized(e, tile).values for tile in (0, 1, 2, 1)]
+    of_tile = [attention.unnormalized(e, tile).matrix.values for tile in (0, 1, 2, 1)]
     assert not torch.equal(of_tile[0], of_tile[1])
     assert not torch.equal(of_tile[1], of_tile[2])
     assert torch.equal(of_tile[1], of_tile[3])

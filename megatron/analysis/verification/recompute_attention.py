@@ -38,8 +38,9 @@ from megatron.analysis.verification.recompute_linear import (
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
-from megatron.fake_quant.mean_split import SplitMatrix
-from megatron.fake_quant.tiled_attention import Tile, TiledAttention, TiledMatmul, tiled_attention
+from megatron.fake_quant.tiled_attention import tiled_attention
+from megatron.fake_quant.tiled_forward import Tile, TiledAttention
+from megatron.fake_quant.tiled_matmul import TiledMatmul, TileOperand
 from megatron.fake_quant.tiling import CAUSAL, KeyMask
 from megatron.tensor_record import PAIRWISE
 
@@ -260,7 +261,7 @@ class _Moved(TiledAttention):
     The scores of tiles are float32. Sums of products in another order differ by several units.
     """
 
-    def scores(self, query: SplitMatrix, key: SplitMatrix, tile: Tile) -> Tensor:
+    def scores(self, query: TileOperand, key: TileOperand, tile: Tile) -> Tensor:
         """Return the changed scores of a tile."""
         scores_BMN = super().scores(query, key, tile)
         generator = torch.Generator().manual_seed(tile.number)

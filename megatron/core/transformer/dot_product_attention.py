@@ -28,7 +28,9 @@ from megatron.core.transformer import attention_tiles
 from megatron.core.transformer.attention_logits import note_largest, visible_mask, watch_logits
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
 from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
-from megatron.fake_quant.tiled_attention import TiledAttention, TiledMatmul, tiled_attention
+from megatron.fake_quant.tiled_attention import tiled_attention
+from megatron.fake_quant.tiled_forward import TiledAttention
+from megatron.fake_quant.tiled_matmul import TiledMatmul
 from megatron.tensor_record import PAIRWISE
 
 _upstream = shadowed(__name__)
