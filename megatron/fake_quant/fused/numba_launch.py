@@ -5,7 +5,7 @@ This module chooses the kernel for a tensor, the kernel's constants and the numb
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from megatron.fake_quant.fused import (
     numba_bits,
     numba_blocks,
     numba_choice,
-    numba_columns,
     numba_eden,
     numba_elementwise,
     numba_groups,
@@ -30,6 +29,7 @@ from megatron.fake_quant.fused import (
     numba_table,
     numba_threads,
     numba_tiles,
+    numba_tiling,
 )
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_groups import GROUP
@@ -51,11 +51,8 @@ _ROUNDINGS = {
     "hybrid": numba_elementwise.HYBRID,
 }
 _LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
-#: number of columns in a tile of blocks of several rows, few enough that the rows stay in the cache
-_COLUMNS = 512
 #: number of bytes of a tensor that are read twice in a row, few enough to stay in the L2 cache
 _NEAR = 1 << 19
-_FEW = 16  #: number of rows of blocks in a matrix below which its columns are divided, too
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
@@ -113,16 +110,16 @@ def _blocks(
     """
     assert isinstance(fmt.element, ElementFormat)
     last = axis == len(shape) - 1 or (fmt.height == 1 and math.prod(shape[axis + 1 :]) == 1)
-    outer, n, inner = _matrices(fmt, shape, axis, last=last)
+    outer, n, inner = numba_tiling.matrices(fmt, shape, axis, last=last)
     rule = numba_scales.make_rule(fmt, functools.partial(_amax, src, amax))
-    tiling = _tiling(fmt, n, inner, last=last)
+    tiling = numba_tiling.tiling_of(fmt, n, inner, last=last)
     row = math.gcd(len(src), tiling.columns)
     filled = last and tiling.height == 1 and inner % tiling.width == 0
     if filled and row >= min(inner, tiling.columns) and not rule.grouped:
         # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
         n, inner, tiling = len(src) // row, row, tiling._replace(strips=1)
     tensors = [array.reshape(outer, n, inner) for array in (src, dst)]
-    groups, tiling = _outer_groups(tensors[0], fmt, tiling)
+    groups, tiling = numba_tiling.outer_groups(tensors[0], fmt, tiling)
     element = numba_bits.element_bits(fmt.element)
     work = functools.partial(
         numba_blocks.blocks, *tensors, groups.most, tiling, element, rule, _random(seed)
@@ -133,7 +130,7 @@ def _blocks(
         return
     find_maxima = functools.partial(numba_blocks.finite_maxima, tensors[0], *groups)
     bands = groups.most.shape[1]
-    if outer * bands < _FEW:
+    if outer * bands < numba_tiling.FEW:
         count = outer * bands * groups.strips
         numba_threads.run(find_maxima, count, -(-_LEAST * count // len(src)))
         numba_threads.run(work, items, -(-_LEAST * items // len(src)))
@@ -154,63 +151,6 @@ def _blocks(
             work(first_item(first), first_item(last))
 
     numba_threads.run(both, outer * bands, -(-_LEAST // (groups.rows * inner)))
-
-
-def _matrices(fmt: Format, shape: list[int], axis: int, *, last: bool) -> tuple[int, int, int]:
-    """Return the shape `[outer, n, inner]` in which the kernel for blocks reads a tensor.
-
-    last: True if blocks run along the last axis in memory.
-    """
-    if fmt.height > 1:
-        return math.prod(shape[:-2]), shape[-2], shape[-1]
-    if last:
-        return 1, math.prod(shape[:axis]), shape[axis]
-    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-
-
-def _tiling(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Tiling:
-    """Return the shape of a format's blocks and of tiles in matrices of `n` x `inner` values.
-
-    last: True if blocks run along the last axis in memory.
-    """
-    assert fmt.block_size is not None
-    size = fmt.block_size if fmt.height > 1 else min(fmt.block_size, inner if last else n)
-    height, width = (fmt.height, size) if last else (size, fmt.height)
-    most = _COLUMNS if height > 1 else numba_columns.TILE
-    columns = max(most // width, 1) * width
-    # If there are few rows of blocks, divide the columns into strips, so that all threads work.
-    strips = 1 if -(-n // height) >= _FEW else -(-inner // columns)
-    return numba_blocks.Tiling(height, width, columns, strips, last)
-
-
-class _OuterGroups(NamedTuple):
-    """Groups of values with a common outer scale; the arguments of `finite_maxima`."""
-
-    rows: int  #: rows of a group, which is also the height of a band of groups
-    columns: int  #: columns of a group
-    strips: int  #: number of parts into which a band is cut, for more threads
-    most: NDArray[np.int32]  #: largest magnitude of each group, `[matrices, rows, columns]`
-
-
-def _outer_groups(
-    src: NDArray[np.integer[Any]], fmt: Format, tiling: numba_blocks.Tiling
-) -> tuple[_OuterGroups, numba_blocks.Tiling]:
-    """Return the groups with a common outer scale, and a tiling that refers to them.
-
-    Their maxima are zero, and stay unused if there is no outer scale or one for the whole tensor.
-    """
-    if fmt.outer_size is None:
-        return _OuterGroups(0, 0, 0, np.zeros((1, 1, 1), np.int32)), tiling
-    outer, n, inner = src.shape
-    shift = fmt.outer_size.bit_length() - 1
-    size = 1 << shift
-    rows, columns = (1, min(size, inner)) if tiling.along_rows else (min(size, n), 1)
-    strips = 1 if tiling.along_rows else -(-inner // numba_columns.TILE)
-    most = np.zeros((outer, -(-n // rows), -(-inner // columns)), np.int32)
-    groups = _OuterGroups(rows, columns, strips, most)
-    if tiling.along_rows:
-        return groups, tiling._replace(column_shift=shift)
-    return groups, tiling._replace(row_shift=shift)
 
 
 def _tiles(
