@@ -6,6 +6,7 @@ python -m megatron.analysis diff logs/bf16 logs/mxfp8              compare two r
 python -m megatron.analysis draw enhanced_tensor_logs              draw everything
 python -m megatron.analysis report enhanced_tensor_logs            write one page to click through
 python -m megatron.analysis quick enhanced_tensor_logs/mxfp8       take a first look
+python -m megatron.analysis history DIR/statistics                 find the first unusual tensor
 python -m megatron.analysis COMMAND --help                         options and examples
 """
 
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.analysis.cli import diff_command, draw_command, stats_command
+from megatron.analysis.cli import diff_command, draw_command, history_command, stats_command
 from megatron.analysis.dump.folder import check_folder
 from megatron.analysis.text_table import printable_lines, shown
 from megatron.console import ArgumentParser, run_main
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_stats(commands)
     _add_diff(commands)
     _add_drawing(commands)
+    _add_history(commands)
     return parser
 
 
@@ -156,6 +158,18 @@ def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
         )
         draw_command.add_options(parser, name)
         parser.set_defaults(command=draw_command.run)
+
+
+def _add_history(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "history",
+        help="find the first tensor whose statistics became unusual",
+        description=history_command.DESCRIPTION,
+        epilog=history_command.EXAMPLES,
+        formatter_class=_RAW,
+    )
+    history_command.add_options(parser)
+    parser.set_defaults(command=history_command.run)
 
 
 def main(arguments: list[str] | None = None) -> int:

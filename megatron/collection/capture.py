@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from megatron.collection.module_identity import ModuleIdentity
+from megatron.collection.statistics.history import TensorStatistics
 from megatron.collection.training_clock import clock
 from megatron.fake_quant.gemm import SLOTS, Observer
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.packing import quantize
 from megatron.tensor_record import CODES, COMPONENTS, operation_of
 
@@ -41,12 +42,53 @@ class Sink(Protocol):
         """Stop the collection on this rank for the reason `why`."""
 
 
+class NoSink:
+    """A sink that takes no tensors, for a capture that only measures statistics."""
+
+    def __init__(self, coordinates: dict[str, int]):
+        self.coordinates = coordinates
+
+    def selects(self, tensor_name: str) -> bool:
+        """Return False."""
+        return False
+
+    def takes(self, tensor_name: str) -> bool:
+        """Return False."""
+        return False
+
+    def save(
+        self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
+    ) -> None:
+        """Refuse the tensor, because the caller must ask `takes` first."""
+        raise AssertionError("this sink takes no tensors")
+
+    def give_up(self, why: str) -> None:
+        """Refuse the reason, because this sink has no collection to stop."""
+        raise AssertionError("this sink has no collection to stop")
+
+
 class Capture:
     """Recorder of one layer's tensors in the forward pass and, through hooks, the backward pass."""
 
-    def __init__(self, sink: Sink, identity: ModuleIdentity, layer_type: str):
+    def __init__(
+        self,
+        sink: Sink,
+        identity: ModuleIdentity,
+        layer_type: str,
+        *,
+        statistics: TensorStatistics | None = None,
+    ):
+        """Create the recorder of one forward pass and its backward pass.
+
+        Args:
+            sink: receiver of the tensors.
+            identity: name and layer number of the module.
+            layer_type: "attention" or "linear".
+            statistics: statistics that measure the operands; None if this pass is not measured.
+        """
         assert clock.micro_batch is not None, "a capture exists only within a training step"
         self._sink = sink
+        self._statistics = statistics
         self._micro_batch = clock.micro_batch
         self._amaxes: dict[str, float] = {}  #: given amaxes of the operands quantized so far
         self._fields = {
@@ -87,6 +129,11 @@ class Capture:
             phase: "pre" for an input of the matmul, "post" for its output.
             format: name of the format that this operand is quantized to, if any.
         """
+        if self._measures(operation=operation, phase=phase, format=format):
+            assert self._statistics is not None
+            self._statistics.add_tensor(
+                self._where, self._fields["layer_type"], tensor_name, tensor
+            )
         if not self._sink.takes(tensor_name):
             return
         dims = over_context(dims, self._sink.coordinates)
@@ -98,6 +145,23 @@ class Capture:
             format=format,
             dims=dims,
             global_shape=global_shape(list(tensor.shape), dims, self._sink.coordinates),
+        )
+
+    @property
+    def _where(self) -> tuple[int, str]:
+        """Layer number and name of the module."""
+        return self._fields["layer_idx"], self._fields["module"]
+
+    def _measures(self, *, operation: str, phase: str, format: str | None) -> bool:
+        """Return whether the statistics measure a tensor that is not quantized.
+
+        A forward pass that is recomputed has been measured before.
+        """
+        return (
+            self._statistics is not None
+            and phase == "pre"
+            and format in (None, str(AS_IT_IS))
+            and not (self._fields["recomputed"] and operation == "forward")
         )
 
     def _save(self, tensor: torch.Tensor, **fields: Any) -> None:
@@ -131,6 +195,10 @@ class Capture:
             seed: int | None,
             amax: torch.Tensor | None,
         ) -> None:
+            repeated = self._fields["recomputed"] and slot.startswith("fprop")
+            if self._statistics is not None and operand.format is not None and not repeated:
+                how = {"axis": axis, "seed": seed, "amax": amax}
+                self._statistics.add_operand(self._where, operation, slot, x, operand, **how)
             if amax is not None:
                 self._amaxes[f"{operation}_{slot}"] = float(amax)
             if not self._sink.takes(names[slot]) or operand.format is None or not x.numel():
@@ -176,7 +244,10 @@ class Capture:
         A tensor hook is used instead of an autograd node, because later code may modify the result
         in place. Autograd forbids that for the view that a node would return.
         """
-        if _has_gradient(tensor) and self._sink.takes(tensor_name):
+        measured = self._measures(
+            operation="backward", phase=how.get("phase", "pre"), format=how.get("format")
+        )
+        if _has_gradient(tensor) and (measured or self._sink.takes(tensor_name)):
             tensor.register_hook(self._hook(tensor_name, how))
 
     def _hook(self, tensor_name: str, how: dict[str, Any]) -> Callable[[torch.Tensor], None]:

@@ -21,6 +21,7 @@ class Reader(Enum):
     SELECTION = "selection.Selection.parse"
     LIMITS = "limits.Limits.parse"
     RING = "ring_buffer.RingSettings.parse"
+    STATISTICS = "statistics.history.StatisticsSettings.parse"
     FLAG_FILE = "flag_file.FlagFile.parse"
 
 
@@ -291,6 +292,15 @@ FLAGS = (
         brief="the same for the gradient norm; use about 4 with large batches (default: 100)",
         topic=Topic.WHEN,
         reader=Reader.RING,
+    ),
+    Flag(
+        name="tensor_statistics",
+        type=int,
+        metavar="EVERY",
+        help="measure all operands of the matmuls in every EVERY-th iteration (amax, rms, SQNR, "
+        "underflow), and write them and the losses to Parquet files in the folder `statistics` of "
+        "--tensor-save-dir, and to --tensorboard-dir; needs no --save-tensors",
+        reader=Reader.STATISTICS,
     ),
 )
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from megatron.fake_quant import policy
-from megatron.tensor_record import SCHEMA_VERSION
+from megatron.tensor_record import SCHEMA_VERSION, safe_name
 
 RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome` on all ranks
 
 PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
+DEFAULT_FOLDER = "enhanced_tensor_logs"
 #: Prefixes of the environment variables that the run card lists.
 VARIABLES = (
     policy.TYPE_VARIABLE,
@@ -34,6 +35,15 @@ VARIABLES = (
 #: Kinds of parallel groups: tensor, pipeline, data, context, expert and expert-tensor parallel.
 GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def collection_folder(save_dir: str | None) -> Path:
+    """Return the folder of the collection.
+
+    It is `save_dir`, or TENSOR_SAVE_DIR if that is None, or `enhanced_tensor_logs/<type>`.
+    """
+    default = Path(DEFAULT_FOLDER, safe_name(policy.current().quant_type))
+    return Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default)
 
 
 def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:

@@ -23,17 +23,20 @@ from typing import Any, TypeAlias
 
 import torch
 
-from megatron.collection.capture import Capture
+from megatron.collection.capture import Capture, NoSink
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
 from megatron.collection.collector import Collector
 from megatron.collection.deferred_signals import signals_deferred
+from megatron.collection.flags import Reader, by_reader
 from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.plan import Planner
 from megatron.collection.record_writer import check_writable
+from megatron.collection.run_card import rank_coordinates
 from megatron.collection.selection import Selection
 from megatron.collection.settings import Settings, enabled_by_environment, read_settings
+from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
 from megatron.collection.training_clock import clock
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ UNNAMED = ModuleIdentity("", -1)  #: identity of a layer that is not part of a m
 NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
 
 _collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
+_statistics: TensorStatistics | None = None  #: statistics of this rank; None if there are none
 _configured = False
 _owner = 0  #: ID of the process that started the collection
 _observed = 0  #: number of completed iterations at the last call of `observe`
@@ -90,7 +94,7 @@ def configure(
     Raises:
         ValueError: if any rank finds an invalid setting or cannot write; raised on all ranks.
     """
-    global _collector, _configured, _observed, _owner
+    global _collector, _configured, _observed, _owner, _statistics
     close()
     _configured, _observed = True, 0
     clock.reset(iteration)
@@ -112,13 +116,20 @@ def configure(
 
     settings = together(requested)
     _check_same_switch(settings is not None)
-    if settings is None:
+    chosen = by_reader(flags)[Reader.STATISTICS]
+    history = together(lambda: StatisticsSettings.parse(directory=save_dir, **chosen))
+    if settings is None and history is None:
         return
     _owner = os.getpid()
     atexit.register(close_at_exit)
+    run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
+    if history is not None and not plan:
+        place = dict(coordinates or rank_coordinates())
+        _statistics = together(lambda: TensorStatistics(history, run_id, place, iteration))
+    if settings is None:
+        return
     if from_all_ranks(modules is not None)[0]:
         _check_selection_exists(settings.selection, modules or ())
-    run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
     if plan:
         _collector = Planner(settings, run_id, coordinates=coordinates)
         return
@@ -165,6 +176,8 @@ def begin_iteration() -> None:
             )
         with signals_deferred:
             _collector.begin_iteration()
+    if _statistics is not None:
+        _statistics.latest = []
 
 
 def end_iteration() -> None:
@@ -173,6 +186,9 @@ def end_iteration() -> None:
     clock.micro_batch = None
     if _collector is not None:
         _collector.end_iteration()
+    if _statistics is not None:
+        with signals_deferred:
+            _statistics.end_iteration()
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
@@ -190,6 +206,8 @@ def observe(loss: float | None, grad_norm: float | None) -> str | None:
     global _observed
     _observed = clock.completed
     with signals_deferred:
+        if _statistics is not None:
+            _statistics.observe(loss, grad_norm)
         return None if _collector is None else _collector.observe(loss, grad_norm)
 
 
@@ -197,6 +215,14 @@ def flush() -> None:
     """Wait until all collected tensors are on disk or writing has failed."""
     if _collector is not None:
         _collector.outcome()
+    flush_statistics()
+
+
+def flush_statistics() -> None:
+    """Write all measured statistics to disk, as before a checkpoint is saved."""
+    if _statistics is not None:
+        with signals_deferred:
+            _statistics.flush()
 
 
 def set_sample_idx(sample_idx: int) -> None:
@@ -209,11 +235,19 @@ def set_sample_idx(sample_idx: int) -> None:
 
 
 def capture(identity: ModuleIdentity | None, layer_type: str) -> Capture | None:
-    """Return a `Capture` for one forward pass of a layer; None if the pass is not collected."""
+    """Return a `Capture` for one forward pass of a layer.
+
+    Return None if the pass is neither collected nor measured.
+    """
     identity = identity or UNNAMED
-    if _collector is None or not _collector.wants(identity, layer_type):
+    measured = _statistics is not None and _statistics.wants()
+    if _collector is not None and _collector.wants(identity, layer_type):
+        return Capture(
+            _collector, identity, layer_type, statistics=_statistics if measured else None
+        )
+    if not measured or _statistics is None:
         return None
-    return Capture(_collector, identity, layer_type)
+    return Capture(NoSink(_statistics.coordinates), identity, layer_type, statistics=_statistics)
 
 
 def save_tensor(
@@ -240,8 +274,13 @@ def save_tensor(
 
 
 def enabled() -> bool:
-    """Return whether this run collects tensors."""
-    return _collector is not None
+    """Return whether this run collects tensors or measures their statistics."""
+    return _collector is not None or _statistics is not None
+
+
+def statistics() -> TensorStatistics | None:
+    """Return the statistics of this rank; None without `--tensor-statistics`."""
+    return _statistics
 
 
 def current() -> Collector | None:
@@ -288,6 +327,9 @@ def settle() -> list[str]:
     Returns:
         One message per rank that reached a limit.
     """
+    if _statistics is not None:
+        failures = from_all_ranks(_statistics.failure)
+        _statistics.failure = next(filter(None, failures), None)
     if _collector is None:
         return []
     # Between short waits for the disk, the ranks synchronize, so that one slow disk does not cause
@@ -315,10 +357,14 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
         An error message if the collection has failed on this rank, or on any rank if `settle` has
         been called; None otherwise.
     """
-    global _collector
+    global _collector, _statistics
     with signals_deferred:
         collector, _collector = _collector, None
-        return None if collector is None else collector.close(aborted, interrupted=interrupted)
+        history, _statistics = _statistics, None
+        failures = [None if history is None else history.close()]
+        if collector is not None:
+            failures.insert(0, collector.close(aborted, interrupted=interrupted))
+        return "; ".join(filter(None, failures)) or None
 
 
 def close_at_exit() -> None:

@@ -13,12 +13,10 @@ from megatron.collection.flags import Reader, by_reader
 from megatron.collection.iteration_windows import check_in_run, how_many
 from megatron.collection.limits import Limits
 from megatron.collection.ring_buffer import RingSettings
-from megatron.collection.run_card import rank_coordinates
+from megatron.collection.run_card import collection_folder, rank_coordinates
 from megatron.collection.selection import Selection, describe
 from megatron.fake_quant import policy
-from megatron.tensor_record import safe_name
 
-DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 TIMEOUT = 10  #: default timeout of a collective operation, in minutes
 #: maximum time between synchronizations of the ranks while a rank waits for its disk, in seconds
 TURN = 30.0
@@ -87,7 +85,6 @@ def read_settings(
     """
     quant_type = policy.current().quant_type
     world_size = args.get("world_size") or rank_coordinates()["world_size"]
-    default = Path(DEFAULT_DIRECTORY, safe_name(quant_type))
     values = by_reader(flags)
     chosen = Selection.parse(
         num_layers=args.get("num_layers"), world_size=world_size, **values[Reader.SELECTION]
@@ -110,7 +107,7 @@ def read_settings(
     control_iter = how_many(control_iter, chosen.iterations, iteration)
     check_in_run(chosen.iterations, control_iter, iteration, args.get("train_iters"))
     return Settings(
-        directory=Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default),
+        directory=collection_folder(save_dir),
         quant_type=quant_type,
         control_iter=control_iter,
         selection=chosen,

@@ -25,10 +25,12 @@ from megatron.collection.session import (
     end_iteration,
     finished,
     flush,
+    flush_statistics,
     observe,
     save_tensor,
     set_sample_idx,
     settle,
+    statistics,
 )
 from megatron.collection.settings import enabled_by_environment
 from megatron.core import parallel_state
@@ -48,10 +50,12 @@ __all__ = [
     "end_iteration",
     "finished",
     "flush",
+    "flush_statistics",
     "observe",
     "save_tensor",
     "set_sample_idx",
     "settle",
+    "statistics",
 ]
 
 _GROUPS = {

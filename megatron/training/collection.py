@@ -1,17 +1,21 @@
 """Functions that configure the tensor collection, print its plan and report its result."""
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.collection.flags import FLAGS, Reader
 from megatron.collection.limits import gib
 from megatron.collection.plan import Planner, make_plan, planned_iterations
 from megatron.collection.plan_report import report
 from megatron.collection.settings import Settings, read_settings
+from megatron.collection.statistics.history import Place, StatisticsSettings
+from megatron.collection.statistics.measure import Sums, joined, statistics
 from megatron.collection.training_clock import clock
 from megatron.core import tensor_saver
 from megatron.core.num_microbatches_calculator import (
@@ -38,12 +42,17 @@ def check_collection(args: argparse.Namespace) -> None:
     Raises:
         UserError: if a flag is invalid, or is given although no tensors are collected.
     """
+    measured = args.tensor_statistics is not None
     given = [
         flag.option
         for flag in FLAGS
-        if flag.type is not bool and getattr(args, flag.name) != flag.default
+        if flag.type is not bool
+        and getattr(args, flag.name) != flag.default
+        and flag.reader is not Reader.STATISTICS
+        and not (measured and flag.name == "tensor_save_dir")
     ]
     try:
+        StatisticsSettings.parse(tensor_statistics=args.tensor_statistics)
         asked = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
         if given and not asked:
             raise ValueError(
@@ -95,6 +104,10 @@ def configure_collection(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+    if (history := tensor_saver.statistics()) is not None:
+        settings = history.settings
+        times = "every iteration" if settings.every == 1 else f"every {settings.every} iterations"
+        print_rank_0(f"> measuring all matmul operands, {times}, to {settings.folder}")
     if (saver := tensor_saver.current()) is None:
         return
     if not args.collect_plan:
@@ -168,6 +181,34 @@ def observe_step(step: StepResult) -> None:
     grad_norm = None if step.skipped else step.grad_norm
     if message := tensor_saver.observe(step.losses["lm loss"], grad_norm):
         print_rank_0(f"> {message}")
+
+
+def operand_scalars(iteration: int) -> dict[str, float]:
+    """Return the statistics of all operands by their names in TensorBoard, on the last rank.
+
+    Must be called on all ranks. The shards of an operand on several ranks count as one operand. The
+    result is empty on the other ranks, without `--tensor-statistics`, and if the iteration is not
+    measured.
+    """
+    history = tensor_saver.statistics()
+    if history is None or not history.due(iteration):
+        return {}
+    gathered: list[list[tuple[Place, Sums]]] = [history.latest]
+    if (ranks := dist.get_world_size()) > 1:
+        last = dist.get_rank() == ranks - 1
+        gathered = [[]] * ranks
+        dist.gather_object(history.latest, gathered if last else None, dst=ranks - 1)
+    shards: dict[Place, list[Sums]] = {}
+    for place, sums in itertools.chain.from_iterable(gathered):
+        shards.setdefault(place, []).append(sums)
+    values = {}
+    for place, parts in shards.items():
+        numbers = statistics(joined(parts), quantized=place.quantized)
+        operand = f"{place.module}/{place.operation}_{place.gemm}_{place.tensor}"
+        for name in ("amax", "rms", "sqnr_db", "underflow"):
+            if (value := getattr(numbers, name)) is not None:
+                values[f"{name}/{operand}"] = value
+    return values
 
 
 def report_collection() -> None:

@@ -162,6 +162,10 @@ class TensorBoard:
             return
         self._add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
+    def write_operands(self, iteration: int, scalars: dict[str, float]) -> None:
+        """Write the statistics of the matmul operands, regardless of the log interval."""
+        self._add(iteration, scalars)
+
     def write_evaluation(self, iteration: int, losses: dict[str, float]) -> None:
         """Write the validation losses, regardless of `--tensorboard-log-interval`."""
         self._add(iteration, {f"{name} validation": loss for name, loss in losses.items()})

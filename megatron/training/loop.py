@@ -19,7 +19,7 @@ from megatron.core.timers import Timers
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import resumes_in_place
 from megatron.training.checkpointing.save_load import save_checkpoint
-from megatron.training.collection import observe_step
+from megatron.training.collection import observe_step, operand_scalars
 from megatron.training.data import datasets as data
 from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError
@@ -126,6 +126,9 @@ class TrainingLoop:
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
         self.progress.levels = self.loss_spikes.levels
         observe_step(step)
+        if self.args.tensorboard_dir:
+            iteration = self.progress.iteration
+            self.tensorboard.write_operands(iteration, operand_scalars(iteration))
 
     def _log(self, step: StepResult, seconds: float) -> None:
         args, progress, interval = self.args, self.progress, self.interval
@@ -222,6 +225,7 @@ class TrainingLoop:
         if self.args.save is None or self.saved_at == self.progress.iteration:
             return
         paused = time.perf_counter()
+        tensor_saver.flush_statistics()
         with whole_weights(self.state.model, self.run_):
             save_checkpoint(self.run_, self.state, self.progress)
         self.saved_at = self.progress.iteration

@@ -36,6 +36,8 @@ def configure_formats(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     bypassed = "tensor collection" if collecting else None
+    if args.tensor_statistics is not None:
+        bypassed = "--tensor-statistics"
     if formats.quant_type != policy.DEFAULT_TYPE:
         bypassed = f"the format {formats.quant_type}"
     if bypassed is None:

@@ -14,9 +14,6 @@ CURVES = {name: curve.tolist() for name, curve in np.load(DATA).items()}
 PLANTED = [name for name in CURVES if name.startswith("planted/")]
 ORDINARY = [name for name in CURVES if name.startswith("ordinary/")]
 VOCABULARY = 2048  #: tokens of the default corpus
-RING = 5  #: iterations in the ring of these runs
-#: Planted runs whose loss rises gradually, and the number of iterations until it is found.
-GRADUAL: dict[str, int] = {}
 
 
 def found(name: str) -> list[int]:
@@ -57,9 +54,8 @@ def test_there_are_twenty_runs_of_each_kind_and_faults_from_iteration_2_to_200()
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_ring_holds_the_jump_and_the_iteration_before(name):
-    jump, first = jump_of(name), found(name)[0]
-    assert first - jump == GRADUAL.get(name, 0)
-    assert first - RING + 1 <= jump - 1
+    """A ring of two iterations is enough if the jump is found in its own iteration."""
+    assert found(name)[0] == jump_of(name)
 
 
 @pytest.mark.parametrize("name", ORDINARY)

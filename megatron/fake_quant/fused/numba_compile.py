@@ -29,7 +29,11 @@ def called(function: Function) -> Any:
 
 
 def kernel_compiler(
-    name: str, folder: Path, sources: Callable[[], Iterable[Path]]
+    name: str,
+    folder: Path,
+    sources: Callable[[], Iterable[Path]],
+    *,
+    reorder_sums: bool = False,
 ) -> Callable[[Function], Any]:
     """Return a decorator that compiles kernels and caches them on disk.
 
@@ -42,7 +46,13 @@ def kernel_compiler(
         folder: folder that contains the kernels; its `__pycache__` holds the cache unless
             `NUMBA_CACHE_DIR` is set.
         sources: function that returns the source files from which the kernels are compiled.
+        reorder_sums: whether sums of float32 numbers may be computed in any order, in several lanes
+            of a vector register.
     """
+
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    if reorder_sums:
+        options["fastmath"] = {"reassoc"}
 
     @functools.cache
     def cache() -> Path:
@@ -57,10 +67,10 @@ def kernel_compiler(
         config: Any = numba.config
         before, config.CACHE_DIR = config.CACHE_DIR, str(cache())
         try:
-            kernel = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+            kernel = numba.njit(**options, cache=True)(function)
             return _compiled_once(kernel, cache() / f"{function.__name__}.lock")
         except RuntimeError:  # The cache folder is not writable.
-            return numba.njit(nogil=True, error_model="numpy")(function)
+            return numba.njit(**options)(function)
         finally:
             config.CACHE_DIR = before
 

@@ -1,0 +1,86 @@
+"""Find the tensors whose statistics left their usual range during a run.
+
+An operand has three numbers per measured iteration: the binary logarithms of its amax and of its
+rms, and its SQNR in dB. The band of such a number is the range of its last 32 values, widened on
+both sides by the width of this range, or by a factor of 2 (amax, rms) or 3 dB (SQNR) if that is
+more. A number outside its band has left it. So has an amax that is not finite, at any time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+WINDOW = 32  #: number of previous values whose range is the band
+ENOUGH = 4  #: number of previous values without which there is no band
+#: smallest distance of a band's ends from the range of the previous values, by statistic
+LEAST = {"amax": 1.0, "rms": 1.0, "sqnr_db": 3.0}
+OPERAND = ["rank", "layer_idx", "module", "operation", "gemm", "tensor", "format"]
+
+
+def excursions(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers that left their bands, in the order of the iterations and the matmuls.
+
+    Args:
+        table: the statistics, from `read_statistics`.
+
+    Returns:
+        The columns that identify the operand, `iteration`, `statistic`, `value`, `low` and `high`
+        (the ends of the band, NaN if there is none), and `distance`: how far the number is outside
+        the band, in widths of the band; Inf if the number is not finite.
+    """
+    numbered = table.assign(order=table.groupby(["iteration", "rank"]).cumcount())
+    keys = numbered[OPERAND].astype(str).agg("\0".join, axis=1)
+    parts = []
+    for statistic, least in LEAST.items():
+        grid = numbered.assign(key=keys).pivot_table(
+            index="iteration", columns="key", values=statistic, aggfunc="last", dropna=False
+        )
+        values = grid.to_numpy(np.float64)
+        broken = ~np.isfinite(values) & (statistic == "amax") & _present(numbered, keys, grid)
+        if statistic != "sqnr_db":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = np.log2(values)
+        low, high = _bands(np.where(np.isfinite(values), values, np.nan), least)
+        with np.errstate(invalid="ignore"):
+            beyond = np.maximum(values - high, low - values) / (high - low)
+            outside = np.isfinite(values) & (beyond > 0)
+        rows, columns = np.nonzero(outside | broken)
+        ends = (low, high) if statistic == "sqnr_db" else (np.exp2(low), np.exp2(high))
+        parts.append(
+            pd.DataFrame(
+                {
+                    "iteration": grid.index.to_numpy()[rows],
+                    "key": grid.columns.to_numpy()[columns],
+                    "statistic": statistic,
+                    "value": grid.to_numpy(np.float64)[rows, columns],
+                    "low": ends[0][rows, columns],
+                    "high": ends[1][rows, columns],
+                    "distance": np.where(broken, np.inf, beyond)[rows, columns],
+                }
+            )
+        )
+    places = numbered.assign(key=keys)[["iteration", "key", "order", *OPERAND]]
+    found = pd.concat(parts).merge(places, on=["iteration", "key"], how="left")
+    found = found.sort_values(["iteration", "order"], kind="stable", ignore_index=True)
+    return found[["iteration", *OPERAND, "statistic", "value", "low", "high", "distance"]]
+
+
+def _present(numbered: pd.DataFrame, keys: pd.Series, grid: pd.DataFrame) -> np.ndarray:
+    """Return which operands were measured in which iterations, in the layout of `grid`."""
+    counts = pd.crosstab(numbered["iteration"], keys)
+    present: np.ndarray = counts.reindex(index=grid.index, columns=grid.columns).to_numpy() > 0
+    return present
+
+
+def _bands(values: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return both ends of the band of each value, from the values in the rows above it."""
+    low, high = np.full_like(values, np.nan), np.full_like(values, np.nan)
+    for row in range(ENOUGH, len(values)):
+        before = values[max(0, row - WINDOW) : row]
+        enough = np.isfinite(before).sum(0) >= ENOUGH
+        if enough.any():
+            smallest, largest = np.nanmin(before[:, enough], 0), np.nanmax(before[:, enough], 0)
+            margin = np.maximum(largest - smallest, least)
+            low[row, enough], high[row, enough] = smallest - margin, largest + margin
+    return low, high

@@ -1,0 +1,106 @@
+"""Define the command `history`: its options, the lines that it prints and its figure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from megatron.console import ArgumentParser
+
+DESCRIPTION = """\
+Show the statistics that --tensor-statistics wrote during a run: the first tensors that left their
+bands, and a figure with the loss, the gradient norm and the number of such tensors per iteration.
+
+The band of an amax, an rms or an SQNR is the range of its last 32 values, widened on both sides by
+its own width, or by at least a factor of 2 (3 dB).
+"""
+EXAMPLES = """\
+Exit status: 0 no tensor left its band; 1 a tensor did; 2 there are no statistics.
+
+examples:
+  python -m megatron.analysis history enhanced_tensor_logs/mxfp8/statistics
+  python -m megatron.analysis history DIR/statistics --output history.png --most 20
+"""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder `statistics` of a run, or its parent"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="figure (default: DIR/history.png)"
+    )
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=10,
+        metavar="N",
+        help="number of tensors to print (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the first tensors that left their bands, draw the figure, return the exit status."""
+    from megatron.analysis.bands import excursions
+    from megatron.analysis.statistics_history import read_iterations, read_statistics
+
+    if arguments.most < 1:
+        raise ValueError(f"--most is {arguments.most}; give 1 or more")
+    folder = arguments.folder
+    if (folder / "statistics").is_dir():
+        folder /= "statistics"
+    losses, found = read_iterations(folder), excursions(read_statistics(folder))
+    output = arguments.output or folder / "history.png"
+    draw(losses, found, output)
+    lines = described(found)
+    if lines:
+        print(f"The first tensor that left its band: {lines[0]}")
+    for line in lines[1 : arguments.most]:
+        print(f"  then {line}")
+    if len(lines) > arguments.most:
+        print(f"  and {len(lines) - arguments.most} more")
+    if not lines:
+        print(f"No tensor left its band in {len(losses)} iterations.")
+    print(f"The figure is {output}")
+    return 1 if lines else 0
+
+
+def described(found: pd.DataFrame) -> list[str]:
+    """Return one line per excursion, in order."""
+    return [
+        f"{row.tensor} of {row.operation} {row.gemm} in {row.module} ({row.format}, rank "
+        f"{row.rank}), iteration {row.iteration}: {row.statistic} {row.value:.4g}"
+        + ("" if pd.isna(row.low) else f", band {row.low:.4g} to {row.high:.4g}")
+        for row in found.itertuples()
+    ]
+
+
+def draw(losses: pd.DataFrame, found: pd.DataFrame, path: Path) -> None:
+    """Draw the loss, the gradient norm and the number of tensors outside their bands."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    for ax, column, label in zip(
+        axes, ("loss", "grad_norm"), ("Loss", "Gradient norm"), strict=False
+    ):
+        ax.plot(losses["iteration"], losses[column].astype(float), color="#2a6f97", linewidth=1.2)
+        ax.set(ylabel=label)
+        positive = losses[column][losses[column] > 0]
+        if len(positive) and positive.max() > 30 * positive.min():
+            ax.set_yscale("log")
+    counts = found.drop_duplicates(["iteration", "rank", "module", "operation", "gemm", "tensor"])
+    counts = counts.groupby("iteration").size()
+    axes[2].bar(counts.index, counts.to_numpy(), color="#e07a5f", width=1.0)
+    axes[2].set(xlabel="Iteration", ylabel="Operands outside\ntheir bands")
+    if len(found):
+        first = found.iloc[0]
+        for ax in axes:
+            ax.axvline(first.iteration, color="#4c4c4c", linestyle=":", linewidth=1)
+        title = f"First: {first.tensor} ({first.gemm}) of {first.module}, {first.statistic}"
+        axes[0].set_title(f"{title}, iteration {first.iteration}", loc="left", fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
+    plt.close(figure)

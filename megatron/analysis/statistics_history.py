@@ -1,0 +1,49 @@
+"""Read the statistics that `--tensor-statistics` writes during training."""
+
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet
+
+
+def read_statistics(folder: str | Path) -> pd.DataFrame:
+    """Return the statistics of all operands: one row per iteration, rank and operand.
+
+    Within an iteration of a rank, the rows are in the order of the matmuls. If a run was resumed,
+    the iterations that it repeats are taken from the later run.
+
+    Args:
+        folder: folder `statistics` of the run.
+
+    Raises:
+        ValueError: if the folder holds no such files.
+    """
+    return _read(Path(folder), "operands")
+
+
+def read_iterations(folder: str | Path) -> pd.DataFrame:
+    """Return loss and gradient norm: one row per iteration, under the conditions above."""
+    return _read(Path(folder), "iterations")
+
+
+def _read(folder: Path, name: str) -> pd.DataFrame:
+    files = sorted(folder.glob(f"{name}_*.parquet"))
+    if not files:
+        raise ValueError(
+            f"{folder} holds no {name}_*.parquet; give the folder `statistics` of a run with "
+            "--tensor-statistics"
+        )
+    runs: dict[str, list[pd.DataFrame]] = {}
+    starts: dict[str, int] = {}
+    for path in files:
+        table = pyarrow.parquet.read_table(path)
+        about = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+        runs.setdefault(about["run_id"], []).append(table.to_pandas())
+        starts[about["run_id"]] = int(about["resumed_after"])
+    frames, until = [], None
+    for run in sorted(runs, reverse=True):  # the name of a run begins with the time of its start
+        frame = pd.concat(runs[run], ignore_index=True)
+        frames.append(frame if until is None else frame[frame.iteration <= until])
+        until = starts[run] if until is None else min(until, starts[run])
+    table = pd.concat(frames[::-1], ignore_index=True)
+    return table.sort_values("iteration", kind="stable", ignore_index=True)

@@ -1,0 +1,127 @@
+"""Test that the first tensor that leaves its band is named, on made-up statistics."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from megatron.analysis.__main__ import main
+from megatron.analysis.bands import ENOUGH, excursions
+from megatron.collection.run_card import rank_coordinates
+from megatron.collection.statistics.history import (
+    OPERAND_COLUMNS,
+    StatisticsSettings,
+    TensorStatistics,
+)
+from megatron.collection.training_clock import clock
+
+MODULES = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(3)]
+
+
+def made_up(iterations: int = 40, *, seed: int = 1, drift: float = 1.0) -> pd.DataFrame:
+    """Return statistics of three modules that fluctuate by 20% and grow by a factor per step."""
+    generator = np.random.default_rng(seed)
+    rows = [
+        {
+            "iteration": 10 * step,
+            "rank": 0,
+            "layer_idx": layer,
+            "module": module,
+            "operation": "linear",
+            "gemm": "fprop",
+            "tensor": "input",
+            "format": "mxfp4",
+            "amax": 8 * drift**step * math.exp(0.2 * generator.standard_normal()),
+            "rms": drift**step * math.exp(0.2 * generator.standard_normal()),
+            "sqnr_db": 19 + 0.3 * generator.standard_normal(),
+        }
+        for step in range(1, iterations + 1)
+        for layer, module in enumerate(MODULES)
+    ]
+    return pd.DataFrame(rows)
+
+
+def changed(table, *, iteration, layer, **values):
+    """Return the table with other numbers of one operand in one iteration."""
+    row = (table.iteration == iteration) & (table.layer_idx == layer)
+    return table.assign(**{name: table[name].where(~row, x) for name, x in values.items()})
+
+
+@pytest.mark.parametrize("drift", [1.0, 1.03, 0.97])
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_a_slow_drift_stay_in_the_band(seed, drift):
+    assert excursions(made_up(seed=seed, drift=drift)).empty
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("amax", 200.0), ("amax", 0.05), ("rms", 30.0), ("sqnr_db", 9.0)]
+)
+def test_the_first_operand_outside_its_band_comes_first(name, value):
+    table = changed(made_up(), iteration=200, layer=1, **{name: value})
+    table = changed(table, iteration=200, layer=2, **{name: value})
+    table = changed(table, iteration=210, layer=0, **{name: value})
+    found = excursions(table)
+    places = list(zip(found.iteration, found.layer_idx, found.statistic, strict=True))
+    assert places == [(200, 1, name), (200, 2, name), (210, 0, name)]
+    row = found.iloc[0]
+    assert row.value == value
+    assert row.low < 0.9 * row.high
+    assert not row.low <= value <= row.high
+    assert row.distance > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_amax_that_is_not_finite_leaves_at_once(value):
+    table = changed(made_up(3), iteration=20, layer=2, amax=value, rms=math.nan, sqnr_db=math.nan)
+    found = excursions(table)
+    assert list(zip(found.iteration, found.layer_idx, found.statistic, strict=True)) == [
+        (20, 2, "amax")
+    ]
+    assert found.distance[0] == math.inf
+
+
+def test_there_is_no_band_without_history_and_zeros_are_ignored():
+    table = changed(made_up(ENOUGH), iteration=10 * ENOUGH, layer=0, amax=1e6)
+    assert excursions(table).empty
+    table = changed(made_up(), iteration=200, layer=0, amax=0.0, rms=0.0, sqnr_db=math.inf)
+    assert excursions(table).empty
+
+
+def written(folder, table: pd.DataFrame) -> None:
+    """Write statistics as a run does."""
+    history = TensorStatistics(
+        StatisticsSettings(10, folder / "statistics"), "20260101_000000_aa", rank_coordinates(), 0
+    )
+    for iteration, rows in table.groupby("iteration"):
+        clock.iteration = iteration
+        numbers = rows.assign(values=4, nonzero=4, underflow=0.0)[list(OPERAND_COLUMNS)]
+        history._write(0, list(numbers.itertuples(index=False, name=None)))
+        history.observe(2.0, 1.0)
+    assert history.close() is None
+
+
+def test_the_command_names_the_tensor_and_draws_the_history(tmp_path, capsys):
+    table = changed(made_up(), iteration=200, layer=1, amax=200.0)
+    written(tmp_path, table)
+    assert main(["history", str(tmp_path)]) == 1
+    first, figure = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "The first tensor that left its band: input of linear fprop in "
+        "decoder.layers.1.mlp.linear_fc1 (mxfp4, rank 0), iteration 200: amax 200, band "
+    )
+    assert figure == f"The figure is {tmp_path / 'statistics' / 'history.png'}"
+    assert (tmp_path / "statistics" / "history.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_that_nothing_was_unusual(tmp_path, capsys):
+    written(tmp_path, made_up())
+    output = tmp_path / "figures" / "a.png"
+    assert main(["history", str(tmp_path / "statistics"), "--output", str(output)]) == 0
+    assert "No tensor left its band in 40 iterations." in capsys.readouterr().out
+    assert output.exists()
+
+
+def test_a_folder_without_statistics_is_refused(tmp_path, capsys):
+    assert main(["history", str(tmp_path)]) == 2
+    assert "holds no iterations_*.parquet" in capsys.readouterr().err
