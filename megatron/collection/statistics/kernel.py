@@ -43,21 +43,22 @@ def sums(x, quantized, start, stop, totals):
     squares, errors, nonzero, kept = 0.0, 0.0, 0, 0
     for begin in range(start, stop, BLOCK):
         square, error = np.float32(0), np.float32(0)
-        some, others = np.int32(0), np.int32(0)
-        for i in range(begin, min(begin + BLOCK, stop)):
-            bits, rounded = np.int32(widen(x[i])), np.int32(widen(quantized[i]))
+        count, left = np.int32(0), np.int32(0)
+        values, others = x[begin : min(begin + BLOCK, stop)], quantized[begin:stop]
+        for i in range(len(values)):
+            bits, rounded = np.int32(widen(values[i])), np.int32(widen(others[i]))
             magnitude = np.int32(bits & MAGNITUDE)
-            largest = np.int32(max(largest, magnitude))
+            largest = max(largest, magnitude)
             value = as_float(bits)
             difference = np.float32(as_float(rounded) - value)
-            square += np.float32(value * value)
-            error += np.float32(difference * difference)
-            some += np.int32(magnitude != 0)
-            others += np.int32((rounded & MAGNITUDE) != 0)
+            square = np.float32(square + np.float32(value * value))
+            error = np.float32(error + np.float32(difference * difference))
+            count = np.int32(count + np.int32(magnitude != 0))
+            left = np.int32(left + np.int32((rounded & MAGNITUDE) != 0))
         squares += square
         errors += error
-        nonzero += some
-        kept += others
+        nonzero += count
+        kept += left
     totals[0], totals[1], totals[2], totals[3], totals[4] = largest, squares, nonzero, errors, kept
 
 
