@@ -57,6 +57,7 @@ def dumps(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     ranks = 1 if request.param == "one rank" else 2
     collect = ("--custom-quant-type", "mxfp8", "--save-tensors", "--control-iter", "2")
+    collect += ("--tensor-statistics", "1")
     which = ("--collect-micro-batches", "2", "--collect-tensors", "all,codes", "--mock-data")
     where = ("--tensor-save-dir", folder / "enhanced_tensor_logs" / "mxfp8", "--train-iters", "2")
     succeeded(train(*collect, *which, *where, ranks=ranks))

@@ -66,6 +66,7 @@ ONLY = {
     "megatron.fake_quant.inspect.value_grids": {"torch", "numpy", "matplotlib"},
     "megatron.fake_quant.inspect.vector_kit": {"torch", "numpy"},
     "megatron.collection": {"torch", "numpy"},
+    "megatron.collection.statistics.parquet_files": {"pyarrow"},
 }
 
 
