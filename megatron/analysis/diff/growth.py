@@ -15,6 +15,7 @@ from megatron.analysis.plots.lines import plot_lines
 from megatron.analysis.plots.style import ALARM, FAINT, RULE, nothing
 
 TITLES = {"linear": "Linear layers", "attention": "Attention"}
+LEGEND_COLUMNS = 5  #: number of columns of the legend, whose names are long
 MOST_TICKS = 24  #: maximum number of layers that are labeled on the axis
 _ERROR = "relative error ‖B - A‖ / ‖A‖"
 
@@ -40,7 +41,7 @@ def growth_figure(summary: Summary) -> Figure:
         _local_errors(axes[len(types)], summary)
     if several:
         _iterations(axes[-1], summary)
-    legend(figure, axes)
+    legend(figure, axes, columns=LEGEND_COLUMNS)
     headline(figure, "Error growth in execution order", _note(summary))
     return figure
 
@@ -51,7 +52,8 @@ def _note(summary: Summary) -> str:
     iteration, batch = summary.first_pass
     return (
         f"iteration {iteration}, micro-batch {batch}, the first pass in which a value differs; of "
-        "several ranks, the largest error counts; dashed lines are gradients"
+        "several ranks, the largest error counts; dashed lines are gradients; a local error is what an "
+        "operation adds to the errors of its operands"
     )
 
 
@@ -75,7 +77,7 @@ def _local_errors(ax: Axes, summary: Summary) -> None:
         for point in summary.points
         if not math.isnan(point.local)
     ]
-    _lines(ax, values, "Local errors: what each operation adds", ylabel="local error / ‖A‖")
+    _lines(ax, values, "Local errors", ylabel="local error / ‖A‖")
     _label_layers(ax, summary.points)
 
 

@@ -260,6 +260,10 @@ def test_the_picture(originals):
     assert {"output of linear", "output of attention", "grad_weight of linear"} <= set(labels)
     assert iterations.get_xlabel() == "iteration"
     [legend] = figure.legends
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1, "the legend is not cut off"
     assert len(legend.get_texts()) == 14 + 7
 
 
