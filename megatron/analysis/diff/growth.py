@@ -52,8 +52,8 @@ def _note(summary: Summary) -> str:
     iteration, batch = summary.first_pass
     return (
         f"iteration {iteration}, micro-batch {batch}, the first pass in which a value differs; of "
-        "several ranks, the largest error counts; dashed lines are gradients; a local error is what an "
-        "operation adds to the errors of its operands"
+        "several ranks, the largest error counts; dashed lines are gradients; a local error is "
+        "what an operation adds to the errors of its operands"
     )
 
 
