@@ -1,4 +1,4 @@
-"""Show number formats as tables, descriptions, pictures or test vectors, on the command line.
+"""Show number formats and accumulators as text, pictures or test vectors, on the command line.
 
 python -m megatron.fake_quant list                            every named format, a Markdown table
 python -m megatron.fake_quant list mxfp8:2d mx:e3m4:b16:rceil
@@ -7,6 +7,8 @@ python -m megatron.fake_quant table hifp8 --csv               each code and what
 python -m megatron.fake_quant picture mxfp8 hifp8 --output values.png
 python -m megatron.fake_quant vectors DIR                     test vectors of every named format
 python -m megatron.fake_quant vectors DIR --check             compare this code with such vectors
+python -m megatron.fake_quant accumulate list                 how matrix units sum, as a table
+python -m megatron.fake_quant accumulate describe hopper_fp8  steps, rounding, error, sources
 """
 
 import argparse
@@ -16,8 +18,15 @@ from typing import Any
 
 from megatron.console import ArgumentParser, run_main
 from megatron.fake_quant import names
+from megatron.fake_quant.accumulate import ACCUMULATORS, get_accumulator
+from megatron.fake_quant.accumulate import names as accumulator_names
 from megatron.fake_quant.formats import FORMATS
-from megatron.fake_quant.inspect import code_point_table, format_report, format_table
+from megatron.fake_quant.inspect import (
+    accumulator_report,
+    code_point_table,
+    format_report,
+    format_table,
+)
 from megatron.fake_quant.names import get_format
 
 
@@ -64,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         help="png, pdf or svg (default: %(default)s)",
     )
     _add_vectors(commands, f"{started} vectors kit --formats mx:e3m4:b16:rceil")
+    _add_accumulate(commands, f"{started} accumulate")
     return parser
 
 
@@ -94,6 +104,37 @@ def _add_vectors(commands: Any, example: str) -> None:
         help="write nothing; compare the installed code with the kit in DIR, and exit with status "
         "1 and the first difference if there is one",
     )
+
+
+def _add_accumulate(commands: Any, example: str) -> None:
+    accumulate = commands.add_parser(
+        "accumulate",
+        help="describe how matrix units sum products",
+        description="Describe accumulators: how the matrix unit of a processor sums the products "
+        "of a matmul, what it rounds, and which errors follow.",
+        epilog=f"{example} describe hopper_fp8\n\nACCUMULATOR: {accumulator_names.__doc__}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = accumulate.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser(
+        "list", help="accumulators as a Markdown table", epilog=f"{example} list hopper_fp8 fp32"
+    )
+    listing.add_argument(
+        "accumulator", nargs="*", metavar="ACCUMULATOR", help="default: every named one"
+    )
+    described = actions.add_parser(
+        "describe",
+        help="steps, roundings, measured errors and sources of one accumulator",
+        epilog=f"{example} describe fda:l32:f13:m13:rz:p128",
+    )
+    described.add_argument("accumulator", metavar="ACCUMULATOR", help="for instance hopper_fp8")
+
+
+def _accumulators(arguments: argparse.Namespace) -> str:
+    """Return the text that the command `accumulate` prints."""
+    if arguments.action == "describe":
+        return accumulator_report.describe(get_accumulator(arguments.accumulator))
+    return accumulator_report.markdown(map(get_accumulator, arguments.accumulator or ACCUMULATORS))
 
 
 def _draw(chosen: list[str], output: Path) -> str:
@@ -139,6 +180,8 @@ def _answer(arguments: argparse.Namespace) -> str:
     """Run the command that the user chose, and return the text to print."""
     if arguments.command == "list":
         return format_table.markdown(map(get_format, arguments.format or FORMATS))
+    if arguments.command == "accumulate":
+        return _accumulators(arguments)
     if arguments.command == "picture":
         return _draw(arguments.format, arguments.output)
     fmt = get_format(arguments.format)

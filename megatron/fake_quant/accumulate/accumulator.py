@@ -103,6 +103,7 @@ class Accumulator:
     elements: tuple[str, ...] = ()
     mixes: bool = True  #: True if the two operands may have different element types
     hardware: str = ""  #: processors and instructions that sum so; empty for a research accumulator
+    measured_on: str = ""  #: GPUs whose published results the definition was compared with
 
     @property
     def simulated(self) -> bool:
@@ -132,6 +133,7 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 keep=_KEPT_13,
                 elements=_FP8,
                 hardware="NVIDIA Hopper: wgmma with FP8 operands, K = 32, and a float32 sum",
+                measured_on="H100, H200",
             ),
             Accumulator(
                 name="hopper_fp8_promote128",
@@ -155,6 +157,7 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 elements=_HALF,
                 mixes=False,
                 hardware="NVIDIA Hopper: wgmma and mma with bf16 or fp16 operands, K = 16",
+                measured_on="H100, H200",
             ),
             Accumulator(
                 name="ada_fp8",
@@ -163,6 +166,7 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 keep=_KEPT_13,
                 elements=_FP8,
                 hardware="NVIDIA Ada: mma with FP8 operands; K = 32 is summed in two halves",
+                measured_on="RTX Ada, L40S",
             ),
             Accumulator(
                 name="ampere_bf16",
@@ -173,6 +177,7 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 mixes=False,
                 hardware="NVIDIA Ampere and Ada: mma with bf16 or fp16 operands; K = 16 is summed "
                 "in two halves. NVIDIA Turing: mma with fp16 operands, K = 8",
+                measured_on="A100, A2, RTX Ada, L40S",
             ),
             Accumulator(
                 name="volta_fp16",
@@ -182,6 +187,7 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 elements=("float16",),
                 mixes=False,
                 hardware="NVIDIA Volta: mma with fp16 operands, K = 4",
+                measured_on="V100",
             ),
             Accumulator(
                 name="blackwell_fp8",
@@ -200,6 +206,7 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 elements=_HALF,
                 mixes=False,
                 hardware="NVIDIA Blackwell: tcgen05.mma kind::f16, K = 16",
+                measured_on="B200",
             ),
             Accumulator(
                 name="blackwell_mx",

@@ -90,7 +90,7 @@ def _by_kind(parts: list[str]) -> dict[str, str]:
         by_kind[kind] = part
     missing = [kind for kind in _REQUIRED if kind not in by_kind]
     if missing:
-        raise ValueError(f"the {' and the '.join(missing)} is missing; write as in {_EXAMPLE!r}")
+        raise ValueError(f"it lacks the {', the '.join(missing)}; write it as in {_EXAMPLE!r}")
     return by_kind
 
 
