@@ -110,6 +110,7 @@ def several_tiles(fmt: Format) -> dict[str, Case]:
     Whole rows and columns are divided among tiles. The number of columns is odd in one of two
     cases, because the kernels draw random bits in another way then.
     """
+    fmt = fmt.across() if fmt.columns else fmt
     whole = WHOLE_AXIS in (fmt.block_size, fmt.outer_size)
     groups = whole or fmt.outer_size is not None
     sizes = {"TILE": 1 << 10 if groups else 1 << 7, "_REPEATS": 4, "_STRIP": 32}
@@ -138,7 +139,7 @@ def cases(fmt: Format) -> dict[str, Case]:
     """
     found = {}
     kinds = inputs()
-    if fmt.has_outer_scale or (fmt.block_size or 0) > 32:
+    if fmt.has_outer_scale or fmt.columns or (fmt.block_size or 0) > 32:
         for i, (kind, x) in enumerate(kinds.items()):
             for j, dtype in enumerate(DTYPES):
                 found[f"{dtype} {kind}"] = Case(x.to(dtype), [(i + j) % 2], SINGLE)
