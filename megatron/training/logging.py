@@ -76,6 +76,7 @@ class LogValues:
     loss_scale: float
     params_norm: float | None
     seconds: float  #: duration of an iteration, in seconds
+    throughput: float | None = None  #: TFLOP/s per device; None without `--log-throughput`
 
 
 def log_line(
@@ -92,8 +93,7 @@ def log_line(
         f" elapsed time per iteration (ms): {numbers.seconds * 1000:.1f}",
     ]
     if args.log_throughput:
-        iteration = flops_per_token(args) * args.seq_length * get_current_global_batch_size()
-        flops = iteration / numbers.seconds / args.world_size / 1e12
+        flops = throughput(args, numbers.seconds)
         parts.append(f" throughput per GPU (TFLOP/s/GPU): {flops:.1f}")
     parts += [
         f" learning rate: {numbers.learning_rate:.6E}",
@@ -116,6 +116,12 @@ def log_line(
     return " |".join(parts) + " |"
 
 
+def throughput(args: argparse.Namespace, seconds: float) -> float:
+    """Return the TFLOP/s per device of an iteration that takes `seconds`."""
+    iteration = flops_per_token(args) * args.seq_length * get_current_global_batch_size()
+    return iteration / seconds / args.world_size / 1e12
+
+
 def event_folder_problem(args: argparse.Namespace) -> str | None:
     """Return why this rank cannot write to `--tensorboard-dir`, or None if there is no problem.
 
@@ -134,6 +140,10 @@ def event_folder_problem(args: argparse.Namespace) -> str | None:
             "choose another folder, or remove the flag"
         )
     return None
+
+
+#: values that Megatron-LM does not write over the number of consumed samples
+BY_ITERATION_ONLY = ("iteration-time", "throughput", "consumed-samples", "max_attention_logit")
 
 
 class TensorBoard:
@@ -157,10 +167,20 @@ class TensorBoard:
                 self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
 
     def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
-        """Write the values that are not None, once per `--tensorboard-log-interval` iterations."""
+        """Write the values that are not None, once per `--tensorboard-log-interval` iterations.
+
+        As in Megatron-LM, most values are also written over the number of consumed samples.
+        """
         if iteration % self._interval:
             return
-        self._add(iteration, {name: value for name, value in scalars.items() if value is not None})
+        values = {name: value for name, value in scalars.items() if value is not None}
+        self._add(iteration, values)
+        by_samples = {
+            f"{name} vs samples": value
+            for name, value in values.items()
+            if name not in BY_ITERATION_ONLY
+        }
+        self._add(int(values["consumed-samples"]), by_samples)
 
     def write_operands(self, iteration: int, scalars: dict[str, float]) -> None:
         """Write the statistics of the matmul operands, regardless of the log interval."""
@@ -223,6 +243,7 @@ def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) ->
         "params-norm": numbers.params_norm,
         "max_attention_logit": step.max_attention_logit,
         "iteration-time": numbers.seconds,
+        "throughput": numbers.throughput,
         "consumed-samples": progress.consumed_train_samples,
     }
 

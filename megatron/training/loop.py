@@ -33,6 +33,7 @@ from megatron.training.logging import (
     log_line,
     params_norm,
     scalars,
+    throughput,
 )
 from megatron.training.printing import print_rank_0, print_rank_last, stamp
 from megatron.training.train_step import StepResult, TrainingState, train_step, whole_weights
@@ -143,6 +144,7 @@ class TrainingLoop:
             loss_scale=optimizer.get_loss_scale().item(),
             params_norm=params_norm(self.state.model) if args.log_params_norm else None,
             seconds=seconds,
+            throughput=throughput(args, seconds) if args.log_throughput else None,
         )
         self.tensorboard.write(progress.iteration, scalars(progress, step, numbers))
         if due or unusual:

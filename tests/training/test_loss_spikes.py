@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.analysis.bands import excursions
+from megatron.analysis.statistics_history import read_statistics
 from megatron.tensor_record import read_events, read_index
 from tests import forks
 from tests.subprocesses import REPO, environment
@@ -37,10 +39,15 @@ def test_a_poisoned_weight_is_kept_with_the_iteration_before(corpus, tmp_path, p
     worker = (Path(__file__).with_name("planted_worker.py"), *plant, tmp_path / "curve.jsonl")
     done = forks.run(
         *(*worker, *flags, *KEEP, "--save-tensors", "--tensor-save-dir", tmp_path / "dump"),
+        *("--tensor-statistics", "1"),
         env=environment(PYTHONPATH=REPO),
     )
     succeeded(Training(done.returncode, done.stdout, done.stderr))
     assert kept(tmp_path / "dump") == [plant[1] - 1, plant[1]]
+    if plant[0] == "nan":  # the history beside the ring names the poisoned weight
+        first = excursions(read_statistics(tmp_path / "dump" / "statistics")).iloc[0]
+        assert (first.iteration, first.tensor) == (plant[1], "weight")
+        assert first.module == "decoder.layers.0.mlp.linear_fc2"
 
 
 def test_a_resumed_run_judges_by_what_was_usual_before(run_quickly, tmp_path):

@@ -61,6 +61,13 @@ def test_tensorboard_has_the_same_losses(whole):
     shown = {event.step: f"{event.value:.6E}" for event in events.Scalars("lm loss")}
     assert shown == {i: line["loss"] for i, line in training.lines.items()}
     assert [event.step for event in events.Scalars("lm loss validation")] == [2, 4, 6]
+    by_samples = {
+        str(event.step): f"{event.value:.6E}" for event in events.Scalars("lm loss vs samples")
+    }
+    assert by_samples == {line["consumed"]: line["loss"] for line in training.lines.values()}
+    tags = set(events.Tags()["scalars"])
+    assert {"grad-norm vs samples", "learning-rate vs samples", "consumed-samples"} <= tags
+    assert not tags & {"iteration-time vs samples", "consumed-samples vs samples", "throughput"}
 
 
 def test_checkpoints_lie_where_megatron_lm_puts_them(whole):

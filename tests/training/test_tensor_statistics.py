@@ -67,7 +67,7 @@ def test_an_unquantized_run_is_measured_without_saving_tensors(run_quickly, tmp_
 def test_all_ranks_are_measured_and_joined_in_tensorboard(tmp_path, size):
     flags = ("--tensor-save-dir", tmp_path, "--tensor-statistics", "1", "--train-iters", "1")
     board = ("--tensorboard-dir", tmp_path / "board", "--custom-quant-type", "mxfp8")
-    layout = (f"--{size}-model-parallel-size", "2")
+    layout = (f"--{size}-model-parallel-size", "2", "--log-throughput")
     succeeded(train(*NO_DROPOUT, *SIZE, *flags, *board, *layout, ranks=2, model=MOCK_DATA))
     table = read_statistics(tmp_path / "statistics")
     assert set(table["rank"]) == {0, 1}
@@ -75,5 +75,7 @@ def test_all_ranks_are_measured_and_joined_in_tensorboard(tmp_path, size):
     rows = fc2[(fc2.gemm == "fprop") & (fc2.tensor == "input")]
     assert len(rows) == (2 if size == "tensor" else 1)
     tag = "amax/decoder.layers.1.mlp.linear_fc2/linear_fprop_input"
-    assert scalars(tmp_path / "board")[tag] == {1: rows.amax.max()}
+    tags = scalars(tmp_path / "board")
+    assert tags[tag] == {1: rows.amax.max()}
+    assert tags["throughput"][1] > 0
     assert torch.isfinite(torch.tensor(table.rms.to_numpy())).all()

@@ -301,7 +301,7 @@ class LoggingOptions:
     log_interval: int = option(
         1, "iterations between log lines (Megatron-LM's default is 100)", type=int, minimum=1
     )
-    log_throughput: bool = option(False, "add TFLOP/s per device to the log line")
+    log_throughput: bool = option(False, "add TFLOP/s per device to the log line and TensorBoard")
     log_params_norm: bool = option(False, "add the L2 norm of the parameters to the log line")
     tensorboard_dir: str | None = option(
         None, "folder to write TensorBoard event files to", metavar="DIR"
