@@ -126,8 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
     rules = Rules(
         Tolerance(default, arguments.rtol, arguments.atol),
         relative,
-        arguments.bitwise,
-        arguments.ignore_missing,
+        bitwise=arguments.bitwise,
+        ignore_missing=arguments.ignore_missing,
     )
     a = open_run(arguments.a, "a", arguments.run_a)
     b = open_run(arguments.b, "b", arguments.run_b)

@@ -131,8 +131,8 @@ class Comparison:
         for side, status in ((self.a, ONLY_A), (self.b, ONLY_B)):
             other = self.b if side is self.a else self.a
             if key not in other.tensors:
-                rows = (side.rows[number] for number in side.tensors[key])
-                yield from (self._alone(key, position, status, row) for row in rows)
+                for number in side.tensors[key]:
+                    yield Result(key, position, status, _alone(status, side.rows[number]))
                 return
         layouts = self.a.layouts(key) | self.b.layouts(key)
         if len(layouts - {()}) > 1:
@@ -144,15 +144,12 @@ class Comparison:
             of_a, of_b = cells_a.get(cell, []), cells_b.get(cell, [])
             if not (of_a and of_b):
                 status = ONLY_A if of_a else ONLY_B
-                yield from (self._alone(key, position, status, row) for row in of_a or of_b)
+                for row in of_a or of_b:
+                    yield Result(key, position, status, _alone(status, row))
                 continue
             for number in range(max(len(of_a), len(of_b))):
                 first, second = (of[number if number < len(of) else 0] for of in (of_a, of_b))
                 yield self._pair(key, position, (first, second), joined=False)
-
-    @staticmethod
-    def _alone(key: TensorKey, position: int, status: str, row: Any) -> Result:
-        return Result(key, position, status, (row, None) if status == ONLY_A else (None, row))
 
     def _pair(
         self, key: TensorKey, position: int, rows: tuple[Any, Any], *, joined: bool
@@ -166,14 +163,16 @@ class Comparison:
             difference = compare(a, b, tolerance)
         except (UnreadableTensorError, ValueError, RuntimeError) as error:
             why = str(error).partition("\n")[0]
-            return Result(key, position, UNREADABLE, rows, joined, why=why)
+            return Result(key, position, UNREADABLE, rows, joined=joined, why=why)
         status = IDENTICAL if difference.same_bits else EQUAL
         if difference.unequal:
             status = CLOSE if difference.within(tolerance) else DIFFERENT
         origin = None
         if difference.unequal and key.tensor_name in OPERANDS.get(str(key.layer_type), {}):
             origin = self._origin(key, rows, (a, b), joined=joined)
-        return Result(key, position, status, rows, joined, difference, origin)
+        return Result(
+            key, position, status, rows, joined=joined, difference=difference, origin=origin
+        )
 
     def _load(
         self, key: TensorKey, rows: tuple[Any, Any], *, joined: bool
@@ -257,3 +256,8 @@ class Comparison:
             parts = origins.inherited_by_attention(operands, softmax, backward=backward)
             self._attention = (of_pass, parts)
         return self._attention[1]
+
+
+def _alone(status: str, row: Any) -> tuple[Any, Any]:
+    """Return the pair of records of A and B, one of which is missing."""
+    return (row, None) if status == ONLY_A else (None, row)

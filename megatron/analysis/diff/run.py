@@ -48,7 +48,7 @@ def prepare(
     by_sample = _by_sample(stores)
     a, b = (Side(store, by_sample) for store in stores)
     scale = _gradient_scale(a.card, b.card, stores) if by_sample else 1.0
-    comparison = Comparison(a, b, rules, scale, with_origins)
+    comparison = Comparison(a, b, rules, gradient_scale=scale, with_origins=with_origins)
     common = a.tensors.keys() & b.tensors.keys()
     if not common:
         raise ValueError(

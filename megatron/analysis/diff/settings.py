@@ -51,7 +51,9 @@ def facts_of(comparison: Comparison) -> Facts:
                 "because the first pass was saved, too"
             )
         if len(side.store.missing):
-            notes.append(f"{name}: {len(side.store.missing)} files that an index names are missing")
+            notes.append(
+                f"{name}: {len(side.store.missing)} file(s) that an index names are missing"
+            )
     if a.by_sample:
         notes.append(
             "the numbers of data-parallel ranks differ: micro-batches are paired by their first "

@@ -86,7 +86,7 @@ def verdict(summary: Summary, facts: Facts) -> str:
     how = ", ".join(f"{count} {_AGREE[status]}" for status, count in agree.items())
     text = f"No difference: {summary.pairs} pairs of tensors agree: {how}"
     if facts.problems:
-        text += f"; but {len(facts.problems)} files cannot be read, the first: {facts.problems[0]}"
+        text += f"; but {len(facts.problems)} file(s) cannot be read: {facts.problems[0]}"
     return text
 
 

@@ -160,7 +160,7 @@ def test_unreadable_files_are_named_and_the_rest_is_compared(runs, capsys):
         in text
     )
     assert "[ERROR] B: " in text
-    assert "1 files that an index names are missing" in text
+    assert "1 file(s) that an index names are missing" in text
 
 
 def test_json_lines_of_two_types(originals, capsys):
