@@ -3,16 +3,25 @@
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.accumulate import Accumulator
+from megatron.fake_quant.accumulate import ACCUMULATORS, Accumulator, reference
 from megatron.fake_quant.accumulate.element_types import get_element_type, smallest_exponent
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
 from megatron.fake_quant.elements import Cast
 from megatron.fake_quant.rounding import round_to
 
+#: Every design, with all parts of a spelled-out name.
+ACCUMULATOR_NAMES = (
+    *(name for name, unit in ACCUMULATORS.items() if unit.simulated),
+    "fda:l4:f3:m2:rne",
+    "fda:l6:f20:m10:rz:p18",
+    "fda:l1:f36:m23:rne",
+    "fda:l16:f12:e5m10:rne:p32:pe6m9",
+    "fda:l1:fx:e4m3:rz:p24:pe5m2",
+)
 #: Element types with an Inf, and those without a NaN.
 WITH_INFINITY = ("e5m2", "bfloat16", "float16", "float32")
 WITHOUT_NAN = ("e3m2", "e2m3", "e2m1")
-#: Values that are multiplied by each other: none of these types has larger numbers.
+#: Largest binary exponents of the scaled rows, 6 for types that are not listed.
 _FAR = {"bfloat16": 30, "float16": 12, "float32": 30, "e5m2": 12, "e5m2fnuz": 12}
 
 
@@ -81,3 +90,15 @@ def _scales(accumulator: Accumulator, shape: tuple[int, int], seed: int) -> Tens
     else:
         scales = torch.randn(shape, generator=generator).exp()
     return scales
+
+
+def by_reference(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
+    """Return the products of a batch of operands by the implementation in torch operations."""
+    return torch.stack(
+        [reference.summed(a.batch(i), b.batch(i), unit) for i in range(a.elements.shape[0])]
+    )
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bits of float32 values, the same ones for every NaN."""
+    return x.masked_fill(x.isnan(), torch.nan).view(torch.int32)

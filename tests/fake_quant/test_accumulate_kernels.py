@@ -5,33 +5,24 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.accumulate import (
-    ACCUMULATORS,
     Accumulator,
     accumulated_matmul,
     get_accumulator,
-    reference,
     scalar,
 )
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
 from megatron.fake_quant.fused import dispatch, numba_accumulate_launch
 
-from .accumulator_operands import operands, rows_of_every_kind
-
-SPELLED_OUT = (
-    "fda:l4:f3:m2:rne",
-    "fda:l6:f20:m10:rz:p18",
-    "fda:l1:f36:m23:rne",
-    "fda:l16:f12:e5m10:rne:p32:pe6m9",
-    "fda:l1:fx:e4m3:rz:p24:pe5m2",
+from .accumulator_operands import (
+    ACCUMULATOR_NAMES,
+    bits,
+    by_reference,
+    operands,
+    rows_of_every_kind,
 )
-NAMES = [name for name, unit in ACCUMULATORS.items() if unit.simulated]
-names = pytest.mark.parametrize("name", [*NAMES, *SPELLED_OUT])
+
+names = pytest.mark.parametrize("name", ACCUMULATOR_NAMES)
 multiply = numba_accumulate_launch.multiply
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return the bits of float32 values, the same ones for every NaN."""
-    return x.masked_fill(x.isnan(), torch.nan).view(torch.int32)
 
 
 def defined(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
@@ -45,12 +36,6 @@ def defined(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
                 scales = (a.scales[i].tolist(), b.scales[j].tolist())
             result[i, j] = scalar.dot(x, y, unit, smallest=smallest, scales=scales)
     return result
-
-
-def by_reference(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
-    return torch.stack(
-        [reference.summed(a.batch(i), b.batch(i), unit) for i in range(a.elements.shape[0])]
-    )
 
 
 @names

@@ -17,10 +17,13 @@ import torch
 
 import megatron.fake_quant.fused
 from megatron.fake_quant import fake_quantize, get_format, reference
+from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.quantize import checked
 from tests.subprocesses import environment, run
 
+from .accumulator_operands import ACCUMULATOR_NAMES, by_reference, operands
+from .accumulator_operands import bits as number_bits
 from .inputs import random_bits_at_every_scale
 from .kernel_inputs import CPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
 
@@ -60,6 +63,11 @@ def differences(tmp_path_factory):
 @pytest.mark.parametrize("name", [*OURS, *APART])
 def test_interpreted_the_bits_are_the_reference_s(name, differences):
     assert differences[name] == []
+
+
+@pytest.mark.parametrize("name", [*ACCUMULATOR_NAMES, "several tiles and batches"])
+def test_interpreted_an_accumulator_has_the_bits_of_the_reference(name, differences):
+    assert differences["accumulators"][name] == 0
 
 
 # By the compiler.
@@ -199,6 +207,25 @@ def test_on_a_gpu_the_bits_are_the_reference_s(name, dtype):
                 found = kernel(y, fmt, layout, seed)
                 assert torch.equal(bits(found.cpu()), bits(expected)), (kind, layout_name, axis)
                 assert found.stride() == expected.stride(), (kind, layout_name, axis)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ACCUMULATOR_NAMES)
+def test_on_a_gpu_an_accumulator_has_the_bits_of_the_reference(name):
+    unit = get_accumulator(name)
+    a, b = (side.flat() for side in operands(unit, 3 * unit.step + 5))
+    on_gpu = [
+        side._replace(
+            elements=side.elements.cuda(),
+            scales=None if side.scales is None else side.scales.cuda(),
+        )
+        for side in (a, b)
+    ]
+    kernel = dispatch.find_multiplication(on_gpu[0].elements, on_gpu[1].elements)
+    assert kernel is not None
+    assert torch.equal(
+        number_bits(kernel(*on_gpu, unit).cpu()), number_bits(by_reference(a, b, unit))
+    )
 
 
 def same_on_gpu(x, name, axis, amax=None):

@@ -30,6 +30,7 @@ from megatron.fake_quant import Format, get_format, reference
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.fused import triton_launch, triton_plans
 from megatron.fake_quant.quantize import checked
+from tests.fake_quant import triton_accumulators
 from tests.fake_quant.inputs import every_bfloat16, every_float16
 from tests.fake_quant.kernel_inputs import INPUTS, SEED, bits
 from tests.fake_quant.triton_interpreter import hasten
@@ -269,9 +270,11 @@ def main() -> None:
         np.seterr(all="ignore")  # values that are computed and not chosen
         hasten()
         result = {name: differences(name) for name in sys.argv[2:]}
+        result["accumulators"] = triton_accumulators.differences()
     else:
         driver.set_active(device := Driver())
         result = {"compiled": {case[0]: compiled(*case) for case in COMPILED}}
+        result["compiled"][triton_accumulators.COMPILED] = triton_accumulators.compiled(FORBIDDEN)
         with tiles(SHORT):
             result["launched"] = {name: launched(name, device) for name in LAUNCHED}
     print(json.dumps(result))

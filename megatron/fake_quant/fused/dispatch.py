@@ -129,7 +129,11 @@ def find_multiplication(a: Tensor, b: Tensor) -> Multiplication | None:
 
     Return None if there is no such kernel.
     """
-    if a.device.type != "cpu" or os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE) == "0":
+        return None
+    if a.device.type == "cuda":
+        return None if _gpu() is None else _gpu_multiplication()
+    if a.device.type != "cpu":
         return None
     pays = _pays(a.numel() * b.shape[-2] // PRODUCTS_PER_VALUE)
     return _cpu_multiplication() if pays else None
@@ -142,3 +146,9 @@ def _cpu_multiplication() -> Multiplication | None:
     except ImportError:
         return None
     return numba_accumulate_launch.multiply
+
+
+def _gpu_multiplication() -> Multiplication:
+    from megatron.fake_quant.fused import triton_accumulate_launch
+
+    return triton_accumulate_launch.multiply

@@ -124,26 +124,30 @@ def _sources() -> list[Path]:
 kernel = kernel_compiler("accumulate", Path(__file__).parent, _sources)
 
 
-@inlined
+# LLVM inlines the following functions into loops. If numba inlined them, compilation would take a
+# third longer.
+
+
+@called
 def power(exponent: Any) -> Any:
     """Return 2^exponent for exponents from -1022 to 1023."""
     return np.int64(np.int64(exponent + 1023) << 52).view(np.float64)
 
 
-@inlined
+@called
 def exponent_field(x: Any) -> Any:
     """Return the exponent of a normal float64 number; 0 has -1023, and Inf and NaN have 1024."""
     return np.int64((np.float64(x).view(np.int64) >> 52) & 2047) - 1023
 
 
-@inlined
+@called
 def exponent(x: Any, smallest: Any) -> Any:
     """Return the exponent of an element, a scale or a running sum."""
     bounded = min(max(exponent_field(x), smallest), INFINITE_SUM)
     return np.int16(bounded) if x != 0 else ZERO
 
 
-@inlined
+@called
 def rounded(value: Any, kept: Any) -> Any:
     """Return a number, rounded to the type of a sum; see `scalar._rounded`."""
     bounded = min(max(exponent_field(value), kept.smallest), INFINITE_SUM)
@@ -153,7 +157,7 @@ def rounded(value: Any, kept: Any) -> Any:
     return result if abs(result) < kept.limit else result * np.inf
 
 
-@inlined
+@called
 def sum_to_odd(x: Any, y: Any) -> Any:
     """Return x + y; if it is inexact, return that neighbor whose last bit is 1.
 

@@ -1,0 +1,464 @@
+"""GPU kernel that sums dot products as matrix units do; see `accumulate/scalar.py`.
+
+This is the counterpart of `numba_accumulate.py`. A program computes one tile of the result.
+Products and their sums are integers, so that neither the order of a sum nor the fusion of a product
+and a sum can change a result. Once per step, a sum is converted to float64, which represents it
+exactly, and rounded there. Only `sum_to_odd` needs operations that are not fused.
+
+An integer that stands for a number has a number of fractional bits, given below as "at ALIGN bits".
+"""
+
+import triton.language as tl
+
+from megatron.fake_quant.accumulate import accumulator
+from megatron.fake_quant.fused.triton_bits import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    as_bits,
+    as_float,
+    compiled,
+)
+from megatron.fake_quant.fused.triton_scales import FRACTION, SMALLEST_NORMAL
+
+ZERO = tl.constexpr(accumulator.ZERO_EXPONENT)
+LOWEST = tl.constexpr(5 * accumulator.ZERO_EXPONENT)  #: exponent below that of every product
+GROUP = tl.constexpr(accumulator.GROUP)
+STAGE_BITS = tl.constexpr(accumulator.STAGE_BITS)
+RUNNING_BITS = tl.constexpr(accumulator.RUNNING_BITS)
+#: Fractional bits of a float32 significand, of that of a scale, and of the product of two E2M1
+#: elements, which are counted in units of one half.
+FLOAT32_BITS, SCALE_BITS, HALVES = tl.constexpr(23), tl.constexpr(3), tl.constexpr(2)
+
+
+@compiled
+def power(exponent: tl.tensor) -> tl.tensor:
+    """Return 2^exponent in float64, for exponents from -1022 to 1023."""
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@compiled
+def undefined(x: tl.tensor) -> tl.tensor:
+    """Return whether float32 numbers are NaN or Inf."""
+    return (as_bits(x) & MAGNITUDE) >= INFINITY
+
+
+@compiled
+def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Return the significands, at BITS bits, and the exponents of float32 numbers.
+
+    smallest: exponent of the smallest normal number of their type.
+    """
+    bits = as_bits(x)
+    magnitude = bits & MAGNITUDE
+    own = tl.maximum(magnitude >> 23, 1) - 127
+    exponent = tl.maximum(own, smallest)
+    whole = (magnitude & FRACTION) | tl.where(magnitude >= SMALLEST_NORMAL, SMALLEST_NORMAL, 0)
+    significand = whole >> tl.minimum(exponent - own + (FLOAT32_BITS - BITS), 31)
+    exponent = tl.where(magnitude == 0, ZERO, exponent)
+    return tl.where(bits < 0, -significand, significand), exponent
+
+
+@compiled
+def truncated(number: tl.tensor, shift: tl.tensor, LAST: tl.constexpr) -> tl.tensor:
+    """Divide integers by 2^shift, rounding toward zero. LAST: number of their bits, less 1."""
+    magnitude = tl.abs(number) >> tl.minimum(shift, LAST).to(number.dtype)
+    return tl.where(number < 0, -magnitude, magnitude)
+
+
+@compiled
+def floored(number: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    """Divide int64 numbers by 2^shift, rounding down."""
+    return number >> tl.minimum(shift, 63).to(tl.int64)
+
+
+@compiled
+def rounded(
+    value: tl.tensor,
+    MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NEAREST: tl.constexpr,
+) -> tl.tensor:
+    """Round finite float64 numbers to the type of a sum and return them in float32."""
+    magnitude = tl.abs(value)
+    field = (magnitude.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023
+    exponent = tl.maximum(field, SMALLEST)
+    scaled = magnitude * power(MANTISSA - exponent)
+    whole = scaled.to(tl.int64)
+    if NEAREST:
+        rest = scaled - whole.to(tl.float64)
+        up = (rest > 0.5) | ((rest == 0.5) & ((whole & 1) == 1))
+        whole += tl.where(up, 1, 0)
+    result = whole.to(tl.float64) * power(exponent - MANTISSA)
+    overflow = result >= power(tl.full([], LARGEST + 1, tl.int32))
+    result = tl.where(overflow, float("inf"), result)
+    negative = value.to(tl.int64, bitcast=True) < 0
+    return tl.where(negative, -result, result).to(tl.float32)
+
+
+@compiled
+def sum_to_odd(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """Return x + y in float64, rounded to odd; see `numba_accumulate.sum_to_odd`."""
+    total = x + y
+    other = total - x
+    error = (x - (total - other)) + (y - other)
+    bits = total.to(tl.int64, bitcast=True)
+    away = tl.where((error > 0) == (total > 0), 1, -1)
+    inexact = (tl.abs(error) > 0) & ((bits & 1) == 0)
+    return tl.where(inexact, bits + away, bits).to(tl.float64, bitcast=True)
+
+
+@compiled
+def largest_exponent(
+    a: tl.tensor,
+    b: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    smallest: tl.tensor,
+    left: tl.tensor,
+    top: tl.tensor,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """Return the larger of `top` and the exponents of the products of one part of a step.
+
+    The products are those with the numbers PART, PART + PARTS, ...; `left` of the step's exist.
+
+    a, b: pointers to the step's first elements; `inside` has the masks of both and `strides` the
+        distances to the next elements.
+    """
+    a += PART * strides[0]
+    b += PART * strides[1]
+    for i in range(PART, STEP, PARTS):
+        x = tl.load(a, mask=inside[0] & (i < left), other=0.0)
+        y = tl.load(b, mask=inside[1] & (i < left), other=0.0)
+        top = tl.maximum(
+            top, decode(x, smallest[0], 23)[1][:, None] + decode(y, smallest[1], 23)[1][None, :]
+        )
+        a += PARTS * strides[0]
+        b += PARTS * strides[1]
+    return top
+
+
+@compiled
+def truncated_sum(
+    a: tl.tensor,
+    b: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    smallest: tl.tensor,
+    left: tl.tensor,
+    top: tl.tensor,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of the truncated products of one part of a step, as int64 at ALIGN bits.
+
+    top: exponents to which the products are aligned.
+    BITS: largest number of mantissa bits of an element. Up to 10, products are int32.
+    """
+    TERM: tl.constexpr = tl.int32 if BITS <= 10 else tl.int64
+    UP: tl.constexpr = max(ALIGN - 2 * BITS, 0)
+    DOWN: tl.constexpr = max(2 * BITS - ALIGN, 0)
+    total = tl.zeros(top.shape, tl.int64)
+    a += PART * strides[0]
+    b += PART * strides[1]
+    for i in range(PART, STEP, PARTS):
+        x, p = decode(tl.load(a, mask=inside[0] & (i < left), other=0.0), smallest[0], BITS)
+        y, q = decode(tl.load(b, mask=inside[1] & (i < left), other=0.0), smallest[1], BITS)
+        product = (x.to(TERM)[:, None] * y.to(TERM)[None, :]) << UP
+        shift = top - (p[:, None] + q[None, :]) + DOWN
+        total += truncated(product, shift, 31 if BITS <= 10 else 63).to(tl.int64)
+        a += PARTS * strides[0]
+        b += PARTS * strides[1]
+    return total
+
+
+@compiled
+def with_running(
+    total: tl.tensor, start: tl.tensor, own: tl.tensor, top: tl.tensor, ALIGN: tl.constexpr
+) -> tl.tensor:
+    """Add a running sum, truncated, to a sum at ALIGN bits and return the result in float64.
+
+    start: significand of the running sum; `own` is its exponent.
+    """
+    UP: tl.constexpr = max(ALIGN - FLOAT32_BITS, 0)
+    DOWN: tl.constexpr = max(FLOAT32_BITS - ALIGN, 0)
+    total += truncated(start.to(tl.int64) << UP, top - own + DOWN, 63)
+    return total.to(tl.float64) * power(top - ALIGN)
+
+
+@compiled
+def fused_step(
+    a: tl.tensor,
+    b: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    smallest: tl.tensor,
+    left: tl.tensor,
+    start: tl.tensor,
+    own: tl.tensor,
+    shift: tl.tensor,
+    STEP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of a step of the design "fused" before it is rounded.
+
+    shift: exponents of the block scales, which a step has no more than one of per operand.
+    """
+    top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP)
+    total = truncated_sum(a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS)
+    return with_running(total, start, own, top + shift, ALIGN)
+
+
+@compiled
+def group_sum(
+    a: tl.tensor, b: tl.tensor, inside: tl.tensor, strides: tl.tensor, left: tl.tensor
+) -> tl.tensor:
+    """Return the exact sum of a group of products of E2M1 elements, as int64 at HALVES bits."""
+    total = tl.zeros([a.shape[0], b.shape[0]], tl.int32)
+    for i in range(GROUP):
+        x = (tl.load(a, mask=inside[0] & (i < left), other=0.0) * 2).to(tl.int32)
+        y = (tl.load(b, mask=inside[1] & (i < left), other=0.0) * 2).to(tl.int32)
+        total += x[:, None] * y[None, :]
+        a += strides[0]
+        b += strides[1]
+    return total.to(tl.int64)
+
+
+@compiled
+def grouped_step(
+    a: tl.tensor,
+    b: tl.tensor,
+    scales: tl.tensor,
+    shifts: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    left: tl.tensor,
+    start: tl.tensor,
+    own: tl.tensor,
+    STEP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of a step of the design "grouped" before it is rounded.
+
+    scales, shifts: pointers to the significands and exponents of the step's first block scales.
+    """
+    top = own
+    for group in tl.static_range(STEP // GROUP):
+        # A group that does not exist has the scales 0, with the lowest exponent.
+        exists, block = group * GROUP < left, group * GROUP // BLOCK
+        p = tl.load(shifts[0] + block * strides[0], mask=inside[0] & exists, other=ZERO)
+        q = tl.load(shifts[1] + block * strides[1], mask=inside[1] & exists, other=ZERO)
+        top = tl.maximum(top, p[:, None] + q[None, :])
+    total = tl.zeros(own.shape, tl.int64)
+    for group in tl.static_range(STEP // GROUP):
+        first, block = group * GROUP, group * GROUP // BLOCK
+        exists = first < left
+        p = tl.load(shifts[0] + block * strides[0], mask=inside[0] & exists, other=ZERO)
+        q = tl.load(shifts[1] + block * strides[1], mask=inside[1] & exists, other=ZERO)
+        x = tl.load(scales[0] + block * strides[0], mask=inside[0] & exists, other=0)
+        y = tl.load(scales[1] + block * strides[1], mask=inside[1] & exists, other=0)
+        x_first, y_first = a + first * strides[0], b + first * strides[1]
+        term = group_sum(x_first, y_first, inside, strides, left - first)
+        term = (term * (x[:, None] * y[None, :])) << (ALIGN - HALVES - 2 * SCALE_BITS)
+        total += truncated(term, top - (p[:, None] + q[None, :]), 63)
+    return with_running(total, start, own, top, ALIGN)
+
+
+@compiled
+def two_stage_step(
+    a: tl.tensor,
+    b: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    smallest: tl.tensor,
+    left: tl.tensor,
+    start: tl.tensor,
+    own: tl.tensor,
+    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of a step of the design "two_stage" before it is rounded."""
+    top = tl.full(own.shape, LOWEST, tl.int32)
+    total = tl.zeros(own.shape, tl.int64)
+    for part in tl.static_range(PARTS):
+        first = tl.full(own.shape, LOWEST, tl.int32)
+        first = largest_exponent(a, b, inside, strides, smallest, left, first, part, PARTS, STEP)
+        addend = truncated_sum(
+            a, b, inside, strides, smallest, left, first, part, PARTS, STEP, ALIGN, BITS
+        )
+        both = tl.maximum(top, first)
+        total = floored(total, both - top) + floored(addend, both - first)
+        top = both
+    both = tl.maximum(top, own)
+    kept = floored(start.to(tl.int64) << (RUNNING_BITS - FLOAT32_BITS), both - own)
+    if PARTS > 1:  # A running sum that is too small is lost, also if it is negative.
+        kept = tl.where(own < both - (RUNNING_BITS + 1), 0, kept)
+    total = floored(total << (STAGE_BITS - ALIGN), both - top)
+    total += kept << (STAGE_BITS - RUNNING_BITS)
+    return total.to(tl.float64) * power(both - STAGE_BITS)
+
+
+@compiled
+def special_sums(
+    a: tl.tensor,
+    b: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    left: tl.tensor,
+    running: tl.tensor,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """Return two sums of terms of a step that are NaN or Inf; 0 if there are none.
+
+    The first sum has the running sum and the products of such elements, the second one products of
+    finite elements that overflow.
+    """
+    special = tl.where(undefined(running), running, 0.0)
+    overflow = tl.zeros(running.shape, tl.float32)
+    for i in range(STEP):
+        x = tl.load(a, mask=inside[0] & (i < left), other=0.0)
+        y = tl.load(b, mask=inside[1] & (i < left), other=0.0)
+        product = x[:, None] * y[None, :]
+        given = undefined(x)[:, None] | undefined(y)[None, :]
+        special += tl.where(given, product, 0.0)
+        overflow += tl.where(undefined(product) & (given == 0), product, 0.0)
+        a += strides[0]
+        b += strides[1]
+    return special, overflow
+
+
+@compiled
+def sums(
+    a: tl.tensor,
+    b: tl.tensor,
+    flags_a: tl.tensor,
+    flags_b: tl.tensor,
+    scales_a: tl.tensor,
+    scales_b: tl.tensor,
+    shifts_a: tl.tensor,
+    shifts_b: tl.tensor,
+    out: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    depth: tl.tensor,
+    blocks: tl.tensor,
+    smallest_a: tl.tensor,
+    smallest_b: tl.tensor,
+    DESIGN: tl.constexpr,
+    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NEAREST: tl.constexpr,
+    SECOND_MANTISSA: tl.constexpr,
+    SECOND_SMALLEST: tl.constexpr,
+    SECOND_LARGEST: tl.constexpr,
+    SECOND_NEAREST: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+) -> tl.tensor:
+    """Compute one tile of `out` `[batch, M, N]`, which has `height` rows and `width` columns.
+
+    Args:
+        a, b: elements, `[batch, K, M]` and `[batch, K, N]`, with K = `depth`.
+        flags_a, flags_b: 1 for each row of an operand with an element that is NaN, Inf or so large
+            that a product may overflow, `[batch, M]` and `[batch, N]`.
+        scales_a, scales_b: float32 scales of each promotion, or significands of block scales as
+            int32 at SCALE_BITS bits, `[batch, blocks, M]` and `[batch, blocks, N]`.
+        shifts_a, shifts_b: exponents of block scales.
+        DESIGN: design of the accumulator; "chained" if terms are not truncated.
+        SCALES: use of the block scales; see `Accumulator.scales`. There is a promotion after BLOCK
+            products if it is "promotion".
+        BLOCK: elements per block scale; 1 if there are none.
+    """
+    tiles_n = tl.cdiv(width, TILE_N)
+    tile = tl.program_id(0) // tiles_n
+    tiles_m = tl.cdiv(height, TILE_M)
+    batch = (tile // tiles_m).to(tl.int64)
+    m = (tile % tiles_m) * TILE_M + tl.arange(0, TILE_M)
+    n = (tl.program_id(0) % tiles_n) * TILE_N + tl.arange(0, TILE_N)
+    inside, strides, smallest = (m < height, n < width), (height, width), (smallest_a, smallest_b)
+    a += batch * depth * height + m
+    b += batch * depth * width + n
+    scales_a += batch * blocks * height + m
+    scales_b += batch * blocks * width + n
+    shifts_a += batch * blocks * height + m
+    shifts_b += batch * blocks * width + n
+    flags = tl.max(tl.load(flags_a + batch * height + m, mask=inside[0], other=0), axis=0)
+    flags |= tl.max(tl.load(flags_b + batch * width + n, mask=inside[1], other=0), axis=0)
+
+    running = tl.zeros([TILE_M, TILE_N], tl.float32)
+    second = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for done in range(0, depth, STEP):
+        left, block = depth - done, done // BLOCK
+        scales = (scales_a + block * height, scales_b + block * width)
+        shifts = (shifts_a + block * height, shifts_b + block * width)
+        special = tl.where(undefined(running), running, 0.0)
+        if flags > 0:
+            special, overflow = special_sums(a, b, inside, strides, left, running, STEP)
+            if DESIGN == "two_stage":
+                special = tl.where(undefined(special), special, overflow)
+        start, own = decode(running, SMALLEST, FLOAT32_BITS)
+        if DESIGN == "chained":
+            x = tl.load(a, mask=inside[0], other=0.0).to(tl.float64)
+            y = tl.load(b, mask=inside[1], other=0.0).to(tl.float64)
+            value = sum_to_odd(running.to(tl.float64), x[:, None] * y[None, :])
+        elif DESIGN == "two_stage":
+            value = two_stage_step(
+                a, b, inside, strides, smallest, left, start, own, STEP, PARTS, ALIGN, BITS
+            )
+        elif DESIGN == "grouped":
+            value = grouped_step(
+                a, b, scales, shifts, inside, strides, left, start, own, STEP, ALIGN, BLOCK
+            )
+        else:
+            shift = tl.zeros([TILE_M, TILE_N], tl.int32)
+            if SCALES == "exponents":
+                p = tl.load(shifts[0], mask=inside[0], other=0)
+                shift = p[:, None] + tl.load(shifts[1], mask=inside[1], other=0)[None, :]
+            value = fused_step(
+                a, b, inside, strides, smallest, left, start, own, shift, STEP, ALIGN, BITS
+            )
+        usual = rounded(value, MANTISSA, SMALLEST, LARGEST, NEAREST)
+        if DESIGN != "two_stage":
+            usual = tl.where(usual == 0, 0.0, usual)  # turns -0 into +0
+        running = tl.where(undefined(special), special, usual)
+        if SCALES == "promotion":
+            due = ((done + STEP) % BLOCK == 0) | (left <= STEP)
+            if due:
+                x = tl.load(scales[0], mask=inside[0], other=0.0)
+                y = tl.load(scales[1], mask=inside[1], other=0.0)
+                product = running.to(tl.float64) * (x[:, None] * y[None, :]).to(tl.float64)
+                usual = rounded(
+                    sum_to_odd(product, second.to(tl.float64)),
+                    SECOND_MANTISSA,
+                    SECOND_SMALLEST,
+                    SECOND_LARGEST,
+                    SECOND_NEAREST,
+                )
+                plain = product + second.to(tl.float64)
+                finite = tl.abs(plain) < float("inf")
+                second = tl.where(finite, usual, plain.to(tl.float32))
+                running = tl.zeros([TILE_M, TILE_N], tl.float32)
+        a += STEP * height
+        b += STEP * width
+    result = second if SCALES == "promotion" else running
+    result = as_float(tl.where(result != result, NAN, as_bits(result)))
+    places = (batch * height + m)[:, None] * width + n[None, :]
+    tl.store(out + places, result, mask=inside[0][:, None] & inside[1][None, :])

@@ -1,0 +1,118 @@
+"""Launch the GPU kernel that sums dot products as matrix units do.
+
+The kernel has not run on a GPU yet; tests treat it like the kernels of `triton_launch.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.accumulate.accumulator import (
+    OVERFLOW_EXPONENT,
+    ZERO_EXPONENT,
+    Accumulator,
+    SumType,
+)
+from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+from megatron.fake_quant.fused import triton_accumulate
+from megatron.fake_quant.fused.triton_accumulate import SCALE_BITS
+
+TILE_M, TILE_N = 32, 64  #: rows and columns of the result per program
+WARPS = 4
+#: Mantissa bits of the elements of hardware units and of all other elements.
+_NARROW, _WIDE = 10, 23
+_LARGE = 2.0 ** (OVERFLOW_EXPONENT // 2)  #: products of smaller elements do not overflow
+
+
+def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
+    """Return A B^T, `[batch, M, N]`, for operands `[batch, M, K]` and `[batch, N, K]`.
+
+    The result is that of `accumulate/reference.py`, bit for bit.
+    """
+    batches, rows, depth = a.elements.shape
+    columns = b.elements.shape[1]
+    out = a.elements.new_empty(batches, rows, columns)
+    if out.numel() == 0 or depth == 0:
+        return out.zero_()
+    sides = [_side(operand, accumulator) for operand in (a, b)]
+    programs = batches * -(-rows // TILE_M) * -(-columns // TILE_N)
+    tensors = [tensor for pair in zip(*sides, strict=True) for tensor in pair]
+    numbers = (rows, columns, depth, sides[0][2].shape[1])
+    with torch.cuda.device(out.get_device()):
+        triton_accumulate.sums[(programs, 1, 1)](
+            *tensors,
+            out,
+            *numbers,
+            a.smallest_exponent,
+            b.smallest_exponent,
+            **constants(accumulator),
+            **OPTIONS,
+        )
+    return out
+
+
+#: FP fusion would merge a product and a sum into one operation with one rounding.
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def constants(accumulator: Accumulator) -> dict[str, Any]:
+    """Return the kernel's compile-time arguments for an accumulator."""
+    chained = accumulator.align_bits is None
+    kept = _sum_type(accumulator.keep)
+    second = {f"SECOND_{name}": x for name, x in _sum_type(accumulator.promote_to).items()}
+    return {
+        "DESIGN": "chained" if chained else accumulator.design,
+        "STEP": accumulator.step,
+        "PARTS": accumulator.interleave,
+        "ALIGN": accumulator.align_bits or 0,
+        "BITS": _NARROW if accumulator.elements else _WIDE,
+        "SCALES": accumulator.scales,
+        "BLOCK": accumulator.scale_block or 1,
+        "TILE_M": TILE_M,
+        "TILE_N": TILE_N,
+        **kept,
+        **second,
+    }
+
+
+def _sum_type(kept: SumType) -> dict[str, Any]:
+    if kept.rounding not in ("rz", "rne"):
+        raise AssertionError(f"no rule for the rounding {kept.rounding!r}")
+    return {
+        "MANTISSA": kept.mantissa_bits,
+        "SMALLEST": kept.smallest_exponent,
+        "LARGEST": kept.largest_exponent,
+        "NEAREST": kept.rounding == "rne",
+    }
+
+
+def _side(operand: UnitOperand, accumulator: Accumulator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the kernel's arguments for one operand: elements, flags, scales and shifts."""
+    elements, scales = operand.elements.detach(), operand.scales
+    batches, rows, depth = elements.shape
+    shifts = elements.new_zeros(1, 1, 1, dtype=torch.int32)
+    if accumulator.scales == "after":
+        scales = elements.new_ones(1, 1, 1)
+    else:
+        assert accumulator.scale_block is not None, accumulator.name
+        if scales is None:
+            scales = elements.new_ones(batches, rows, -(-depth // accumulator.scale_block))
+        if accumulator.scales != "promotion":
+            scale = scales.repeat_interleave(accumulator.scale_block, -1)[..., :depth]
+            lost = ~scale.isfinite() | ((scale == 0) & elements.isinf())
+            elements = elements.masked_fill(lost, torch.nan)
+            scales, shifts = _split(scales, accumulator.smallest_scale)
+            shifts = shifts.transpose(1, 2).contiguous()
+        scales = scales.transpose(1, 2).contiguous()
+    finite = elements.abs() < _LARGE  # False for NaN, too
+    flags = (~finite).any(-1).to(torch.int32)
+    return elements.transpose(1, 2).contiguous(), flags, scales, shifts
+
+
+def _split(scales: Tensor, smallest: int) -> tuple[Tensor, Tensor]:
+    """Return the significands of scales, at SCALE_BITS bits, and their exponents, as int32."""
+    scales = torch.where(scales.isfinite(), scales, 0.0)
+    exponents = (torch.frexp(scales).exponent - 1).clamp(min=smallest)
+    significands = torch.ldexp(scales.double(), SCALE_BITS.value - exponents).to(torch.int32)
+    return significands, torch.where(scales == 0, ZERO_EXPONENT, exponents).to(torch.int32)
