@@ -62,7 +62,12 @@ def check_accepted(accumulator: Accumulator, names: tuple[str, str]) -> None:
         ValueError: if it does not; the message lists the types that it multiplies.
     """
     for name in names:
-        get_element_type(name)
+        element = get_element_type(name)
+        if isinstance(element, HiFloat8) and accumulator.elements:
+            raise ValueError(
+                f"the accumulator {accumulator.name} does not multiply HiFloat8; no description of "
+                "a unit that does is public, so leave HiFloat8 at fp32"
+            )
         if accumulator.elements and name not in accumulator.elements:
             raise ValueError(
                 f"the accumulator {accumulator.name} does not multiply {name} elements; it "

@@ -12,7 +12,11 @@ from megatron.fake_quant.accumulate.element_types import (
 )
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.rounding import round_to
+
+E8M0_LARGEST = 127  #: exponent of the largest E8M0 scale; the smallest scale has its negative
 
 
 def accumulated_matmul(
@@ -39,7 +43,7 @@ def accumulated_matmul(
             block)]` in float32, for an accumulator that applies block scales; None if all are 1.
 
     Returns:
-        The product, `[..., M, N]` in float32.
+        The product, `[..., M, N]` in float32, without a gradient; `quantized_matmul` has one.
 
     Raises:
         ValueError: if shapes or dtypes do not fit, if the unit does not multiply these element
@@ -51,7 +55,7 @@ def accumulated_matmul(
     if not accumulator.simulated:
         if scales is not None:
             raise ValueError(_no_scales(accumulator))
-        return torch.matmul(a_MK, b_NK.transpose(-2, -1))
+        return torch.matmul(a_MK.detach(), b_NK.detach().transpose(-2, -1))
     if elements is None:
         elements = ((accumulator.elements or ("float32",))[0],) * 2
     check_accepted(accumulator, elements)
@@ -113,4 +117,23 @@ def _checked_scales(scales: Tensor, x: Tensor, accumulator: Accumulator, operand
             f"{tuple(scales.shape)}; the accumulator {accumulator.name} needs one float32 per "
             f"{block} elements, with the shape {expected}"
         )
+    _check_scale_values(scales, accumulator, operand)
     return scales.detach()
+
+
+def _check_scale_values(scales: Tensor, accumulator: Accumulator, operand: str) -> None:
+    """Refuse scales that are not numbers of the type that the unit applies."""
+    if accumulator.scale_type == "e8m0":
+        exact = torch.frexp(scales.double())
+        wrong = (exact.mantissa != 0.5) | ((exact.exponent - 1).abs() > E8M0_LARGEST)
+    elif accumulator.scale_type == "e4m3":
+        wrong = (round_to(scales, E4M3) != scales) | (scales < 0)
+    else:
+        return
+    wrong &= ~scales.isnan()
+    if wrong.any():
+        raise ValueError(
+            f"the scales of {operand} contain {scales[wrong][0].item():g}, which is no "
+            f"{accumulator.scale_type.upper()} scale; pass "
+            + ("powers of two" if accumulator.scale_type == "e8m0" else "numbers of E4M3 from 0 on")
+        )

@@ -99,6 +99,7 @@ def test_two_units_differ_in_a_sum_that_needs_15_bits():
         ({"b_NK": torch.ones(3, 5)}, r"A \(2, 4\) and B \(3, 5\) do not fit"),
         ({"accumulator": "hopper"}, "unknown accumulator 'hopper', did you mean"),
         ({"elements": ("e4m3", "e2m1")}, "hopper_fp8 does not multiply e2m1 elements; it mult"),
+        ({"elements": ("hif8", "hif8")}, "no description of a unit that does is public"),
         ({"elements": ("e4m3", "e4m9")}, "unknown element 'e4m9'.* or e4m3fnuz, e5m2fnuz"),
         ({"a_MK": torch.full((2, 4), 0.3)}, "A contains 0.3, which is no number of the .*e4m3"),
         ({"a_MK": torch.full((2, 4), torch.inf)}, "A contains inf, which is no number"),
@@ -114,6 +115,18 @@ def test_two_units_differ_in_a_sum_that_needs_15_bits():
         (
             {"accumulator": "blackwell_mx", "scales": (torch.ones(2, 2), torch.ones(3, 1))},
             r"scales of A .*one float32 per 32 elements, with the shape \(2, 1\)",
+        ),
+        (
+            {"accumulator": "blackwell_mx", "scales": (torch.ones(2, 1), torch.full((3, 1), 3.0))},
+            "scales of B contain 3, which is no E8M0 scale; pass powers of two",
+        ),
+        (
+            {"accumulator": "blackwell_mx", "scales": (torch.zeros(2, 1), torch.ones(3, 1))},
+            "scales of A contain 0, which is no E8M0 scale",
+        ),
+        (
+            {"accumulator": "blackwell_nvfp4", "scales": (-torch.ones(2, 1), torch.ones(3, 1))},
+            "scales of A contain -1, which is no E4M3 scale; pass numbers of E4M3 from 0 on",
         ),
     ],
 )
