@@ -3,6 +3,7 @@
 python -m megatron.analysis verify enhanced_tensor_logs/mxfp8      check that it can be trusted
 python -m megatron.analysis stats enhanced_tensor_logs/mxfp8       measure the error of formats
 python -m megatron.analysis diff logs/bf16 logs/mxfp8              compare two runs
+python -m megatron.analysis study enhanced_tensor_logs/bf16        compare formats by matmul results
 python -m megatron.analysis draw enhanced_tensor_logs              draw everything
 python -m megatron.analysis report enhanced_tensor_logs            write one page to click through
 python -m megatron.analysis quick enhanced_tensor_logs/mxfp8       take a first look
@@ -18,7 +19,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.analysis.cli import diff_command, draw_command, history_command, stats_command
+from megatron.analysis.cli import (
+    diff_command,
+    draw_command,
+    history_command,
+    stats_command,
+    study_command,
+)
 from megatron.analysis.dump.folder import check_folder
 from megatron.analysis.text_table import printable_lines, shown
 from megatron.console import ArgumentParser, run_main
@@ -32,8 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
-    _add_stats(commands)
-    _add_diff(commands)
+    _add_commands(commands)
     _add_drawing(commands)
     _add_history(commands)
     return parser
@@ -90,28 +96,21 @@ def _add_verify(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser.set_defaults(command=_verify)
 
 
-def _add_stats(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "stats",
-        help="measure the values and the error of formats",
-        description=stats_command.DESCRIPTION,
-        epilog=stats_command.EXAMPLES,
-        formatter_class=_RAW,
-    )
-    stats_command.add_options(parser)
-    parser.set_defaults(command=stats_command.run)
-
-
-def _add_diff(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "diff",
-        help="compare two runs",
-        description=diff_command.DESCRIPTION,
-        epilog=diff_command.EXAMPLES,
-        formatter_class=_RAW,
-    )
-    diff_command.add_options(parser)
-    parser.set_defaults(command=diff_command.run)
+def _add_commands(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
+    for name, summary, module in (
+        ("stats", "measure the values and the error of formats", stats_command),
+        ("study", "compare formats by the results of matmuls", study_command),
+        ("diff", "compare two runs", diff_command),
+    ):
+        parser = commands.add_parser(
+            name,
+            help=summary,
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=_RAW,
+        )
+        module.add_options(parser)
+        parser.set_defaults(command=module.run)
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -53,9 +53,9 @@ _JOURNAL_PATIENCE = 2.0  #: maximum time to wait until a SQLite journal is delet
 
 
 @functools.cache
-def code_version() -> str:
-    """Return a hash of the source code that computes the statistics."""
-    folders = (Path(__file__).parent, Path(str(fake_quant.__file__)).parent)
+def code_version(*more: Path) -> str:
+    """Return a hash of the source code that computes the statistics, and of the folders `more`."""
+    folders = (Path(__file__).parent, Path(str(fake_quant.__file__)).parent, *more)
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 

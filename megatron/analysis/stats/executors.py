@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron.analysis.stats.jobs import Job, JobResult, measure_jobs
 from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 PATIENCE = "20s"  #: maximum time to wait for a scheduler to answer
 #: A batch is complete when it reaches this size in bytes or this number of jobs.
@@ -80,18 +83,29 @@ def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResu
 
     Only a few results are in memory at a time.
     """
-    waiting = batches(jobs)
-    with one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
-        running: set[Future[list[tuple[int, JobResult]]]] = set()
+    for results in run_on_threads(measure_jobs, batches(jobs), workers):
+        yield from results
+
+
+def run_on_threads(
+    function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int
+) -> Iterator[_Result]:
+    """Call a function for each item on threads, and yield each result as soon as it is ready.
+
+    At most two items per thread are taken from `items` in advance.
+    """
+    waiting = iter(items)
+    with one_torch_thread(), ThreadPoolExecutor(workers, "analysis") as threads:
+        running: set[Future[_Result]] = set()
         try:
             while True:
-                while len(running) < 2 * workers and (batch := next(waiting, None)):
-                    running.add(threads.submit(measure_jobs, batch))
+                taken = islice(waiting, max(2 * workers - len(running), 0))
+                running |= {threads.submit(function, item) for item in taken}
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield from future.result()
+                    yield future.result()
         finally:  # after an interrupt or an error under --strict, cancel the remaining jobs
             threads.shutdown(cancel_futures=True)
 

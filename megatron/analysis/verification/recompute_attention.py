@@ -175,14 +175,14 @@ def recompute(
         move: whether to change every score by one unit in the last place.
     """
     key, value = (
-        _gathered([held[name] for held in ranks]).detach().requires_grad_(backward)
+        gathered([held[name] for held in ranks]).detach().requires_grad_(backward)
         for name in ("key", "value")
     )
     by_rank: list[dict[str, Tensor]] = []
     shares: list[Sequence[Tensor]] = []  #: each rank's part of the key and value gradients
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
-        mask = _mask(len(query), rank, len(ranks), formats.softmax.window)
+        mask = mask_of(len(query), rank, len(ranks), formats.softmax.window)
         if formats.pv is not None and formats.pv.tiling is not None:
             pairwise = not backward and any(name in held for name in PAIRWISE)
             results = _in_tiles(query, key, value, formats, mask, pairwise=pairwise, move=move)
@@ -232,16 +232,18 @@ def _attend(
     scale = 1 / math.sqrt(dim) if softmax.scale is None else softmax.scale
     hidden = mask.hidden(slice(0, len(key)))
     assert hidden is not None
-    query_BMD, key_BND, value_BND = (_by_head(x, heads) for x in (query, key, value))
+    query_BMD, key_BND, value_BND = (by_head(x, heads) for x in (query, key, value))
     scores_BMN = _matmul(query_BMD, key_BND, formats.qk, amaxes, "qk", alpha=scale)
     if move:
         signs = torch.randint(0, 2, scores_BMN.shape, generator=torch.Generator().manual_seed(0))
         scores_BMN = scores_BMN * (1 + torch.finfo(query.dtype).eps * (2 * signs - 1)).to(query)
-    masked_BMN = _masked(scores_BMN, softmax, hidden, in_fp32=softmax.in_fp32)
+    masked_BMN = masked_scores(scores_BMN, softmax, hidden, in_fp32=softmax.in_fp32)
     probs_BMN = masked_BMN.softmax(-1).to(query.dtype)
     unnormalized = None
     if formats.pv is not None and formats.pv.unnormalized:
-        unnormalized = _unnormalized(_masked(scores_BMN.detach(), softmax, hidden), query.dtype)
+        unnormalized = unnormalized_probabilities(
+            masked_scores(scores_BMN.detach(), softmax, hidden), query.dtype
+        )
     value_BDN = value_BND.transpose(1, 2)
     context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, amaxes, "pv", unnormalized=unnormalized)
     pairwise = {"attention_scores": scores_BMN, "attention_probs": probs_BMN}
@@ -297,13 +299,13 @@ def _in_tiles(
         heads,
         softmax.coefficient,
     )
-    query_BMD, key_BND, value_BND = (_by_head(x, heads) for x in (query, key, value))
+    query_BMD, key_BND, value_BND = (by_head(x, heads) for x in (query, key, value))
     context_BMD = tiled_attention(query_BMD, key_BND, value_BND, attention=attention)
     matrices = attention.pairwise(query_BMD, key_BND) if pairwise else ()
     return _by_name(context_BMD, dict(zip(PAIRWISE, matrices, strict=False)), batch)
 
 
-def _masked(
+def masked_scores(
     scores_BMN: Tensor, softmax: Softmax, hidden: Tensor, *, in_fp32: bool = True
 ) -> Tensor:
     """Return the scaled and masked scores, which are the input of softmax."""
@@ -313,13 +315,13 @@ def _masked(
     return scores_BMN.masked_fill(hidden, MASKED)
 
 
-def _unnormalized(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unnormalized_probabilities(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `exp(scores - rowmax)` in `dtype` and its row sums in float32."""
     e_BMN = (masked_BMN - masked_BMN.amax(-1, keepdim=True)).exp()
     return e_BMN.to(dtype), e_BMN.sum(-1, keepdim=True)
 
 
-def _by_head(x: Tensor, heads: int) -> Tensor:
+def by_head(x: Tensor, heads: int) -> Tensor:
     """Reshape [s, b, groups, d] to [b * heads, s, d]; repeat each group for the heads it serves."""
     if x.shape[2] != heads:
         x = x.repeat_interleave(heads // x.shape[2], dim=2)
@@ -353,7 +355,7 @@ def _matmul(
     return torch.baddbmm(out, a_BMK, bt_BKN, beta=0.0, alpha=alpha)
 
 
-def _mask(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> KeyMask:
+def mask_of(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> KeyMask:
     """Return the keys that are hidden from the queries of one rank.
 
     Args:
@@ -369,7 +371,7 @@ def _mask(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> 
     return KeyMask(queries, window, first=0 if size == 1 else None)
 
 
-def _gathered(parts: Sequence[Tensor]) -> Tensor:
+def gathered(parts: Sequence[Tensor]) -> Tensor:
     """Join the zigzag chunks of all context-parallel ranks, in the order of the sequence."""
     if len(parts) == 1:
         return parts[0]
@@ -378,7 +380,7 @@ def _gathered(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _scattered(whole: Tensor, size: int) -> list[Tensor]:
-    """Divide a sequence into the zigzag chunks of each rank; the inverse of `_gathered`."""
+    """Divide a sequence into the zigzag chunks of each rank; the inverse of `gathered`."""
     if size == 1:
         return [whole]
     chunks = whole.chunk(2 * size)

@@ -30,8 +30,8 @@ from megatron.tensor_record import CODES, OF_ITERATION
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
 #: Columns that identify a pass through a layer. A linear layer is checked on each rank separately.
 #: Attention is checked jointly on all ranks that share its sequences.
-_LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
-_ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
+LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
+ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 #: layer type and record of a matmul result, and the outcome of its check
 CheckedResult = tuple[str, Any, Outcome]
 
@@ -69,7 +69,7 @@ class Results:
         """
         of_attention = self.records["layer_type"] == "attention"
         once = self._of_iteration()
-        for key, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
+        for key, rows in self._passes(self.records[~of_attention], LINEAR_PASS):
             try:
                 yield from (
                     ("linear layers", row, outcome)
@@ -79,7 +79,7 @@ class Results:
                 yield "linear layers", rows.iloc[0], _impossible(error)
             progress()
         outcomes: list[tuple[Any, Outcome]] = []
-        for _, rows in self._passes(self.records[of_attention], _ATTENTION_PASS):
+        for _, rows in self._passes(self.records[of_attention], ATTENTION_PASS):
             try:
                 outcomes += self._attention(rows)
             except _IMPOSSIBLE as error:
@@ -131,7 +131,7 @@ class Results:
         by_name = dict(once) | {row.tensor_name: row for row in rows.itertuples()}
         first = rows.iloc[0]
         try:
-            _check_whole(by_name.values())
+            check_whole(by_name.values())
             of_card = recorded_formats.of_card(
                 self.card, first["module"], "linear", int(first["iteration"])
             )
@@ -162,7 +162,7 @@ class Results:
         ranks = [of_rank for _, of_rank in rows.groupby("cp", sort=True, dropna=False)]
         by_rank = [{row.tensor_name: row for row in of_rank.itertuples()} for of_rank in ranks]
         try:
-            _check_whole(rows.itertuples())
+            check_whole(rows.itertuples())
             sizes = rows["cp_size"].iloc[0]
             if not pd.isna(sizes) and len(ranks) != int(sizes):
                 raise NotCheckedError("keys and values of a context-parallel rank are missing")
@@ -192,7 +192,7 @@ def _amaxes(rows: Iterable[Any]) -> dict[str, float]:
     return {name: amax for row in rows for name, amax in (row.amax or {}).items()}
 
 
-def _check_whole(rows: Iterable[Any]) -> None:
+def check_whole(rows: Iterable[Any]) -> None:
     """Raise `NotCheckedError` if a tensor was collected only in part (with `--collect-slice`).
 
     Matmuls need complete operands.

@@ -1,0 +1,23 @@
+"""Study the error that number formats cause in the results of a dump's matmuls.
+
+    from megatron.analysis.study import candidates_of, study
+    table = study(TensorStore("dump"), candidates_of(["mxfp8", "mxfp4"], [])).rows
+
+The statistics of `megatron.analysis.stats` compare tensors with their quantized values. This
+package goes one step further: it multiplies the quantized operands, forward and backward, and
+compares the products with those of the saved operands.
+
+    candidates     what is studied: number formats and recipes
+    passes         find the operands of each matmul in a dump
+    operands       load them, and recompute the operands of attention that are not saved
+    gemm_errors    quantize, multiply and compare
+    engine         run the study on threads, and keep the results of an interrupted one
+    proposal       choose a format per layer under a bit budget, and write it as a recipe
+    verdict        say in three sentences what the numbers show
+    pictures, page draw them
+"""
+
+from megatron.analysis.study.candidates import Candidate, candidates_of
+from megatron.analysis.study.engine import Study, study
+
+__all__ = ["Candidate", "Study", "candidates_of", "study"]

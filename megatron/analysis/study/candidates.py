@@ -1,0 +1,98 @@
+"""Define what a study compares: number formats, and recipes that set one per operand."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.inspect.format_properties import bits_a_value
+from megatron.fake_quant.names import get_format
+from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.policy import OperationPolicy
+from megatron.fake_quant.quant_type import DEFAULT_TYPE, UNQUANTIZED, gemm_formats
+from megatron.fake_quant.recipe import Recipe, load_recipe
+
+HIGH_PRECISION = GemmFormats()  #: formats of a matmul whose operands stay as they are
+_BITS = 16.0  #: bits per value of an operand that is not quantized, as in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Format or recipe whose effect on each matmul is studied."""
+
+    name: str  #: canonical name of the format, or the name of the recipe
+    format: Format | None = None  #: format of all operands; None for high precision or a recipe
+    recipe: Recipe | None = None
+
+    def formats(
+        self, operation: str, module: str, layer: int, *, num_layers: int, iteration: int
+    ) -> GemmFormats:
+        """Return the formats of a matmul's operands, as a training run would use them.
+
+        Args:
+            operation: linear, qk or pv.
+            module: name of the module in the whole model.
+            layer: number of the layer, from 0.
+            num_layers: number of layers in the whole model.
+            iteration: iteration of the run, from 1.
+        """
+        if self.recipe is not None:
+            rules = self.recipe.rules_for(module, layer, num_layers)
+            plan = OperationPolicy(operation, None, self.name, rules)
+            return plan.at(iteration) or HIGH_PRECISION
+        return HIGH_PRECISION if self.format is None else gemm_formats(operation, self.format)
+
+    @property
+    def digest(self) -> str:
+        """Text that differs between candidates with different formats."""
+        if self.recipe is None:
+            return self.name
+        return hashlib.sha256(self.recipe.path.read_bytes()).hexdigest()
+
+
+def candidates_of(formats: Sequence[str], recipes: Sequence[Path]) -> list[Candidate]:
+    """Return the candidates with the given names and files, in this order and without duplicates.
+
+    `bf16` or `none` stands for operands that are not quantized.
+
+    Raises:
+        ValueError: if a format is unknown, a recipe is invalid, or two recipes share a name.
+    """
+    candidates: dict[str, Candidate] = {}
+    for name in formats:
+        fmt = None if name.lower() in UNQUANTIZED else get_format(name)
+        canonical = DEFAULT_TYPE if fmt is None else fmt.name
+        candidates.setdefault(canonical, Candidate(canonical, fmt))
+    loaded = [load_recipe(path) for path in dict.fromkeys(recipes)]
+    names = Counter(recipe.name for recipe in loaded)
+    for recipe in loaded:
+        if names[recipe.name] > 1 or recipe.name in candidates:
+            raise ValueError(
+                f"more than one candidate is named {recipe.name!r}; a recipe has the name of its "
+                f"file, so rename {recipe.path}"
+            )
+        candidates[recipe.name] = Candidate(recipe.name, recipe=recipe)
+    if not candidates:
+        raise ValueError("nothing to study; give --formats, --recipes or both")
+    return list(candidates.values())
+
+
+@functools.cache
+def operand_bits(operand: Operand) -> float:
+    """Return the bits per value of an operand, including block scales."""
+    return _BITS if operand.format is None else bits_a_value(operand.format)
+
+
+def describe(formats: GemmFormats, index: int) -> str:
+    """Return the formats of the two operands of a matmul's GEMM `index`, such as `mxfp8`.
+
+    The two are joined by ` x ` if they differ.
+    """
+    first, second = (str(formats.effective(slot)) for slot in SLOTS[2 * index : 2 * index + 2])
+    return first if first == second else f"{first} x {second}"

@@ -1,0 +1,238 @@
+"""Run a study: measure the errors of all candidates in all passes of a dump."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+from tqdm import tqdm
+
+from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
+from megatron.analysis.stats.executors import processors, run_on_threads
+from megatron.analysis.store import TensorStore
+from megatron.analysis.study.candidates import Candidate
+from megatron.analysis.study.gemm_errors import Settings, errors_of
+from megatron.analysis.study.kept_results import KeptResults, Rows
+from megatron.analysis.study.operands import matmuls
+from megatron.analysis.study.passes import Pass, find_passes
+from megatron.analysis.verification.recorded_formats import NotCheckedError
+
+#: Columns at the beginning of the table of errors; others follow.
+COLUMNS = (
+    "iteration",
+    "layer_idx",
+    "module",
+    "operation",
+    "gemm",
+    "format",
+    "recipe",
+    "sqnr_db",
+    "gain",
+    "relative_error",
+    "bias",
+    "variance",
+)
+SHARE_OF_MEMORY = 0.5  #: default limit for the operands in memory, as a share of the physical one
+PERIOD = 10.0  #: seconds between two lines of progress if the output is not a terminal
+
+
+@dataclass
+class Study:
+    """Result of a study."""
+
+    rows: pd.DataFrame  #: one row per GEMM and candidate, with `COLUMNS` first
+    budgets: pd.DataFrame  #: one row per operand of a GEMM and candidate; see `gemm_errors`
+    candidates: list[Candidate]
+    problems: list[Problem]  #: files that could not be read
+    left_out: Counter[str] = field(default_factory=Counter)  #: number of passes, by reason
+
+
+@dataclass
+class _Outcome:
+    """Result of one pass."""
+
+    rows: list[Rows] = field(default_factory=list)  #: rows of each candidate
+    problem: Problem | None = None
+    reason: str = ""  #: reason why the pass was left out
+
+
+class _Gate:
+    """Limit on the memory of all passes that are studied at the same time."""
+
+    def __init__(self, limit: int):
+        self._limit, self._used = limit, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Wait until `size` bytes fit, and hold them inside the `with` block."""
+        size = min(size, self._limit)
+        with self._changed:
+            self._changed.wait_for(lambda: self._used + size <= self._limit)
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+def study(
+    store: TensorStore,
+    candidates: Sequence[Candidate],
+    *,
+    select: pd.DataFrame | None = None,
+    workers: int | None = None,
+    max_memory: int | None = None,
+    folder: Path | None = None,
+    draws: int = 4,
+    budget: bool = True,
+    progress: bool = False,
+) -> Study:
+    """Study the errors of the candidates in the matmuls of a dump.
+
+    Args:
+        select: subset of `store.records`; None selects all records.
+        workers: number of threads; None means one per processor.
+        max_memory: limit of the memory for operands and products, in bytes; None means half of the
+            machine's memory. A pass that needs more is left out.
+        folder: folder in which the results are kept for later calls; None keeps nothing.
+        draws: number of draws for formats with random numbers, 2 or more.
+        budget: whether to measure each operand alone.
+        progress: whether to report the progress on stderr.
+
+    Raises:
+        ValueError: if the selection contains no pass through a matmul.
+    """
+    found = find_passes(store, store.records if select is None else select)
+    limit = _memory() if max_memory is None else max_memory
+    left_out, passes = found.left_out, []
+    for of_pass in sorted(found.passes, key=lambda each: -each.nbytes):
+        if of_pass.nbytes > limit:
+            left_out[
+                f"passes that need more than {limit / (1 << 30):.1f} GiB of memory (--max-memory)"
+            ] += 1
+        else:
+            passes.append(of_pass)
+    if not found.passes:
+        reasons = "".join(f"; {count} {reason}" for reason, count in left_out.items())
+        raise ValueError(
+            f"no operands of a matmul in {store.folder}{reasons}; collect input, weight and "
+            "grad_output of linear layers, or query, key, value and grad_output of attention"
+        )
+    kept, gate = KeptResults(folder), _Gate(limit)
+
+    def measure(of_pass: Pass) -> _Outcome:
+        settings = Settings(of_pass.num_layers, draws, budget)
+        with gate.holding(of_pass.nbytes):
+            return _measure(of_pass, candidates, settings, store, kept)
+
+    outcomes: list[_Outcome] = []
+    with _progress(len(passes), shown=progress) as bar:
+        for outcome in run_on_threads(measure, passes, workers or processors()):
+            outcomes.append(outcome)
+            bar.update()
+    problems = [*store.problems, *(each.problem for each in outcomes if each.problem)]
+    left_out.update(each.reason for each in outcomes if each.reason)
+    tables = [rows for outcome in outcomes for rows in outcome.rows]
+    return Study(
+        _table([row for rows, _ in tables for row in rows]),
+        _table([row for _, budgets in tables for row in budgets]),
+        list(candidates),
+        problems,
+        left_out,
+    )
+
+
+def _measure(
+    of_pass: Pass,
+    candidates: Sequence[Candidate],
+    settings: Settings,
+    store: TensorStore,
+    kept: KeptResults,
+) -> _Outcome:
+    """Measure the candidates in one pass; take those that are known from `kept`."""
+    outcome = _Outcome()
+    try:
+        keys = {each.name: kept.key(of_pass, each, settings) for each in candidates}
+        known = {name: rows for name, key in keys.items() if (rows := kept.get(key))}
+        outcome.rows += known.values()
+        rest = [each for each in candidates if each.name not in known]
+        if not rest:
+            return outcome
+        new: dict[str, Rows] = {each.name: ([], []) for each in rest}
+        for matmul in matmuls(of_pass, store.load):
+            for candidate, errors, budgets in errors_of(matmul, rest, settings):
+                new[candidate.name][0].extend(errors)
+                new[candidate.name][1].extend(budgets)
+                if not errors:
+                    outcome.reason = f"passes whose PV {candidate.name} computes in tiles"
+        for name, rows_of in new.items():
+            kept.put(keys[name], rows_of)
+        outcome.rows += new.values()
+    except UnreadableTensorError as error:
+        path = Path(str(error).partition(": ")[0])
+        outcome.problem = Problem(path, error.why)
+        outcome.reason = "passes with a file that cannot be read"
+    except FileNotFoundError as error:
+        outcome.problem = Problem(Path(str(error.filename)), "removed while the study ran")
+        outcome.reason = "passes with a file that cannot be read"
+    except (NotCheckedError, ValueError) as error:
+        outcome.reason = f"passes with {str(error).partition(chr(10))[0]} ({of_pass.place})"
+    return outcome
+
+
+def _table(rows: list[dict[str, object]]) -> pd.DataFrame:
+    """Return rows as a table, in the order of the run."""
+    table = pd.DataFrame(rows)
+    if table.empty:
+        return pd.DataFrame(columns=list(COLUMNS))
+    keys = ["run_id", "iteration", "micro_batch", "rank", "layer_idx"]
+    return table.sort_values(keys, kind="stable", ignore_index=True)
+
+
+def _memory() -> int:
+    """Return the default limit of the memory, in bytes."""
+    return int(SHARE_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+class _Lines:
+    """Progress in lines of text, for a log file."""
+
+    def __init__(self, total: int, *, shown: bool):
+        self._total, self._shown, self._done = total, shown, 0
+        self._start = self._last = time.monotonic()
+
+    def update(self) -> None:
+        """Count one pass, and print a line if the last one is old."""
+        self._done += 1
+        now = time.monotonic()
+        if self._shown and now - self._last >= PERIOD:
+            seconds = now - self._start
+            left = seconds / self._done * (self._total - self._done)
+            print(
+                f"[PROGRESS] {self._done} of {self._total} passes, {seconds:.0f} s, "
+                f"about {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._last = now
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[tqdm | _Lines]:
+    """Report the progress as a bar on a terminal, and otherwise as lines of text."""
+    if not shown or not sys.stderr.isatty():
+        yield _Lines(total, shown=shown)
+        return
+    with tqdm(total=total, desc="Studying", unit="pass", leave=False) as bar:
+        yield bar

@@ -1,0 +1,306 @@
+"""Quantize the operands of a matmul, multiply them, and measure the errors of the products.
+
+The products are those of `quantized_matmul`, so they are bit for bit those of a run that multiplies
+the same operands in the same formats. The reference is the product of the saved operands,
+accumulated and stored in float32; the sums over its values are accumulated in float64. For a result
+Y with the reference X and the error E = Y - X, with norms over all values:
+
+    relative_error   ||E|| / ||X||
+    sqnr_db          -20 log10(relative_error)
+    gain             sum(X Y) / sum(X²) - 1
+    cosine           sum(X Y) / (||X|| ||Y||)
+    mean_error       mean(E) / rms(X)
+    bias, variance   relative_error² = bias² + variance
+
+The bias is the relative error of the mean result over all draws of the random numbers, and the
+variance is the expected squared distance from this mean, divided by ||X||². If rounding is
+deterministic, every draw is the same: the variance is 0, and the bias is the relative error. If it
+is stochastic, R draws estimate the variance without bias by S² = sum ||Y_r - mean||² / (R - 1) /
+||X||², and bias² by relative_error² - S², which is set to 0 if the estimate is negative.
+
+The budget of a GEMM quantizes one operand and leaves the other one as it is. A GEMM has two
+operands, so "all but one" is the error of the other operand alone. All errors of the budget are
+squared relative errors:
+
+    alone            only this operand is quantized
+    others           all operands but this one are quantized
+    together         both operands are quantized
+    interaction      together minus the sum of both errors alone
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.analysis.stats.errors import decibels
+from megatron.analysis.stats.kernels.product_errors import (
+    COUNT,
+    EE,
+    NONFINITE,
+    XE,
+    XX,
+    E,
+    product_error_sums,
+)
+from megatron.analysis.study.candidates import (
+    HIGH_PRECISION,
+    Candidate,
+    describe,
+    operand_bits,
+)
+from megatron.analysis.study.operands import Matmul
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.random_bits import derive_seed
+from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.tensor_scale import local_amax
+
+Row = dict[str, Any]
+#: Slots that are quantized to measure operands alone, and the operands (0 or 1 of each GEMM) that
+#: the results show. Slots of one tensor stay together, because some formats of the backward pass
+#: require that the forward pass quantizes the same tensor.
+_ALONE = (
+    (("fprop_a", "dgrad_c", "wgrad_a"), (0, 0, 1)),
+    (("fprop_b", "dgrad_b", "wgrad_c"), (1, 1, 0)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a study that apply to all matmuls."""
+
+    num_layers: int
+    draws: int = 4  #: number of draws for formats with random numbers
+    budget: bool = True  #: whether to measure operands alone
+
+
+def errors_of(
+    matmul: Matmul, candidates: Sequence[Candidate], settings: Settings
+) -> Iterator[tuple[Candidate, list[Row], list[Row]]]:
+    """Yield each candidate with its rows in the table of errors and in the table of budgets.
+
+    There is one row per GEMM in the first table, and one per operand of a GEMM in the second. A
+    candidate that computes attention in tiles has no rows, because there the operands of PV depend
+    on the tiles before them.
+    """
+    reference = references(matmul)
+    for candidate in candidates:
+        formats = candidate.formats(
+            matmul.operation,
+            matmul.row.module,
+            int(matmul.row.layer_idx),
+            num_layers=settings.num_layers,
+            iteration=int(matmul.row.iteration),
+        )
+        if formats.tiling is not None:
+            yield candidate, [], []
+            continue
+        yield candidate, *_of_formats(matmul, candidate, formats, reference, settings=settings)
+
+
+def references(matmul: Matmul) -> list[Tensor]:
+    """Return the products of the operands in float32, in the order of the GEMMs."""
+    a, b = matmul.a.float(), matmul.b.float()
+    products = [torch.matmul(a, b.transpose(-2, -1))]
+    if matmul.c is not None:
+        c = matmul.c.float()
+        products += [torch.matmul(c, b), torch.matmul(c.transpose(-2, -1), a)]
+    return products if matmul.alpha == 1.0 else [x.mul_(matmul.alpha) for x in products]
+
+
+def results(matmul: Matmul, formats: GemmFormats, *, seed: int) -> list[Tensor]:
+    """Return the results of the GEMMs in the given formats, as a run computes them."""
+
+    def own_amax(slot: str, x: Tensor, fmt: Format) -> Tensor:
+        return local_amax(x)
+
+    backward = matmul.c is not None
+    a, b = (x.detach().requires_grad_(backward) for x in (matmul.a, matmul.b))
+    unnormalized = None
+    if formats.unnormalized and matmul.unnormalized is not None:
+        unnormalized = matmul.unnormalized()
+    result = quantized_matmul(
+        a,
+        b,
+        formats,
+        alpha=matmul.alpha,
+        seed=seed,
+        unnormalized=unnormalized,
+        amax_of=own_amax,
+    )
+    if matmul.c is None:
+        return [result]
+    return [result.detach(), *torch.autograd.grad(result, (a, b), matmul.c)]
+
+
+def _of_formats(
+    matmul: Matmul,
+    candidate: Candidate,
+    formats: GemmFormats,
+    reference: Sequence[Tensor],
+    *,
+    settings: Settings,
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of one candidate; see `errors_of`."""
+    row = matmul.row
+    seed = derive_seed("study", row.module, matmul.operation, int(row.iteration), row.micro_batch)
+    measured = _measured(matmul, formats, reference, seed, draws=settings.draws)
+    place = {
+        "iteration": int(row.iteration),
+        "layer_idx": int(row.layer_idx),
+        "module": row.module,
+        "operation": matmul.operation,
+    }
+    more = {
+        "run_id": row.run_id,
+        "quant_type": row.quant_type,
+        "micro_batch": int(row.micro_batch),
+        "rank": int(row.rank),
+    }
+    gemms = list(GEMMS[matmul.operation].items())[: len(reference)]
+    sizes = _sizes(matmul)
+    rows = []
+    for index, ((gemm, _), numbers) in enumerate(zip(gemms, measured, strict=True)):
+        slots = SLOTS[2 * index : 2 * index + 2]
+        values = [sizes[slot] for slot in slots]
+        bits = [operand_bits(formats.effective(slot)) for slot in slots]
+        of_format = {
+            "gemm": gemm,
+            "format": candidate.name if candidate.recipe is None else describe(formats, index),
+            "recipe": None if candidate.recipe is None else candidate.name,
+        }
+        average = float(np.dot(values, bits)) / sum(values)
+        rows.append(place | of_format | numbers | {"bits": average, "values": sum(values)} | more)
+    if not settings.budget:
+        return rows, []
+    alone = _alone(matmul, formats, reference, seed)
+    budgets = [
+        budget
+        for index, (_, names) in enumerate(gemms)
+        for budget in _budgets(rows[index], names, alone[index])
+    ]
+    return rows, budgets
+
+
+def _measured(
+    matmul: Matmul,
+    formats: GemmFormats,
+    reference: Sequence[Tensor],
+    seed: int,
+    *,
+    draws: int,
+) -> list[dict[str, float]]:
+    """Return the errors of each GEMM, as columns of the table."""
+    count = draws if formats.random else 1
+    total: list[Tensor] = []
+    sums: list[NDArray[np.float64]] = []
+    for draw in range(count):
+        drawn = results(matmul, formats, seed=derive_seed(seed, draw))
+        each = [product_error_sums(y, x) for y, x in zip(drawn, reference, strict=True)]
+        sums = [a + b for a, b in zip(sums, each, strict=True)] if sums else each
+        if count > 1:
+            wide = [y.float() for y in drawn]
+            total = [a.add_(b) for a, b in zip(total, wide, strict=True)] if total else wide
+    if count == 1:
+        return [numbers_of(each) for each in sums]
+    means = [product_error_sums(y.div_(count), x) for y, x in zip(total, reference, strict=True)]
+    return [
+        numbers_of(each / count, of_mean=mean, draws=count)
+        for each, mean in zip(sums, means, strict=True)
+    ]
+
+
+def numbers_of(
+    sums: NDArray[np.float64], *, of_mean: NDArray[np.float64] | None = None, draws: int = 1
+) -> dict[str, float]:
+    """Return the error metrics for the sums of `product_error_sums`; see the module's docstring.
+
+    Args:
+        sums: sums of one draw, or the mean of the sums of all draws.
+        of_mean: sums of the mean result over all draws; None if there is only one draw.
+        draws: number of draws.
+    """
+    count, xx, xe, ee, e, lost = (float(sums[i]) for i in (COUNT, XX, XE, EE, E, NONFINITE))
+    squared = ee / xx if xx else math.nan
+    variance = 0.0 if not math.isnan(squared) else math.nan
+    if of_mean is not None and xx:
+        variance = max(ee - float(of_mean[EE]), 0.0) / xx * draws / (draws - 1)
+    yy = xx + 2 * xe + ee
+    return {
+        "sqnr_db": decibels(xx, ee) if xx else math.nan,
+        "gain": xe / xx if xx else math.nan,
+        "relative_error": math.sqrt(squared) if xx else math.nan,
+        "bias": math.sqrt(max(squared - variance, 0.0)) if xx else math.nan,
+        "variance": variance,
+        "cosine": (xx + xe) / math.sqrt(xx * yy) if xx * yy > 0 else math.nan,
+        "mean_error": e / count / math.sqrt(xx / count) if xx else math.nan,
+        "nonfinite": round(lost),
+    }
+
+
+def _alone(
+    matmul: Matmul, formats: GemmFormats, reference: Sequence[Tensor], seed: int
+) -> list[list[float]]:
+    """Return the squared relative error of each GEMM if only one of its operands is quantized."""
+    alone = [[math.nan, math.nan] for _ in reference]
+    for slots, operands in _ALONE:
+        part = only(formats, slots)
+        drawn = results(matmul, part, seed=derive_seed(seed, 0))
+        for index, (y, x) in enumerate(zip(drawn, reference, strict=True)):
+            alone[index][operands[index]] = (
+                numbers_of(product_error_sums(y, x))["relative_error"] ** 2
+            )
+    return alone
+
+
+def only(formats: GemmFormats, slots: Sequence[str]) -> GemmFormats:
+    """Return the formats with all operands but those in `slots` in high precision.
+
+    Hadamard transforms stay, because the two operands of a GEMM need the same one.
+    """
+    if formats == HIGH_PRECISION:
+        return formats
+    rest = {
+        slot: replace(getattr(formats, slot), format=None, source="original", split="none")
+        for slot in SLOTS
+        if slot not in slots
+    }
+    unnormalized = formats.unnormalized and "fprop_a" in slots
+    return replace(formats, **rest, unnormalized=unnormalized)
+
+
+def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float]) -> list[Row]:
+    """Return the rows of the budget of one GEMM; `row` is its row in the table of errors."""
+    place = dict(itertools.islice(row.items(), 5))
+    together = row["relative_error"] ** 2
+    rest = {name: row[name] for name in ("run_id", "quant_type", "micro_batch", "rank")}
+    return [
+        place
+        | {
+            "operand": name,
+            "format": row["format"],
+            "recipe": row["recipe"],
+            "alone": alone[index],
+            "others": alone[1 - index],
+            "together": together,
+            "interaction": together - alone[0] - alone[1],
+        }
+        | rest
+        for index, name in enumerate(names)
+    ]
+
+
+def _sizes(matmul: Matmul) -> dict[str, int]:
+    """Return the number of values of each operand, by slot."""
+    of_c = matmul.a[..., 0].numel() * matmul.b.shape[-2]
+    sizes = {"a": matmul.a.numel(), "b": matmul.b.numel(), "c": of_c}
+    return {slot: sizes[slot[-1]] for slot in SLOTS}

@@ -1,0 +1,82 @@
+"""Keep the results of a study, so that an interrupted or extended study computes nothing twice.
+
+The file has one line of JSON per pass through a layer and candidate. A line is appended as soon as
+its results are known. Its key covers everything that they depend on: the files of the operands,
+the run card, the candidate, the settings and the source code. Lines that cannot be read, such as
+the last one of a killed process, are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from megatron.analysis.stats.cache import code_version
+from megatron.analysis.study.candidates import Candidate
+from megatron.analysis.study.gemm_errors import Row, Settings
+from megatron.analysis.study.passes import Pass
+from megatron.tensor_record import read_lines
+
+NAME = ".study.jsonl"  #: name of the file in the output folder
+
+Rows = tuple[list[Row], list[Row]]  #: rows of the table of errors and of the table of budgets
+
+
+class KeptResults:
+    """The results of earlier studies in a folder; None as the folder keeps nothing."""
+
+    def __init__(self, folder: Path | None):
+        self.path = None if folder is None else folder / NAME
+        self._rows: dict[str, Rows] = {}
+        self._lock = threading.Lock()
+        if self.path is not None and self.path.is_file():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            for lines in read_lines(path):
+                for line in lines:
+                    if isinstance(line.get("key"), str) and _is_rows(line.get("rows")):
+                        self._rows[line["key"]] = tuple(line["rows"])
+        except (OSError, ValueError):
+            return  # the results are computed again, and the file is replaced by `finish`
+
+    def key(self, of_pass: Pass, candidate: Candidate, settings: Settings) -> str:
+        """Return the key of the results of a candidate in a pass.
+
+        Raises:
+            OSError: if a file of the pass is missing.
+        """
+        files = []
+        for by_name in of_pass.ranks:
+            for row in by_name.values():
+                stat = Path(row.path).stat()
+                files.append((row.path, stat.st_size, stat.st_mtime_ns))
+        card = json.dumps([of_pass.card.get("arguments"), of_pass.card.get("quantization")])
+        sources = (Path(__file__).parent, Path(__file__).parents[1] / "verification")
+        causes = [code_version(*sources), files, card, candidate.digest, astuple(settings)]
+        return hashlib.sha256(json.dumps(causes, default=str).encode()).hexdigest()[:32]
+
+    def get(self, key: str) -> Rows | None:
+        """Return the results with this key, or None if there are none."""
+        return self._rows.get(key)
+
+    def put(self, key: str, rows: Rows) -> None:
+        """Keep results in memory and append them to the file."""
+        with self._lock:
+            self._rows[key] = rows
+            if self.path is not None:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"key": key, "rows": rows}) + "\n")
+
+
+def _is_rows(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and [type(part) for part in value] == [list, list]
+        and all(isinstance(row, dict) for part in value for row in part)
+    )

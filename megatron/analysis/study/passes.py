@@ -1,0 +1,131 @@
+"""Find the passes through matmuls whose operands a dump contains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.analysis.store import IDENTITY, TensorStore
+from megatron.analysis.verification.results import ATTENTION_PASS, LINEAR_PASS
+from megatron.tensor_record import OF_ITERATION
+
+#: Saved tensors that a pass through a layer multiplies, by layer type.
+OPERANDS = {
+    "linear": ("input", "weight", "grad_output"),
+    "attention": ("query", "key", "value", "grad_output"),
+}
+#: Operands without which a pass has no product, by layer type.
+_NEEDED = {"linear": ("weight",), "attention": ("query", "key")}
+_FROM_FORWARD = "attention_probs"  #: operand that is recomputed if it was not saved
+#: Bytes that a pass needs per value of its operands and results, and per attention score.
+_BYTES_A_VALUE, _BYTES_A_SCORE = 24, 44
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass through a linear layer or through attention.
+
+    A pass through attention covers all ranks that share its sequences.
+    """
+
+    layer_type: str
+    ranks: tuple[Mapping[str, Any], ...]  #: records of each rank, by tensor name
+    card: Mapping[str, Any]
+    num_layers: int
+
+    @property
+    def first(self) -> Any:
+        """Record that describes the pass."""
+        return next(iter(self.ranks[0].values()))
+
+    @property
+    def place(self) -> str:
+        """Description of the pass for messages."""
+        row = self.first
+        return (
+            f"{row.module}, iteration {row.iteration}, micro-batch {row.micro_batch}, "
+            f"rank {row.rank}"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the memory that the study of the pass needs, in bytes."""
+        values = scores = 0
+        for by_name in self.ranks:
+            sizes = {name: row.shape or [] for name, row in by_name.items()}
+            values += sum(int(np.prod(size)) for size in sizes.values())
+            if self.layer_type == "linear" and "input" in sizes and "weight" in sizes:
+                tokens = int(np.prod(sizes["input"][:-1]))
+                values += tokens * sizes["weight"][0]
+            if self.layer_type == "attention" and len(sizes.get("query", ())) == 4:
+                s, b, heads, _ = sizes["query"]
+                scores += b * heads * s * s * len(self.ranks)
+        return values * _BYTES_A_VALUE + scores * _BYTES_A_SCORE
+
+
+@dataclass
+class Passes:
+    """The passes of a dump, and the number of those that cannot be studied, by reason."""
+
+    passes: list[Pass] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
+    """Find all passes of which `records` contains operands.
+
+    If activation recomputation repeated a forward pass, the tensors of the first one are used.
+
+    Args:
+        records: the records of the store, or some of them.
+    """
+    found = Passes()
+    known = records[records[[*IDENTITY, "rank"]].notna().all(axis=1)]
+    if bare := len(records) - len(known):
+        found.left_out["tensors whose metadata do not say what they are"] += bare
+    known = known[np.array([not isinstance(codes, dict) for codes in known["codes"]], bool)]
+    known = known.sort_values("counter", kind="stable")
+    known = known[~known.duplicated([*IDENTITY, "rank"])].sort_index()
+    for run_id, of_run in known.groupby("run_id", sort=False):
+        card = store.run_card(str(run_id))
+        layers = (card.get("arguments") or {}).get("num_layers")
+        if not isinstance(layers, int):
+            layers = int(of_run["layer_idx"].max()) + 1
+        for layer_type, ranks in _of_run(of_run):
+            names = set.intersection(*(set(by_name) for by_name in ranks))
+            if lost := [name for name in _NEEDED[layer_type] if name not in names]:
+                found.left_out[f"passes without {' and '.join(lost)}"] += 1
+            elif any(row.slice is not None for by_name in ranks for row in by_name.values()):
+                found.left_out["passes collected with --collect-slice"] += 1
+            else:
+                found.passes.append(Pass(layer_type, ranks, card, layers))
+    return found
+
+
+def _of_run(records: pd.DataFrame) -> Iterator[tuple[str, tuple[dict[str, Any], ...]]]:
+    """Yield the layer type and the operands' records of each pass of a run."""
+    wanted = {
+        kind: {*names, _FROM_FORWARD} if kind == "attention" else {*names}
+        for kind, names in OPERANDS.items()
+    }
+    once: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in records[records["tensor_name"].isin(OF_ITERATION)].itertuples():
+        once.setdefault((row.iteration, row.module, row.rank), {})[row.tensor_name] = row
+    keys = {"linear": LINEAR_PASS, "attention": ATTENTION_PASS}
+    for kind, names in wanted.items():
+        chosen = records[(records["layer_type"] == kind) & records["tensor_name"].isin(names)]
+        for _, rows in chosen.groupby(keys[kind], sort=False, dropna=False):
+            ranks = []
+            for _, of_rank in rows.groupby("rank", sort=True):
+                first = of_rank.iloc[0]
+                shared = once.get((first["iteration"], first["module"], first["rank"]), {})
+                of_pass = {row.tensor_name: row for row in of_rank.itertuples()}
+                # the records of a pass come first, because they say which pass it is
+                ranks.append(of_pass | {n: r for n, r in shared.items() if n not in of_pass})
+            if any(set(by_name) - {*OF_ITERATION} for by_name in ranks):
+                yield kind, tuple(ranks)

@@ -1,0 +1,150 @@
+"""The numbers of a study: they are those of a quantized run, and of plain formulas in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.analysis.stats.kernels.product_errors import product_error_sums
+from megatron.analysis.store import TensorStore
+from megatron.analysis.study import candidates_of, study
+from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.quant_type import gemm_formats
+from megatron.fake_quant.tensor_scale import local_amax
+from tests.analysis.study import small_dump
+
+FORMATS = [
+    *("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxfp4:rceil", "nvfp4", "nvfp4:2d"),
+    *("hifp8", "hifp4", "mxint8", "fp8_e4m3", "mx:e3m4:b16:rceil", "nvfp4:global"),
+]
+RANDOM = "mxfp4:sr"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_dump.write(tmp_path_factory.mktemp("study") / "bf16", layers=1)
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    names = ["bf16", *FORMATS, RANDOM]
+    return study(TensorStore(folder), candidates_of(names, []), draws=3, workers=1)
+
+
+def live(operands, formats, seed=0):
+    """Return the three results of a quantized run, through its autograd function."""
+    a, b, c, alpha = operands
+    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+    y = quantized_matmul(
+        a, b, formats, alpha=alpha, seed=seed, amax_of=lambda slot, x, fmt: local_amax(x)
+    )
+    return [y.detach(), *torch.autograd.grad(y, (a, b), c)]
+
+
+def row(result, operation, gemm, fmt):
+    rows = result.rows
+    [index] = rows.index[
+        (rows["operation"] == operation) & (rows["gemm"] == gemm) & (rows["format"] == fmt)
+    ]
+    return rows.loc[index]
+
+
+@pytest.mark.parametrize("operation", small_dump.GEMMS)
+def test_errors_are_those_of_a_live_quantized_run(folder, result, operation):
+    operands = small_dump.operands(folder)[operation]
+    reference = small_dump.exact(operands)
+    for name in FORMATS:
+        results = live(operands, gemm_formats(operation, get_format(name)))
+        for gemm, y, x in zip(small_dump.GEMMS[operation], results, reference, strict=True):
+            numbers = row(result, operation, gemm, get_format(name).name)
+            e, y = y.double() - x, y.double()
+            squared = float((e**2).sum() / (x**2).sum())
+            rms = float((x**2).mean().sqrt())
+            assert numbers["relative_error"] == pytest.approx(math.sqrt(squared), rel=1e-4)
+            assert numbers["sqnr_db"] == pytest.approx(-10 * math.log10(squared), abs=1e-3)
+            assert numbers["gain"] == pytest.approx(
+                float((x * y).sum() / (x * x).sum()) - 1, abs=1e-5
+            )
+            assert numbers["cosine"] == pytest.approx(
+                float((x * y).sum() / (x.norm() * y.norm())), abs=1e-6
+            )
+            assert numbers["mean_error"] == pytest.approx(float(e.mean()) / rms, abs=1e-5)
+            assert numbers["variance"] == 0, "rounding to nearest is the same in every draw"
+            assert numbers["bias"] == numbers["relative_error"]
+
+
+def test_bf16_shows_only_the_rounding_of_the_result(result):
+    rows = result.rows[result.rows["format"] == "bf16"]
+    assert rows["sqnr_db"].between(50, 60).all()
+    assert (rows["bits"] == 16).all()
+
+
+def test_bias_and_variance_of_stochastic_rounding(folder, result):
+    """Compare with many draws: the mean result approaches the reference, the spread stays."""
+    operands = small_dump.operands(folder)["linear"]
+    x = small_dump.exact(operands)[0]
+    formats = gemm_formats("linear", get_format(RANDOM))
+    draws = torch.stack([live(operands, formats, seed)[0].double() for seed in range(40)])
+    norm = (x**2).sum()
+    variance = float(((draws - draws.mean(0)) ** 2).sum() / 39 / norm)
+    numbers = row(result, "linear", "fprop", RANDOM)
+    assert numbers["variance"] == pytest.approx(variance, rel=0.05)
+    # saturation biases even stochastic rounding
+    squared_bias = float(((draws.mean(0) - x) ** 2).sum() / norm) - variance / 40
+    assert numbers["bias"] == pytest.approx(math.sqrt(squared_bias), rel=0.05)
+    total = numbers["bias"] ** 2 + numbers["variance"]
+    assert numbers["relative_error"] ** 2 == pytest.approx(total, rel=1e-9)
+    assert row(result, "linear", "fprop", "mxfp4")["variance"] == 0
+
+
+def test_the_budget_quantizes_one_operand_at_a_time(folder, result):
+    a, b, c, _ = small_dump.operands(folder)["linear"]
+    x = small_dump.exact((a, b, c, 1.0))
+    a, b, c = (t.double() for t in (a, b, c))
+
+    def quantized(t, axis):
+        return fake_quantize(t.bfloat16(), "mxfp4", axis).double()
+
+    pairs = {
+        ("fprop", "input"): quantized(a, 1) @ b.T,
+        ("fprop", "weight"): a @ quantized(b, 1).T,
+        ("dgrad", "grad_output"): quantized(c, 1) @ b,
+        ("dgrad", "weight"): c @ quantized(b, 0),
+        ("wgrad", "grad_output"): quantized(c, 0).T @ a,
+        ("wgrad", "input"): c.T @ quantized(a, 0),
+    }
+    budgets = result.budgets
+    budgets = budgets[(budgets["operation"] == "linear") & (budgets["format"] == "mxfp4")]
+    budgets = budgets.set_index(["gemm", "operand"])
+    assert set(budgets.index) == set(pairs)
+    for (gemm, operand), y in pairs.items():
+        reference = x[small_dump.GEMMS["linear"].index(gemm)]
+        of_operand = budgets.loc[(gemm, operand)]
+        y = y.bfloat16().double()  # a run rounds its results to their dtype
+        alone = float(((y - reference) ** 2).sum() / (reference**2).sum())
+        assert of_operand["alone"] == pytest.approx(alone, rel=1e-3), (gemm, operand)
+        [other] = {name for kind, name in pairs if kind == gemm} - {operand}
+        assert of_operand["others"] == budgets.loc[(gemm, other), "alone"]
+        both = row(result, "linear", gemm, "mxfp4")["relative_error"] ** 2
+        assert of_operand["together"] == pytest.approx(both)
+        assert of_operand["interaction"] == pytest.approx(
+            both - of_operand["alone"] - of_operand["others"]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_agree_with_float64_and_leave_out_what_is_not_finite(dtype):
+    x = torch.randn(3, 37)
+    y = (x * 1.01 + 0.003).to(dtype)
+    for spoiled in (False, True):
+        if spoiled:
+            y[1, 3], y[2, 36], x[0, 0] = math.nan, math.inf, -math.inf
+        a, b = x.double().numpy().ravel(), y.double().numpy().ravel()
+        good = np.isfinite(a) & np.isfinite(b)
+        a, e = a[good], b[good] - a[good]
+        expected = [len(a), (a * a).sum(), (a * e).sum(), (e * e).sum(), e.sum(), (~good).sum()]
+        np.testing.assert_allclose(product_error_sums(y, x), expected, rtol=1e-12)
