@@ -219,8 +219,8 @@ def test_the_page(runs, tmp_path, capsys):
     plant(path_of(b, iteration=1, layer=1, tensor_name="weight"), add_to_first(0.5))
     page = tmp_path / "diff.html"
     page.write_text("an earlier file")
-    for form in ("text", "jsonl"):
-        status = main(["diff", str(a), str(b), "--output", str(page), "--format", form])
+    for options in (("--output", str(page)), ("--format", "jsonl")):
+        status = main(["diff", str(a), str(b), *options])
         told = "".join(capsys.readouterr())
         assert status == 1
         assert all(letter.isprintable() or letter == "\n" for letter in told)
