@@ -2,7 +2,7 @@
 
 An operand has three numbers per measured iteration: the binary logarithms of its amax and of its
 rms, and its SQNR in dB. The band of such a number is the range of its last 32 values, widened on
-both sides by the width of this range, or by a factor of 2 (amax, rms) or 3 dB (SQNR) if that is
+both sides by the width of this range, or by a factor of 4 (amax, rms) or 6 dB (SQNR) if that is
 more. A number outside its band has left it. So has an amax that is not finite, at any time.
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 WINDOW = 32  #: number of previous values whose range is the band
-ENOUGH = 4  #: number of previous values without which there is no band
+ENOUGH = 8  #: number of previous values without which there is no band
 #: smallest distance of a band's ends from the range of the previous values, by statistic
-LEAST = {"amax": 1.0, "rms": 1.0, "sqnr_db": 3.0}
+LEAST = {"amax": 2.0, "rms": 2.0, "sqnr_db": 6.0}
 OPERAND = ["rank", "layer_idx", "module", "operation", "gemm", "tensor", "format"]
 
 

@@ -114,6 +114,15 @@ def test_the_command_names_the_tensor_and_draws_the_history(tmp_path, capsys):
     assert (tmp_path / "statistics" / "history.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_excursions_before_since_are_left_out(tmp_path, capsys):
+    table = changed(made_up(), iteration=200, layer=1, amax=200.0)
+    written(tmp_path, changed(table, iteration=310, layer=0, rms=30.0))
+    assert main(["history", str(tmp_path), "--since", "201"]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "linear_fc1 (mxfp4, rank 0), iteration 310: rms 30, band " in first
+    assert main(["history", str(tmp_path), "--since", "311"]) == 0
+
+
 def test_the_command_says_that_nothing_was_unusual(tmp_path, capsys):
     written(tmp_path, made_up())
     output = tmp_path / "figures" / "a.png"

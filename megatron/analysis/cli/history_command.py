@@ -14,14 +14,15 @@ Show the statistics that --tensor-statistics wrote during a run: the first tenso
 bands, and a figure with the loss, the gradient norm and the number of such tensors per iteration.
 
 The band of an amax, an rms or an SQNR is the range of its last 32 values, widened on both sides by
-its own width, or by at least a factor of 2 (3 dB).
+its own width, or by at least a factor of 4 (6 dB). A single batch with large gradients may leave
+them, too. If the loss jumps in iteration 101, --since 95 leaves out what happened long before.
 """
 EXAMPLES = """\
 Exit status: 0 no tensor left its band; 1 a tensor did; 2 there are no statistics.
 
 examples:
   python -m megatron.analysis history enhanced_tensor_logs/mxfp8/statistics
-  python -m megatron.analysis history DIR/statistics --output history.png --most 20
+  python -m megatron.analysis history DIR/statistics --since 95 --output history.png --most 20
 """
 
 
@@ -40,6 +41,13 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="N",
         help="number of tensors to print (default: %(default)s)",
     )
+    parser.add_argument(
+        "--since",
+        type=int,
+        default=1,
+        metavar="N",
+        help="first iteration in which a tensor may leave its band (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (folder / "statistics").is_dir():
         folder /= "statistics"
     losses, found = read_iterations(folder), excursions(read_statistics(folder))
+    found = found[found.iteration >= arguments.since]
     output = arguments.output or folder / "history.png"
     draw(losses, found, output)
     lines = described(found)
