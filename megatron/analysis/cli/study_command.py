@@ -26,6 +26,9 @@ another format adds only its own work.
 """
 EXAMPLES = """\
 Files in the output folder:
+  study.html, study.png        the verdict: three sentences, bits against error, the weakest places
+  budget.png                   the error if only one operand is quantized
+  recipe.yaml                  with --bits: the best format per matmul and layer
   study.parquet, study.csv     one row per layer, GEMM and candidate: SQNR, gain, bias, variance ...
   budget.parquet, budget.csv   one row per operand: the error if only this operand is quantized
 
@@ -34,6 +37,7 @@ read were left out and named.
 
 examples:
   python -m megatron.analysis study enhanced_tensor_logs/bf16 --formats mxfp8 mxfp4 nvfp4
+  python -m megatron.analysis study dump --formats mxfp8 mxfp6_e2m3 mxfp4 --bits 5.5
   python -m megatron.analysis study dump --recipes examples/recipes/nvfp4_pretraining.yaml
   python -m megatron.analysis study dump --formats mxfp4 mxfp4:sr --draws 8 --output-dir sr
   python -m megatron.analysis study dump --select layer=0-3 module=linear_fc*
@@ -62,6 +66,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="recipes to compare with the formats",
+    )
+    parser.add_argument(
+        "--bits",
+        type=float,
+        metavar="X",
+        help="write recipe.yaml, which gives each matmul of each layer one of the formats, so that "
+        "the mean over all operand values is at most X bits, scales included",
     )
     parser.add_argument(
         "--output-dir",
@@ -104,14 +115,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the study, write the tables, print the verdict and return the exit status."""
+    """Run the study, print the verdict, write all files and return the exit status."""
     from megatron.analysis.cli.select import select
     from megatron.analysis.quick import check_output
     from megatron.analysis.store import TensorStore
     from megatron.analysis.study.candidates import candidates_of
     from megatron.analysis.study.engine import study
-    from megatron.analysis.study.tables import write_tables
+    from megatron.analysis.study.outputs import write_outputs
 
+    if arguments.bits is not None and not arguments.bits > 0:
+        raise ValueError(f"--bits is {arguments.bits:g}; give a number above 0")
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
     if arguments.draws < 2:
@@ -142,7 +155,9 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         raise
-    for path in write_tables(result, output):
+    sentences, paths = write_outputs(result, output, dump=arguments.folder, bits=arguments.bits)
+    print("\n".join(shown(sentence) for sentence in sentences))
+    for path in paths:
         print(f"Wrote {shown(path)}")
     return _print_left_out(result)
 

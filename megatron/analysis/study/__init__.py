@@ -15,6 +15,7 @@ compares the products with those of the saved operands.
     proposal       choose a format per layer under a bit budget, and write it as a recipe
     verdict        say in three sentences what the numbers show
     pictures, page draw them
+    outputs        write all files
 """
 
 from megatron.analysis.study.candidates import Candidate, candidates_of

@@ -59,6 +59,7 @@ class Study:
 class _Outcome:
     """Result of one pass."""
 
+    counter: int  #: number of the pass's first record, in the order of the run
     rows: list[Rows] = field(default_factory=list)  #: rows of each candidate
     problem: Problem | None = None
     reason: str = ""  #: reason why the pass was left out
@@ -141,6 +142,7 @@ def study(
         for outcome in run_on_threads(measure, passes, workers or processors()):
             outcomes.append(outcome)
             bar.update()
+    outcomes.sort(key=lambda outcome: outcome.counter)
     problems = [*store.problems, *(each.problem for each in outcomes if each.problem)]
     left_out.update(each.reason for each in outcomes if each.reason)
     tables = [rows for outcome in outcomes for rows in outcome.rows]
@@ -161,7 +163,7 @@ def _measure(
     kept: KeptResults,
 ) -> _Outcome:
     """Measure the candidates in one pass; take those that are known from `kept`."""
-    outcome = _Outcome()
+    outcome = _Outcome(int(of_pass.first.counter))
     try:
         keys = {each.name: kept.key(of_pass, each, settings) for each in candidates}
         known = {name: rows for name, key in keys.items() if (rows := kept.get(key))}

@@ -8,6 +8,7 @@ the last one of a killed process, are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -19,7 +20,7 @@ from megatron.analysis.stats.cache import code_version
 from megatron.analysis.study.candidates import Candidate
 from megatron.analysis.study.gemm_errors import Row, Settings
 from megatron.analysis.study.passes import Pass
-from megatron.tensor_record import read_lines
+from megatron.bounded_files import open_regular
 
 NAME = ".study.jsonl"  #: name of the file in the output folder
 
@@ -33,17 +34,23 @@ class KeptResults:
         self.path = None if folder is None else folder / NAME
         self._rows: dict[str, Rows] = {}
         self._lock = threading.Lock()
+        self._gap = ""  #: text before the next line, which ends a line that was cut off
         if self.path is not None and self.path.is_file():
             self._read(self.path)
 
     def _read(self, path: Path) -> None:
-        try:
-            for lines in read_lines(path):
-                for line in lines:
-                    if isinstance(line.get("key"), str) and _is_rows(line.get("rows")):
-                        self._rows[line["key"]] = tuple(line["rows"])
-        except (OSError, ValueError):
-            return  # the results are computed again, and the file is replaced by `finish`
+        with open_regular(path) as file:
+            for line in file:
+                self._gap = "" if line.endswith(b"\n") else "\n"
+                with contextlib.suppress(ValueError, RecursionError):
+                    self._add(json.loads(line))
+
+    def _add(self, entry: Any) -> None:
+        """Add the results in one line of the file, if it has the expected form."""
+        if isinstance(entry, dict) and isinstance(entry.get("key"), str):
+            rows: Any = entry.get("rows")
+            if _is_rows(rows):
+                self._rows[entry["key"]] = tuple(rows)
 
     def key(self, of_pass: Pass, candidate: Candidate, settings: Settings) -> str:
         """Return the key of the results of a candidate in a pass.
@@ -71,7 +78,8 @@ class KeptResults:
             self._rows[key] = rows
             if self.path is not None:
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, "rows": rows}) + "\n")
+                    file.write(self._gap + json.dumps({"key": key, "rows": rows}) + "\n")
+                self._gap = ""
 
 
 def _is_rows(value: Any) -> bool:

@@ -1,0 +1,75 @@
+"""Draw error against cost, with the front of the points that no other point beats in both."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from megatron.analysis.plots.style import (
+    FAINT,
+    colors_of,
+    decades,
+    guide,
+    nothing,
+    quiet,
+    right_of_title,
+)
+
+
+def plot_pareto(
+    data: pd.DataFrame,
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw one labeled dot per row, and a line through the points of the front.
+
+    Points without a positive, finite error are listed beside the title instead.
+
+    Args:
+        data: table with columns `name`, `x`, `y` (an error) and `front` (a bool).
+    """
+    ax = plt.gca() if ax is None else ax
+    drawn = data[np.isfinite(data["y"].astype(float)) & (data["y"] > 0)]
+    if drawn.empty:
+        return nothing(ax, title)
+    colors = colors_of(dict.fromkeys(map(str, data["name"])))
+    front = drawn[drawn["front"]].sort_values("x")
+    ax.plot(front["x"], front["y"], color=FAINT, linewidth=1, linestyle="--", zorder=1)
+    ax.set_yscale("log")
+    ax.margins(x=0.3, y=0.12)
+    for row in drawn.sort_values("y").itertuples():
+        color = colors[str(row.name)]
+        face = color if row.front else "white"
+        ax.scatter([row.x], [row.y], s=46, color=face, edgecolors=color, linewidths=1.4, zorder=3)
+        to_left = _is_crowded(drawn, row.x, row.y)
+        ax.annotate(
+            str(row.name),
+            (row.x, row.y),
+            xytext=(-7 if to_left else 7, 3),
+            textcoords="offset points",
+            ha="right" if to_left else "left",
+            fontsize=8.5,
+        )
+    if len(rest := data[~data.index.isin(drawn.index)]):
+        right_of_title(ax, f"without error or not finite: {', '.join(map(str, rest['name']))}")
+    decades(ax.yaxis)
+    guide(ax, "both")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set_title(title, loc="left")
+    return quiet(ax)
+
+
+def _is_crowded(points: pd.DataFrame, x: float, y: float) -> bool:
+    """Return whether a label to the right of a point would run into another point or the edge."""
+    width = points["x"].max() - points["x"].min() or 1.0
+    height = np.log(points["y"].max() / points["y"].min()) or 1.0
+    ahead = (points["x"] - x) / width
+    apart = (np.log(points["y"] / y) / height).abs()
+    return bool(
+        ((ahead > 0) & (ahead < 0.4) & (apart < 0.05)).any() or x > points["x"].max() - width / 4
+    )

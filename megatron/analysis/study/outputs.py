@@ -1,0 +1,74 @@
+"""Write the results of a study: its verdict, pictures, page, recipe and tables."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pandas as pd
+
+from megatron.analysis.outputs.atomic_write import write, write_keeping
+from megatron.analysis.study.engine import Study
+from megatron.analysis.study.page import page
+from megatron.analysis.study.pictures import draw_budget, draw_verdict
+from megatron.analysis.study.proposal import places_of, propose, recipe_text
+from megatron.analysis.study.verdict import verdict
+from megatron.analysis.text_table import csv_cell
+
+
+def write_outputs(
+    result: Study, folder: Path, *, dump: Path, bits: float | None = None
+) -> tuple[list[str], list[Path]]:
+    """Write all files of a study, and return the verdict and the paths.
+
+    Files of an earlier study are replaced; a changed recipe is kept under another name.
+
+    Args:
+        folder: output folder.
+        dump: folder of the dump.
+        bits: bit budget of the recipe; None for no recipe.
+
+    Raises:
+        ValueError: if the cheapest formats exceed the bit budget. The tables are written before.
+    """
+    paths = write_tables(result, folder)
+    proposal = None if bits is None else propose(places_of(result.rows), bits)
+    if proposal is not None:
+        recipe = folder / "recipe.yaml"
+        write_keeping(recipe, recipe_text(proposal, str(dump)).encode())
+        paths.insert(0, recipe)
+    sentences = verdict(result, proposal)
+    pictures = {}
+    if not result.rows.empty:
+        pictures["study.png"] = draw_verdict(result, sentences)
+    if (budget := draw_budget(result)) is not None:
+        pictures["budget.png"] = budget
+    written = [write(folder / name, content) for name, content in pictures.items()]
+    captions = {"study.png": "Verdict", "budget.png": "Error budget"}
+    named = {captions[name]: content for name, content in pictures.items()}
+    html = write(folder / "study.html", page(result, dump, sentences, named))
+    return sentences, [html, *written, *paths]
+
+
+def write_tables(result: Study, folder: Path) -> list[Path]:
+    """Write `study` and, if it was measured, `budget` in both forms, and return the paths."""
+    paths = []
+    for name, table in (("study", result.rows), ("budget", result.budgets)):
+        if table.empty and name == "budget":
+            continue
+        content = io.BytesIO()
+        table.to_parquet(content, index=False)
+        paths.append(write(folder / f"{name}.parquet", content.getvalue()))
+        text = _safe(table).to_csv(index=False, lineterminator="\n")
+        paths.append(write(folder / f"{name}.csv", text.encode(errors="backslashreplace")))
+    return paths
+
+
+def _safe(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with texts that no spreadsheet interprets as formulas."""
+    columns = {
+        name: [csv_cell(value) if isinstance(value, str) else value for value in table[name]]
+        for name in table
+        if not pd.api.types.is_numeric_dtype(table[name])
+    }
+    return table.assign(**columns)

@@ -1,0 +1,232 @@
+"""Choose a format for each matmul of each layer under a bit budget, and write it as a recipe.
+
+The choice minimizes the sum of the squared relative errors of all GEMM results. The bits per value
+are a mean over the values of all operands that the GEMMs read, block scales included. It starts
+from the cheapest format of each matmul, and repeatedly makes the exchange that saves the most error
+per bit; exchanges come from the lower convex hull of each matmul's errors over bits. Such a choice
+may miss the optimum by one exchange. If a single format within the budget has a smaller error, it
+is chosen for all matmuls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from megatron.analysis.text_table import shown
+from megatron.fake_quant.quant_type import DEFAULT_TYPE
+
+_LAYER = re.compile(r"\blayers\.\d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Format that a matmul could have."""
+
+    format: str
+    bits: float  #: mean bits per value of the matmul's operands
+    error: float  #: sum of the squared relative errors of its GEMMs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Matmul of a layer, with the formats that were studied."""
+
+    layer: int
+    module: str
+    operation: str
+    values: float  #: number of values that its GEMMs read
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Format of each matmul under a bit budget."""
+
+    budget: float
+    choices: tuple[tuple[Place, Option], ...]
+    uniform: Option | None  #: best single format within the budget; None if there is none
+
+    @property
+    def bits(self) -> float:
+        """Mean bits per value of all operands."""
+        return _mean_bits(self.choices)
+
+    @property
+    def error(self) -> float:
+        """Sum of the squared relative errors."""
+        return sum(option.error for _, option in self.choices)
+
+
+def places_of(rows: pd.DataFrame) -> list[Place]:
+    """Return the matmuls of all layers with their options; recipes are no options.
+
+    Errors are means over iterations, micro-batches and ranks. A format with NaN or Inf in a result
+    is left out.
+    """
+    table = rows[rows["recipe"].isna() & (rows["layer_idx"] >= 0)]
+    table = table.assign(
+        squared=table["relative_error"] ** 2, weighted=table["bits"] * table["values"]
+    )
+    table.loc[table["nonfinite"] > 0, "squared"] = math.nan
+    places = []
+    keys = ["layer_idx", "module", "operation"]
+    for (layer, module, operation), part in table.groupby(keys, sort=False):
+        passes = part.groupby(["format", "gemm"], sort=False).agg(
+            squared=("squared", lambda values: values.mean(skipna=False)),
+            weighted=("weighted", "mean"),
+            values=("values", "mean"),
+        )
+        by_format = passes.groupby("format", sort=False).agg(
+            squared=("squared", lambda values: values.sum(skipna=False)),
+            weighted=("weighted", "sum"),
+            values=("values", "sum"),
+        )
+        options = tuple(
+            Option(str(row.Index), row.weighted / row.values, row.squared)
+            for row in by_format.itertuples()
+            if math.isfinite(row.squared)
+        )
+        if options:
+            values = float(by_format["values"].iloc[0])
+            places.append(Place(int(layer), str(module), str(operation), values, options))
+    return places
+
+
+def propose(places: Sequence[Place], budget: float) -> Proposal:
+    """Choose a format for each matmul so that the mean bits per value stay within the budget.
+
+    Raises:
+        ValueError: if there is nothing to choose, or the cheapest formats exceed the budget.
+    """
+    if not places:
+        raise ValueError("--bits needs formats whose results are finite; give --formats")
+    chosen = {place: _hull(place.options)[0] for place in places}
+    lowest = _mean_bits(list(chosen.items()))
+    if lowest > budget + 1e-9:
+        raise ValueError(
+            f"--bits is {budget:g}, but the cheapest of the formats take {lowest:.4g} bits per "
+            "value; give more bits or a smaller format"
+        )
+    total = sum(place.values for place in places)
+    free = (budget + 1e-9) * total - lowest * total
+    exchanges = sorted(
+        (exchange for place in places for exchange in _exchanges(place)),
+        key=lambda exchange: -exchange[0],
+    )
+    closed: set[Place] = set()
+    for _, place, option in exchanges:
+        cost = (option.bits - chosen[place].bits) * place.values
+        if place not in closed and cost <= free:
+            chosen[place], free = option, free - cost
+        else:
+            closed.add(place)
+    uniform = _uniform(places, budget)
+    proposal = Proposal(budget, tuple(chosen.items()), uniform)
+    if uniform is not None and uniform.error < proposal.error:
+        same = tuple((place, _named(place, uniform.format)) for place in places)
+        return Proposal(budget, same, uniform)
+    return proposal
+
+
+def _mean_bits(choices: Sequence[tuple[Place, Option]]) -> float:
+    total = sum(place.values for place, _ in choices)
+    return sum(option.bits * place.values for place, option in choices) / total
+
+
+def _named(place: Place, name: str) -> Option:
+    return next(option for option in place.options if option.format == name)
+
+
+def _hull(options: Sequence[Option]) -> list[Option]:
+    """Return the options on the lower convex hull of error over bits, with falling errors."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda option: (option.bits, option.error)):
+        if hull and option.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and _saving(hull[-2], hull[-1]) <= _saving(hull[-2], option):
+            hull.pop()
+        if hull and option.bits == hull[-1].bits:
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _saving(first: Option, second: Option) -> float:
+    """Return the error that an exchange saves per bit."""
+    more = second.bits - first.bits
+    return (first.error - second.error) / more if more > 0 else math.inf
+
+
+def _exchanges(place: Place) -> Iterator[tuple[float, Place, Option]]:
+    """Yield the exchanges along the hull: the error saved per bit and value, and the new option."""
+    hull = _hull(place.options)
+    for first, second in itertools.pairwise(hull):
+        yield _saving(first, second) / place.values, place, second
+
+
+def _uniform(places: Sequence[Place], budget: float) -> Option | None:
+    """Return the best single format within the budget, with its bits and total error."""
+    names = set.intersection(*({option.format for option in place.options} for place in places))
+    uniform = []
+    for name in sorted(names):
+        choices = [(place, _named(place, name)) for place in places]
+        bits = _mean_bits(choices)
+        if bits <= budget + 1e-9:
+            uniform.append(Option(name, bits, sum(option.error for _, option in choices)))
+    return min(uniform, key=lambda option: option.error, default=None)
+
+
+def recipe_text(proposal: Proposal, origin: str) -> str:
+    """Return a proposal as a recipe in YAML.
+
+    Args:
+        origin: the studied folder, for the description.
+    """
+    of_module: dict[tuple[str, int], dict[str, str]] = {}
+    for place, option in proposal.choices:
+        pattern = _LAYER.sub("layers.*", place.module)
+        of_module.setdefault((pattern, place.layer), {})[place.operation] = option.format
+    layers: dict[tuple[str, tuple[tuple[str, str], ...]], list[int]] = {}
+    for (pattern, layer), formats in of_module.items():
+        layers.setdefault((pattern, tuple(formats.items())), []).append(layer)
+    configs: dict[str, str] = {}
+    matchers: list[str] = []
+    for (pattern, pairs), numbers in layers.items():
+        used = {op: fmt for op, fmt in pairs if fmt != DEFAULT_TYPE}
+        name = re.sub(r"\W", "_", "_".join(f"{op}_{fmt}" for op, fmt in used.items()))
+        if used:
+            configs[name] = ", ".join(f"{op}: {json.dumps(fmt)}" for op, fmt in used.items())
+        matchers.append(
+            f"  {_matcher_name(pattern)}_{len(matchers)}: {{config: {name or DEFAULT_TYPE}, "
+            f"type: glob, pattern: {json.dumps(pattern)}, layers: {json.dumps(ranges(numbers))}, "
+            "enabled: true}"
+        )
+    text = (
+        f"Chosen by megatron.analysis study from {shown(origin)}: {proposal.bits:.4g} bits per "
+        f"value, within {proposal.budget:g}"
+    )
+    lines = [f"description: {json.dumps(text)}", "configs:" if configs else "configs: {}"]
+    lines += [f"  {name}: {{{formats}}}" for name, formats in configs.items()]
+    return "\n".join([*lines, "matchers:", *matchers]) + "\n"
+
+
+def _matcher_name(pattern: str) -> str:
+    return re.sub(r"\W", "_", pattern.rpartition(".")[2]).strip("_") or "module"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as ranges, such as `0-3,8`."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

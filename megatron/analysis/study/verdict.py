@@ -1,0 +1,227 @@
+"""Say in three sentences what the numbers of a study show.
+
+Each sentence states only what the numbers contain, for any number of layers and candidates: first
+the SQNR of all candidates, then where the weakest one loses most, then which formats are worth
+their bits, or the proposal under a bit budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+
+from megatron.analysis.figures.figure_data import short_module
+from megatron.analysis.stats.errors import decibels
+from megatron.analysis.study.engine import Study
+from megatron.analysis.study.proposal import Proposal, ranges
+from megatron.fake_quant.quant_type import DEFAULT_TYPE
+
+STANDS_OUT = 1.0  #: distance from the median from which a result stands out, in dB
+_NAMED = 3  #: maximum number of places that the verdict names
+#: Names of operands in the verdict and in pictures.
+OPERAND_NAMES = {
+    ("linear", "input"): "x",
+    ("linear", "weight"): "W",
+    ("linear", "grad_output"): "dy",
+    ("qk", "query"): "Q",
+    ("qk", "key"): "K",
+    ("qk", "grad_scores"): "dS",
+    ("pv", "probs"): "P",
+    ("pv", "value"): "V",
+    ("pv", "grad_output"): "dO",
+}
+
+
+def with_names(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of a study with the columns `candidate` and `place`.
+
+    A place is a module and a GEMM, such as `fc2 dgrad`, or an operation of attention and a GEMM.
+    """
+    names = {module: short_module(module) for module in table["module"].unique()}
+    modules = [
+        names[module] if operation == "linear" else operation.upper()
+        for module, operation in zip(table["module"], table["operation"], strict=True)
+    ]
+    return table.assign(
+        candidate=table["recipe"].fillna(table["format"]),
+        place=[f"{name} {gemm}" for name, gemm in zip(modules, table["gemm"], strict=True)],
+    )
+
+
+def cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the SQNR and the bits of each candidate, place and layer.
+
+    Squared relative errors and bits are means over modules of the same short name, iterations,
+    micro-batches and ranks. A result with NaN or Inf makes the SQNR NaN.
+    """
+    table = with_names(rows)
+    table = table.assign(squared=table["relative_error"] ** 2)
+    table.loc[table["nonfinite"] > 0, "squared"] = math.nan
+    keys = ["candidate", "place", "layer_idx"]
+    merged = table.groupby(keys, sort=False).agg(
+        squared=("squared", lambda values: values.mean(skipna=False)),
+        bits=("bits", "mean"),
+        values=("values", "sum"),
+    )
+    merged["sqnr_db"] = [decibels(1.0, squared) for squared in merged["squared"]]
+    return merged.reset_index()
+
+
+def by_candidate(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the median SQNR, the bits per value and the front, one row per candidate.
+
+    The column `front` is true if no other candidate has both fewer or equal bits and a higher or
+    equal SQNR.
+
+    Args:
+        table: result of `cells`.
+    """
+    bits = table.assign(weighted=table["bits"] * table["values"]).groupby("candidate", sort=False)
+    summary = pd.DataFrame(
+        {
+            "sqnr_db": table.groupby("candidate", sort=False)["sqnr_db"].median(),
+            "bits": bits["weighted"].sum() / bits["values"].sum(),
+        }
+    ).reset_index(names="candidate")
+    points = list(zip(summary["bits"].round(6), summary["sqnr_db"], strict=True))
+    summary["front"] = [
+        not math.isnan(y)
+        and not any(
+            other_x <= x and other_y >= y and (other_x, other_y) != (x, y)
+            for other_x, other_y in points
+        )
+        for x, y in points
+    ]
+    return summary.sort_values("sqnr_db", ascending=False, kind="stable", ignore_index=True)
+
+
+def weakest(summary: pd.DataFrame) -> str:
+    """Return the candidate with the lowest median SQNR; bf16 only if there is no other."""
+    others = summary[summary["candidate"] != DEFAULT_TYPE]
+    known = others.dropna(subset=["sqnr_db"])
+    for table in (known, others, summary):
+        if len(table):
+            return str(table["candidate"].iloc[-1])
+    raise AssertionError("a study has candidates")
+
+
+def verdict(result: Study, proposal: Proposal | None = None) -> list[str]:
+    """Return the three sentences; fewer if nothing was measured."""
+    if result.rows.empty:
+        return ["No matmul of the dump could be studied."]
+    table = cells(result.rows)
+    summary = by_candidate(table)
+    name = weakest(summary)
+    third = _front(summary) if proposal is None else _proposed(proposal)
+    return [_ranking(table, summary, result.rows), _losses(table, result.budgets, name), third]
+
+
+def _ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> str:
+    first = table[table["candidate"] == table["candidate"].iloc[0]]
+    results, layers = len(first), first["layer_idx"].nunique()
+    parts = [f"{_db(row.sqnr_db)} in {row.candidate}" for row in summary.itertuples()]
+    what = f"{results} GEMM result{'s' * (results > 1)} in {layers} layer{'s' * (layers > 1)}"
+    text = f"The median SQNR of {what} is {_listed(parts)}"
+    spoiled = rows.assign(candidate=rows["recipe"].fillna(rows["format"]))
+    spoiled = spoiled[spoiled["nonfinite"] > 0]
+    if len(spoiled):
+        names = _listed(list(dict.fromkeys(spoiled["candidate"])))
+        text += f"; NaN or Inf occurs in {len(spoiled)} results of {names}"
+    return text + "."
+
+
+def _losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
+    own = table[(table["candidate"] == name) & table["sqnr_db"].notna()]
+    own = own.sort_values("sqnr_db", kind="stable")
+    if own.empty:
+        return f"In {name}, no result is finite."
+    median = float(own["sqnr_db"].median())
+    apart = own[own["sqnr_db"] <= median - STANDS_OUT]
+    if apart.empty:
+        lowest = own.iloc[0]
+        text = (
+            f"In {name}, no result lies {STANDS_OUT:g} dB below the median; the lowest is "
+            f"{_db(lowest['sqnr_db'])}, of {lowest['place']} in layer {lowest['layer_idx']}"
+        )
+    else:
+        places = []
+        for place in list(dict.fromkeys(apart["place"]))[:_NAMED]:
+            part = apart[apart["place"] == place]
+            places.append(f"{place} of {_layers(part['layer_idx'])} ({_span(part['sqnr_db'])})")
+        text = f"In {name}, {_listed(places)} lose{'s' * (len(places) == 1)} most"
+    operand = _operand(budgets, name)
+    return f"{text}{f'; {operand}' if operand else ''}."
+
+
+def _operand(budgets: pd.DataFrame, name: str) -> str:
+    """Return a clause about the operand that causes the largest error alone, or ""."""
+    if budgets.empty:
+        return ""
+    table = with_names(budgets)
+    table = table[table["candidate"] == name]
+    alone = table.groupby(["operation", "operand"], sort=False)["alone"].mean().dropna()
+    if alone.empty or not alone.max() > 0:
+        return ""
+    largest: tuple[str, str] = alone.idxmax()
+    label = OPERAND_NAMES.get(largest, largest[1])
+    number = _db(decibels(1.0, float(alone.max())))
+    return f"the operand that costs most is {label} ({number} if only {label} is quantized)"
+
+
+def _front(summary: pd.DataFrame) -> str:
+    front = summary[summary["front"]].sort_values("bits")
+    if front.empty:
+        return "No candidate has a finite error, so no format can be recommended."
+    if len(summary) == 1:
+        only = summary.iloc[0]
+        return f"{only['candidate']} takes {only['bits']:.4g} bits per value, scales included."
+    best = [f"{row.candidate} ({row.bits:.4g})" for row in front.itertuples()]
+    text = f"Of the bits per value, scales included, {_listed(best)} make the most"
+    rest = list(summary.loc[~summary["front"] & summary["sqnr_db"].notna(), "candidate"])
+    if rest:
+        verb = "has" if len(rest) == 1 else "have"
+        text += f"; {_listed(rest)} {verb} no smaller error than one of them at fewer or equal bits"
+    return text + "."
+
+
+def _proposed(proposal: Proposal) -> str:
+    counts: dict[str, int] = {}
+    for _, option in proposal.choices:
+        counts[option.format] = counts.get(option.format, 0) + 1
+    parts = [f"{name} for {count}" for name, count in sorted(counts.items(), key=lambda x: -x[1])]
+    text = (
+        f"Within {proposal.budget:g} bits per value, recipe.yaml takes {_listed(parts)} of "
+        f"{len(proposal.choices)} matmuls ({proposal.bits:.4g} bits)"
+    )
+    uniform = proposal.uniform
+    if uniform is None or not uniform.error > 0:
+        return text + "; no single format fits the budget." if uniform is None else text + "."
+    saved = 1 - proposal.error / uniform.error
+    if saved < 0.0005:
+        return f"{text}; no mixture has a smaller squared error than {uniform.format} alone."
+    return (
+        f"{text}; its squared error is {100 * saved:.1f} % below that of {uniform.format} alone "
+        f"({uniform.bits:.4g} bits)."
+    )
+
+
+def _layers(numbers: pd.Series[int]) -> str:
+    text = ranges([int(number) for number in numbers]).replace("-", " to ").replace(",", ", ")
+    return f"layer{'s' * (numbers.nunique() > 1)} {text}"
+
+
+def _span(values: pd.Series[float]) -> str:
+    low, high = f"{values.min():.1f}", f"{values.max():.1f}"
+    return f"{low} dB" if low == high else f"{low} to {high} dB"
+
+
+def _db(value: float) -> str:
+    if math.isnan(value):
+        return "unknown"
+    return "infinite (no error)" if value == math.inf else f"{value:.1f} dB"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,112 @@
+"""The command: its files, and what it does with interrupted studies and damaged dumps."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from megatron.analysis.__main__ import main
+from megatron.analysis.store import TensorStore
+from megatron.analysis.study import candidates_of, engine, study
+from megatron.analysis.study.engine import COLUMNS
+from megatron.analysis.study.kept_results import NAME
+from megatron.fake_quant.recipe import load_recipe
+from tests.analysis.study import small_dump
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return small_dump.write(tmp_path / "bf16", layers=2)
+
+
+def run(folder, *options):
+    return main(["study", str(folder), "--output-dir", str(folder.parent / "out"), *options])
+
+
+def test_it_writes_tables_verdict_pictures_and_recipe(folder, capsys):
+    recipe = folder.parent / "mine.yaml"
+    recipe.write_text(
+        "matchers:\n  all: {config: linear_mxfp4, type: glob, pattern: '*', layers: '0', "
+        "enabled: true}\nconfigs: {}\n"
+    )
+    formats = ("--formats", "mxfp8", "mxfp4", "--recipes", str(recipe), "--bits", "6")
+    assert run(folder, *formats) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The median SQNR of 18 GEMM results in 2 layers is ")
+    assert "Within 6 bits per value, recipe.yaml takes" in lines[2]
+    out = folder.parent / "out"
+    table = pd.read_parquet(out / "study.parquet")
+    assert tuple(table.columns[: len(COLUMNS)]) == COLUMNS
+    assert len(table) == 2 * 9 * 3, "layers, GEMMs and candidates"
+    csv = pd.read_csv(out / "study.csv")
+    pd.testing.assert_frame_equal(csv, table, check_dtype=False, rtol=1e-9)
+    assert set(table["gemm"]) == {name for names in small_dump.GEMMS.values() for name in names}
+    mine = table[table["recipe"] == "mine"]
+    assert set(mine.loc[mine["layer_idx"] == 1, "format"]) == {"none"}
+    same = table[(table["layer_idx"] == 0) & (table["operation"] == "linear")]
+    values = same.pivot_table(
+        index="gemm", columns=same["recipe"].isna(), values="sqnr_db", aggfunc="min"
+    )
+    assert (values[True] == values[False]).all(), "a recipe of one format is that format"
+    assert load_recipe(out / "recipe.yaml").rules
+    for name in ("study.png", "budget.png", "study.html", "budget.parquet", "budget.csv"):
+        assert (out / name).stat().st_size > 1000
+
+
+def test_an_interrupted_study_continues(folder, monkeypatch):
+    kept = folder.parent / "kept"
+    kept.mkdir()
+    store, both = TensorStore(folder), candidates_of(["mxfp8", "mxfp4"], [])
+    whole = study(store, both, workers=1)
+    calls = []
+
+    def interrupting(matmul, candidates, settings):
+        calls.append(matmul.operation)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(matmul, candidates, settings)
+
+    original = engine.errors_of
+    monkeypatch.setattr(engine, "errors_of", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        study(store, both, workers=1, folder=kept)
+    with (kept / NAME).open("a") as file:
+        file.write('{"key": "torn')
+    finished, calls[2:] = len(calls) - 1, [""] * 2
+    again = study(store, both, workers=1, folder=kept)
+    assert 0 < finished < 6
+    pd.testing.assert_frame_equal(again.rows, whole.rows)
+    calls.clear()
+    pd.testing.assert_frame_equal(study(store, both, folder=kept).budgets, whole.budgets)
+    assert calls == [], "nothing is computed twice"
+
+
+def test_a_damaged_file_is_named_and_the_rest_is_studied(folder, capsys):
+    [damaged] = folder.glob("*_L1_*linear_bf16_weight.pt")
+    damaged.write_bytes(b"not a tensor")
+    assert run(folder, "--formats", "mxfp4", "--no-budget") == 3
+    said = capsys.readouterr().err
+    assert damaged.name in said
+    assert "passes with a file that cannot be read" in said
+    table = pd.read_parquet(folder.parent / "out" / "study.parquet")
+    assert set(table.loc[table["layer_idx"] == 1, "operation"]) == {"qk", "pv"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--formats", "mxfp9"), "mxfp9"),
+        (("--draws", "1"), "--draws is 1; give 2 or more"),
+        (("--bits", "0"), "--bits is 0; give a number above 0"),
+        (("--workers", "0"), "--workers is 0; give 1 or more"),
+        (("--select", "tensor_name=output"), "no operands of a matmul"),
+    ],
+)
+def test_wrong_options_are_explained(folder, capsys, options, message):
+    assert run(folder, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_matmuls_beyond_the_memory_are_left_out(folder, capsys):
+    assert run(folder, "--formats", "mxfp4", "--max-memory", "1M", "--no-budget") == 0
+    assert "need more than 0.0 GiB of memory (--max-memory)" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""The three sentences: true for any input."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from megatron.analysis.plots.pareto import plot_pareto
+from megatron.analysis.study.candidates import candidates_of
+from megatron.analysis.study.engine import COLUMNS, Study
+from megatron.analysis.study.pictures import draw_verdict
+from megatron.analysis.study.verdict import by_candidate, cells, verdict
+
+FC = "decoder.layers.{}.mlp.linear_{}"
+
+
+def result(errors, *, bits=None, nonfinite=0) -> Study:
+    """Return a study of `fc1` and `fc2`, given relative errors by layer."""
+    bits = bits or {"mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
+    rows = [
+        dict.fromkeys(COLUMNS)
+        | {
+            "iteration": 1,
+            "layer_idx": layer,
+            "module": FC.format(layer, module),
+            "operation": "linear",
+            "gemm": "fprop",
+            "format": fmt,
+            "relative_error": error,
+            "bits": bits[fmt],
+            "values": 100,
+            "nonfinite": nonfinite,
+        }
+        for fmt, modules in errors.items()
+        for module, by_layer in modules.items()
+        for layer, error in enumerate(by_layer)
+    ]
+    names = list(errors)
+    return Study(pd.DataFrame(rows), pd.DataFrame(), candidates_of(names, []), [], Counter())
+
+
+def test_the_places_that_lose_most_are_named_with_their_layers():
+    errors = {
+        "mxfp8": {"fc1": [0.01] * 4, "fc2": [0.01] * 4},
+        "mxfp4": {"fc1": [0.1] * 4, "fc2": [0.3, 0.4, 0.1, 0.5]},
+    }
+    ranking, losses, front = verdict(result(errors))
+    assert ranking == (
+        "The median SQNR of 8 GEMM results in 4 layers is 40.0 dB in mxfp8 and 20.0 dB in mxfp4."
+    )
+    assert losses == "In mxfp4, fc2 fprop of layers 0 to 1, 3 (6.0 to 10.5 dB) loses most."
+    assert "mxfp4 (4.25) and mxfp8 (8.25) make the most" in front
+
+
+def test_one_format_and_one_layer():
+    ranking, losses, front = verdict(result({"mxfp4": {"fc1": [0.1]}}))
+    assert ranking == "The median SQNR of 1 GEMM result in 1 layer is 20.0 dB in mxfp4."
+    assert losses.startswith("In mxfp4, no result lies 1 dB below the median; the lowest is 20.0")
+    assert front == "mxfp4 takes 4.25 bits per value, scales included."
+
+
+def test_ties_are_all_on_the_front_and_worse_ones_are_not():
+    errors = {name: {"fc1": [0.1, 0.1]} for name in ("mxfp8", "mxfp4", "nvfp4")}
+    summary = by_candidate(cells(result(errors).rows)).set_index("candidate")
+    assert summary["front"].to_dict() == {"mxfp8": False, "mxfp4": True, "nvfp4": False}
+    same = by_candidate(cells(result(errors, bits=dict.fromkeys(errors, 8.0)).rows))
+    assert same["front"].all()
+
+
+@pytest.mark.parametrize("error", [math.nan, 0.0])
+def test_nan_and_exact_results_are_said_and_drawn(error):
+    study = result({"mxfp8": {"fc1": [error]}, "mxfp4": {"fc1": [0.1]}}, nonfinite=error != error)
+    sentences = verdict(study)
+    text = " ".join(sentences)
+    assert ("NaN or Inf occurs" in text) == math.isnan(error)
+    assert ("infinite (no error) in mxfp8" in text) == (error == 0)
+    assert "nan" not in text
+    assert draw_verdict(study, sentences)[:4] == b"\x89PNG"
+
+
+def test_an_empty_study():
+    empty = Study(pd.DataFrame(columns=list(COLUMNS)), pd.DataFrame(), [], [], Counter())
+    assert verdict(empty) == ["No matmul of the dump could be studied."]
+
+
+def test_the_front_is_a_line_through_its_points():
+    data = pd.DataFrame(
+        {
+            "name": ["a", "b", "c"],
+            "x": [4, 6, 8],
+            "y": [0.2, 0.05, 0.1],
+            "front": [True, True, False],
+        }
+    )
+    _, ax = plt.subplots()
+    assert plot_pareto(data, xlabel="bits", ylabel="error", ax=ax) is ax
+    [line] = ax.get_lines()
+    assert line.get_xdata().tolist() == [4, 6]
+    assert {text.get_text() for text in ax.texts} == {"a", "b", "c"}
+    plt.close("all")
