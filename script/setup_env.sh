@@ -277,11 +277,14 @@ if ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-i
     "is $log); if no release fits, set LAB_PYTHON to Python 3.10 to 3.13, and run it again"
 fi
 
-# pip would compile one file at a time, so files are compiled here in parallel. Without compiled
-# files, imports take twice as long if PYTHONDONTWRITEBYTECODE is set. Templates that are not valid
-# Python do not compile, which does no harm. Files that are rarely imported are left out: they are 40 %.
-"$venv/bin/python" -I -m compileall -q -j 0 -x '/(tests|transformers/models|plotly)/' \
-  "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
+# Python compiles a file when it is first imported, unless PYTHONDONTWRITEBYTECODE is set: imports
+# would then always take twice as long, so all files are compiled here. pip would compile one file at
+# a time. Templates that are not valid Python do not compile, which does no harm. Files that are
+# rarely imported are left out: they are 40 %.
+if [[ -n ${PYTHONDONTWRITEBYTECODE-} ]]; then
+  "$venv/bin/python" -I -m compileall -q -j 0 -x '/(tests|transformers/models|plotly)/' \
+    "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
+fi
 
 cp "$venv/requirements.txt" "$stamp.partial"
 mv "$stamp.partial" "$stamp"
