@@ -16,8 +16,9 @@ source "dequantized" reproduces them.
 
 Operands carry the values of the low-precision format, which are not rounded to the tensors' dtype
 (see `unrounded.py`). Products are accumulated as in a matmul of that dtype (in fp32 for bf16 on
-every device), and the result has that dtype. The accumulator of a particular tensor core and its
-order of summation are not simulated.
+every device), and the result has that dtype. If `GemmFormats` names an accumulator for a GEMM, a
+simulation of this accumulator adds up the products instead, in the order of the tensor core (see
+`unit_operands.py`).
 
 Shape suffixes: M for the rows of A, N for the rows of B, K for the axis that they share. Leading
 batch dimensions are omitted.
@@ -25,21 +26,23 @@ batch dimensions are omitted.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
+from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.block_scaling import AmaxSource
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.products import multiply
+from megatron.fake_quant.products import Matmul, multiply, product_dtype
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
 from megatron.fake_quant.tile_checks import check_probabilities
 from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.unit_operands import accumulated_product, check_operands, unit_matrix
 from megatron.fake_quant.unrounded import quantize_parts
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
@@ -50,6 +53,9 @@ Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None, Tensor | No
 AmaxCallback = Callable[[str, Tensor, Format], Tensor]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
+#: Slots of the left and the right operand of each GEMM, and the reduction axes of both tensors.
+GEMM_SLOTS = {"fprop": SLOTS[0:2], "dgrad": SLOTS[2:4], "wgrad": SLOTS[4:6]}
+_AXES = {"fprop": (-1, -1), "dgrad": (-1, -2), "wgrad": (-2, -2)}
 #: Slots of the backward pass whose tensors the forward pass also multiplies, mapped to the slots of
 #: these tensors in the forward pass.
 OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
@@ -66,8 +72,9 @@ class GemmFormats:
     Raises:
         ValueError: if the two operands of a GEMM are transformed differently, which would change
             the product; if the backward pass is straight-through and one of its own operands is
-            set; if the source of an operand is "dequantized" and the forward pass does not quantize
-            it; or if the settings of tiles do not fit A.
+            set; if the source of an operand is "dequantized" and the forward pass does not
+            quantize it; if no unit with the accumulator of a GEMM multiplies its operands; or if
+            the settings of tiles do not fit A.
     """
 
     fprop_a: Operand = AS_IT_IS  #: A in C = A B^T, quantized along K
@@ -84,9 +91,12 @@ class GemmFormats:
     unnormalized: bool = False
     #: tiles in which attention is computed (set in the formats of PV); None for whole matrices
     tiling: Tiling | None = None
+    fprop_accumulator: Accumulator | None = None  #: None for the accumulator of torch.matmul
+    dgrad_accumulator: Accumulator | None = None  #: accumulator of dA = dC B
+    wgrad_accumulator: Accumulator | None = None  #: accumulator of dB = dC^T A
 
     def __post_init__(self) -> None:
-        for one, other in (("fprop_a", "fprop_b"), ("dgrad_c", "dgrad_b"), ("wgrad_c", "wgrad_a")):
+        for one, other in GEMM_SLOTS.values():
             transforms = [getattr(self, slot).hadamard for slot in (one, other)]
             if transforms[0] != transforms[1]:
                 raise ValueError(
@@ -107,6 +117,26 @@ class GemmFormats:
                 self._check_forward_copy(slot)
         if self.tiling is not None:
             check_probabilities(self.tiling, self.fprop_a, unnormalized=self.unnormalized)
+        for gemm in GEMM_SLOTS:
+            accumulator = self.accumulator(gemm)
+            if accumulator is not None and accumulator.simulated:
+                self._check_accumulator(gemm, accumulator)
+
+    def _check_accumulator(self, gemm: str, accumulator: Accumulator) -> None:
+        slots = GEMM_SLOTS[gemm]
+        for slot in slots:
+            operand, forward = getattr(self, slot), OF_FORWARD.get(slot)
+            copied = self.straight_through or operand.source == "dequantized"
+            if forward and copied and operand.format is None and getattr(self, forward).format:
+                raise ValueError(
+                    f"{gemm} has the accumulator {accumulator.name} and multiplies a copy that "
+                    f"{forward} quantized along another axis, which no unit does; give {slot} a "
+                    f"format, or give the accumulator to other GEMMs only"
+                )
+        try:
+            check_operands(accumulator, *(getattr(self, slot) for slot in slots))
+        except ValueError as error:
+            raise ValueError(f"{gemm}: {error}") from None
 
     def _check_forward_copy(self, slot: str) -> None:
         forward = OF_FORWARD.get(slot)
@@ -120,6 +150,11 @@ class GemmFormats:
                 f"{slot} has the source dequantized, but the forward pass does not quantize this "
                 f"operand; give {forward} a format, or remove the source"
             )
+
+    def accumulator(self, gemm: str) -> Accumulator | None:
+        """Return the accumulator of a GEMM (fprop, dgrad or wgrad), or None for torch's own."""
+        accumulator: Accumulator | None = getattr(self, f"{gemm}_accumulator")
+        return accumulator
 
     def effective(self, slot: str) -> Operand:
         """Return the operand, with transform and format, that the slot `slot` really uses.
@@ -176,10 +211,8 @@ class _QuantizedMatmul(torch.autograd.Function):
         call: "_Call",
     ) -> tuple[Tensor, ...]:
         call = call.seeded(seed)
-        a = call.quantized("fprop_a", SplitMatrix(a_MK if whole_MK is None else whole_MK), axis=-1)
-        b = call.quantized("fprop_b", SplitMatrix(b_NK), axis=-1)
-        c_MN = multiply(a, b.t(), call.alpha, matmul)
-        c_MN = with_means(c_MN, a, b.t(), call.alpha)
+        left = SplitMatrix(a_MK if whole_MK is None else whole_MK)
+        c_MN, a, b = call.multiplied("fprop", left, SplitMatrix(b_NK), matmul)
         if sums_M1 is not None:
             c_MN = (c_MN / sums_M1).to(c_MN.dtype)
         keep_a, keep_b = call.keeps(whole_MK)
@@ -219,22 +252,20 @@ class _QuantizedMatmul(torch.autograd.Function):
         a_MK, scale_a, b_NK, scale_b, seed = ctx.saved_tensors
         call: _Call = ctx.call.seeded(seed)
         da_MK = db_NK = None
+        dc = SplitMatrix(dc_MN)
         if ctx.needs_input_grad[0]:
-            dc = call.quantized("dgrad_c", SplitMatrix(dc_MN), axis=-1)
-            b = _saved(b_NK, scale_b, ctx.dtypes[1])
-            da_MK = call.gradient(dc, call.quantized("dgrad_b", b, axis=-2))
+            da_MK = call.gradient("dgrad", dc, _saved(b_NK, scale_b, ctx.dtypes[1]))
         if ctx.needs_input_grad[1]:
-            dc = call.quantized("wgrad_c", SplitMatrix(dc_MN), axis=-2)
-            a = _saved(a_MK, scale_a, ctx.dtypes[0])
-            db_NK = call.gradient(dc.t(), call.quantized("wgrad_a", a, axis=-2))
+            db_NK = call.gradient("wgrad", dc, _saved(a_MK, scale_a, ctx.dtypes[0]))
         return da_MK, db_NK, None, None, None, None
 
 
-def _kept(matrix: SplitMatrix, sums_M1: Tensor | None) -> tuple[Tensor, Tensor]:
+def _kept(operand: "SplitMatrix | _Prepared", sums_M1: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return a quantized operand, divided by the sums of its rows, as values and their scale.
 
     The scale is empty if it is 1.
     """
+    matrix = operand.quantized() if isinstance(operand, _Prepared) else operand
     matrix = matrix.joined()
     values, scale = matrix.values, matrix.scale
     if sums_M1 is not None:
@@ -256,6 +287,30 @@ def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
+class _Prepared(NamedTuple):
+    """Operand of a GEMM that is split and transformed, but not yet quantized."""
+
+    parts: SplitMatrix
+    axis: int  #: reduction axis
+    format: Format | None = None  #: None if `parts` are multiplied as they are
+    seed: int | Tensor | None = None
+    amax: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return self.parts.values.numel()
+
+    def quantized(self) -> SplitMatrix:
+        """Return the operand with its values quantized."""
+        if self.format is None:
+            return self.parts
+        dtype = self.parts.dtype
+        return quantize_parts(
+            self.parts, self.format, self.axis, seed=self.seed, amax=self.amax, dtype=dtype
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """Arguments that the forward pass and the backward pass of one quantized matmul share."""
@@ -274,8 +329,30 @@ class _Call:
         """
         return self if seed is None else replace(self, seed=seed)
 
-    def quantized(self, slot: str, matrix: SplitMatrix, *, axis: int) -> SplitMatrix:
-        """Transform and quantize the operand `slot`.
+    def multiplied(
+        self, gemm: str, left: SplitMatrix, right: SplitMatrix, plain: Matmul
+    ) -> tuple[Tensor, SplitMatrix | _Prepared, SplitMatrix | _Prepared]:
+        """Return the product of a GEMM, times `alpha`, and both operands.
+
+        The operands are not yet quantized as matrices if an accumulator has read their elements.
+        `plain` multiplies tensors that need neither scales nor an accumulator.
+        """
+        slots, axes = GEMM_SLOTS[gemm], _AXES[gemm]
+        a, b = (
+            self.prepared(slot, matrix, axis=axis)
+            for slot, matrix, axis in zip(slots, (left, right), axes, strict=True)
+        )
+        accumulator = self.formats.accumulator(gemm)
+        if accumulator is not None and accumulator.simulated and a.count and b.count:
+            return _accumulated(a, b, accumulator, self.alpha), a, b
+        of_a, of_b = a.quantized(), b.quantized()
+        left = of_a if a.axis == -1 else of_a.t()
+        right = of_b.t() if b.axis == -1 else of_b
+        product = with_means(multiply(left, right, self.alpha, plain), left, right, self.alpha)
+        return product, of_a, of_b
+
+    def prepared(self, slot: str, matrix: SplitMatrix, *, axis: int) -> _Prepared:
+        """Split and transform the operand `slot`, and show it to the observer.
 
         `matrix` is a tensor, or an operand of the forward pass; see `keeps`.
         """
@@ -283,7 +360,7 @@ class _Call:
         forward = OF_FORWARD[slot] if operand.source == "dequantized" else None
         rotated = forward is not None and getattr(self.formats, forward).hadamard is not None
         if not (operand.changes_values or rotated):
-            return matrix
+            return _Prepared(matrix, axis)
         x, dtype = matrix.dense(), matrix.dtype or matrix.values.dtype
         if forward is not None:
             x = getattr(self.formats, forward).rotated_back(x, signs=self._signs(forward, x))
@@ -291,15 +368,16 @@ class _Call:
         # sum over tokens.
         signs = self._signs(slot, x)
         parts = operand.prepared(x, axis=axis, fill=slot.startswith("wgrad"), signs=signs)
+        parts = parts._replace(dtype=dtype)
         if operand.format is None:
-            return parts._replace(dtype=dtype)
+            return _Prepared(parts, axis)
         seed = self._derived(slot, x) if operand.format.stochastic else None
         amax = None
         if self.amax_of is not None and operand.format.amax_source != "own":
             amax = self.amax_of(slot, parts.values, operand.format)
         if self.observe is not None:
             self.observe(slot, parts.values, operand.drawn(signs), axis, seed, amax)
-        return quantize_parts(parts, operand.format, axis, seed=seed, amax=amax, dtype=dtype)
+        return _Prepared(parts, axis, operand.format, seed, amax)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
         """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
@@ -331,17 +409,26 @@ class _Call:
         derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), name)
         return derived
 
-    def gradient(self, left: SplitMatrix, right: SplitMatrix) -> Tensor:
-        """Return the gradient of A or B, which is `alpha` times the product of two operands.
+    def gradient(self, gemm: str, left: SplitMatrix, right: SplitMatrix) -> Tensor:
+        """Return the gradient of A or B, which is the product of the GEMM `gemm`.
 
         A straight-through backward pass multiplies the forward pass's operands, whose transform
         along K is undone in the product.
         """
-        grad = multiply(left, right, self.alpha, matmul_then_scale)
-        grad = with_means(grad, left, right, self.alpha)
+        grad, _, _ = self.multiplied(gemm, left, right, matmul_then_scale)
         if not self.formats.straight_through:
             return grad
         return self.formats.fprop_a.rotated_back(grad, signs=self._signs("fprop_a", grad))
+
+
+def _accumulated(a: _Prepared, b: _Prepared, accumulator: Accumulator, alpha: float) -> Tensor:
+    """Return `alpha` times the product of two operands, as a unit with `accumulator` sums it."""
+    left, right = (
+        unit_matrix(x.parts.values, x.format, x.axis, accumulator, seed=x.seed, amax=x.amax)
+        for x in (a, b)
+    )
+    dtype = product_dtype(a.parts, b.parts)
+    return accumulated_product(left, right, accumulator, alpha).to(dtype)
 
 
 def matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:

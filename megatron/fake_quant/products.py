@@ -36,7 +36,7 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
     """
     if not (a.unrounded or b.unrounded):
         return plain(a.values, b.values, alpha)
-    dtype = _dtype_of(a, b)
+    dtype = product_dtype(a, b)
     with _no_autocast(a.values.device.type):
         a, b = _without_scales_along(a, -1), _without_scales_along(b, -2)
         values = a.values, b.values
@@ -48,7 +48,7 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
         return result
 
 
-def _dtype_of(a: SplitMatrix, b: SplitMatrix) -> torch.dtype:
+def product_dtype(a: SplitMatrix, b: SplitMatrix) -> torch.dtype:
     """Return the dtype of a product, which is that of `torch.matmul` for tensors."""
     device = a.values.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

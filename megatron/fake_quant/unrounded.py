@@ -36,7 +36,7 @@ from megatron.fake_quant.packing import QuantizedTensor, dequantize
 from megatron.fake_quant.quantize import checked, fake_quantize, seed_for, seeds_for
 from megatron.fake_quant.scalings import target
 from megatron.fake_quant.special_scalings import GroupScaling, PairScaling, TensorScaling
-from megatron.fake_quant.tensor_scale import divide_by, local_amax
+from megatron.fake_quant.tensor_scale import divide_by, encode_scale, local_amax
 
 Kind = Literal["exact", "apart", "wide"]
 
@@ -133,7 +133,7 @@ def quantize_parts(
     fmt, layout = checked(x, fmt, axis, amax)
     x = x.detach()
     if operators.is_direct(x):
-        values, scale = _apart(x, fmt, layout, seed_for(fmt, None, seed), amax)
+        values, scale = values_and_scale(x, fmt, layout, seed_for(fmt, None, seed), amax)
     else:
         seeds = seeds_for(fmt, None, seed)
         values, scale = _quantize_apart(x, to_text(fmt), layout.from_end, seeds, 0, amax)
@@ -172,15 +172,18 @@ def _is_short(fmt: Format) -> bool:
     return not isinstance(fmt.element, ElementFormat) or fmt.element.mantissa_bits < 8
 
 
-def _apart(
+def values_and_scale(
     x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the values of `x` in units of a scale, in the dtype of `x`, and the scale."""
     if fmt.has_tensor_scale:
         amax = local_amax(x) if amax is None else amax.to(x.device)
-        number = target(fmt)
-        assert number is not None
-        scale = divide_by(amax, number).reciprocal()
+        if isinstance(fmt.scaling, TensorScaling):
+            scale = encode_scale(amax, fmt.scaling).reciprocal()
+        else:
+            number = target(fmt)
+            assert number is not None
+            scale = divide_by(amax, number).reciprocal()
     else:
         scale = _row_scale(x, fmt, layout.axis)
     return operators.compute(x, fmt.with_scale_apart(), layout, seed, amax=amax), scale
@@ -203,7 +206,7 @@ def _quantize_apart(
     known = from_text(fmt)
     layout = BlockLayout.of(tuple(x.shape[batch:]), known, axis)
     results = [
-        _apart(sample, known, layout, seed, of_sample)
+        values_and_scale(sample, known, layout, seed, of_sample)
         for sample, seed, of_sample in operators.samples(x, seeds, batch, amax)
     ]
     values, scales = zip(*results, strict=True)
