@@ -126,8 +126,8 @@ def safe_name(quant_type: str) -> str:
 class TensorRecord:
     """The metadata of one collected tensor.
 
-    Every field MUST be present, and fields typed `| None` MAY be null. `slice`, `codes` and `amax`
-    may also be missing, as in older files, which means null.
+    Every field MUST be present, and fields typed `| None` MAY be null. `slice`, `codes`, `amax` and
+    `accumulate` may also be missing, as in older files, which means null.
     """
 
     run_id: str
@@ -171,6 +171,9 @@ class TensorRecord:
     #: by operation and slot, such as `linear_fprop_a`: those known when the tensor was saved. Null
     #: if these scales follow from the operands themselves
     amax: dict[str, float] | None = None
+    #: names of the accumulators that summed the GEMMs of the tensor's module, by operation and
+    #: GEMM, such as `linear_fprop`. Null if torch's matmul summed all of them
+    accumulate: dict[str, str] | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -200,7 +203,7 @@ class TensorRecord:
                 f"schema version {version!r}, but this reader understands {SCHEMA_VERSION}"
             )
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - metadata.keys() - {"slice", "codes", "amax"}):
+        if missing := sorted(names - metadata.keys() - {"slice", "codes", "amax", "accumulate"}):
             raise ValueError(f"the record lacks {', '.join(missing)}")
         return cls(**{name: metadata[name] for name in names & metadata.keys()})
 

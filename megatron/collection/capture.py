@@ -13,7 +13,7 @@ import torch
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.statistics.history import TensorStatistics
 from megatron.collection.training_clock import clock
-from megatron.fake_quant.gemm import SLOTS, Observer
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, Observer
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.packing import quantize
 from megatron.tensor_record import CODES, COMPONENTS, operation_of
@@ -91,6 +91,7 @@ class Capture:
         self._statistics = statistics
         self._micro_batch = clock.micro_batch
         self._amaxes: dict[str, float] = {}  #: given amaxes of the operands quantized so far
+        self._accumulators: dict[str, str] = {}  #: names of accumulators, by operation and GEMM
         self._fields = {
             "layer_type": layer_type,
             "component": COMPONENTS[layer_type],
@@ -98,6 +99,16 @@ class Capture:
             "module": identity.name,
             "recomputed": clock.recomputing,
         }
+
+    def note_accumulators(self, **formats: GemmFormats | None) -> None:
+        """Record the accumulators of this layer's matmuls with all tensors that are saved later.
+
+        Args:
+            formats: formats of each operation (linear, qk or pv).
+        """
+        for operation, known in formats.items():
+            for gemm, accumulator in ({} if known is None else known.accumulators).items():
+                self._accumulators[f"{operation}_{gemm}"] = accumulator.name
 
     def wants(self, *tensor_names: str) -> bool:
         """Return whether any rank collects any of these tensors. All ranks return the same value.
@@ -171,6 +182,7 @@ class Capture:
             micro_batch=self._micro_batch.index,
             sample_idx=self._micro_batch.sample_idx,
             amax=dict(self._amaxes) or None,
+            accumulate=dict(self._accumulators) or None,
             **fields,
             **self._fields,
         )

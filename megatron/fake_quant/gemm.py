@@ -40,7 +40,7 @@ from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.products import Matmul, multiply, product_dtype
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
-from megatron.fake_quant.tile_checks import check_probabilities
+from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, check_probabilities
 from megatron.fake_quant.tiling import Tiling
 from megatron.fake_quant.unit_operands import accumulated_product, check_operands, unit_matrix
 from megatron.fake_quant.unrounded import quantize_parts
@@ -55,6 +55,8 @@ AmaxCallback = Callable[[str, Tensor, Format], Tensor]
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 #: Slots of the left and the right operand of each GEMM, and the reduction axes of both tensors.
 GEMM_SLOTS = {"fprop": SLOTS[0:2], "dgrad": SLOTS[2:4], "wgrad": SLOTS[4:6]}
+#: Fields of `GemmFormats` with the accumulator of each GEMM.
+ACCUMULATOR_FIELDS = tuple(f"{gemm}_accumulator" for gemm in GEMM_SLOTS)
 _AXES = {"fprop": (-1, -1), "dgrad": (-1, -2), "wgrad": (-2, -2)}
 #: Slots of the backward pass whose tensors the forward pass also multiplies, mapped to the slots of
 #: these tensors in the forward pass.
@@ -115,6 +117,8 @@ class GemmFormats:
         for slot in SLOTS:
             if getattr(self, slot).source == "dequantized":
                 self._check_forward_copy(slot)
+        if self.tiling is not None and self.simulated:
+            raise ValueError(NO_ACCUMULATORS)
         if self.tiling is not None:
             check_probabilities(self.tiling, self.fprop_a, unnormalized=self.unnormalized)
         for gemm in GEMM_SLOTS:
@@ -155,6 +159,17 @@ class GemmFormats:
         """Return the accumulator of a GEMM (fprop, dgrad or wgrad), or None for torch's own."""
         accumulator: Accumulator | None = getattr(self, f"{gemm}_accumulator")
         return accumulator
+
+    @property
+    def simulated(self) -> bool:
+        """True if any GEMM has an accumulator other than that of torch.matmul."""
+        return any(accumulator.simulated for accumulator in self.accumulators.values())
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """Accumulators by GEMM; a GEMM that torch.matmul sums is left out, unless one is set."""
+        named = ((gemm, self.accumulator(gemm)) for gemm in GEMM_SLOTS)
+        return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
 
     def effective(self, slot: str) -> Operand:
         """Return the operand, with transform and format, that the slot `slot` really uses.
@@ -297,9 +312,9 @@ class _Prepared(NamedTuple):
     amax: Tensor | None = None
 
     @property
-    def count(self) -> int:
-        """Number of values."""
-        return self.parts.values.numel()
+    def empty(self) -> bool:
+        """True if the operand has no values."""
+        return self.parts.values.numel() == 0
 
     def quantized(self) -> SplitMatrix:
         """Return the operand with its values quantized."""
@@ -343,7 +358,7 @@ class _Call:
             for slot, matrix, axis in zip(slots, (left, right), axes, strict=True)
         )
         accumulator = self.formats.accumulator(gemm)
-        if accumulator is not None and accumulator.simulated and a.count and b.count:
+        if accumulator is not None and accumulator.simulated and not (a.empty or b.empty):
             return _accumulated(a, b, accumulator, self.alpha), a, b
         of_a, of_b = a.quantized(), b.quantized()
         left = of_a if a.axis == -1 else of_a.t()

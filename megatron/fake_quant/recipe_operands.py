@@ -4,10 +4,12 @@ The value of an operation (`linear`, `qk`, `pv`) is a format for all six operand
 
     format         default format of all operands
     backward       default format in the backward pass; bf16 makes it straight-through
+    accumulate     accumulator of all three GEMMs; see `accumulate/names.py`
     probabilities  for pv: normalized (default) or unnormalized, as in a flash-attention kernel
     tile, order, scale, row_sum
                    for pv: compute attention in tiles; see `tiling.py`
-    a GEMM's name  a format, or a mapping with its two operands, `format` and `hadamard` as keys
+    a GEMM's name  a format, or a mapping with its two operands, `format`, `hadamard` and
+                   `accumulate` as keys
 
 The value of an operand is a format, or a mapping with
 
@@ -19,12 +21,15 @@ The value of an operand is a format, or a mapping with
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import AS_IT_IS, SOURCES, SPLITS, Operand
 from megatron.fake_quant.quant_type import (
@@ -35,7 +40,7 @@ from megatron.fake_quant.quant_type import (
     weight_format,
 )
 from megatron.fake_quant.recipe_yaml import Node
-from megatron.fake_quant.tile_checks import misfits
+from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, misfits
 from megatron.fake_quant.tiling import Tiling
 
 #: Formats of a layer's matmuls, by operation; the value None means high precision.
@@ -112,6 +117,8 @@ def _check_tiles(config: Config, node: Node, what: str) -> None:
         formats = config[operation]
         if formats is None:
             continue
+        if formats.simulated:
+            raise node.value[operation].error(f"{operation} of {what}: {NO_ACCUMULATORS}")
         operands = {slot: getattr(formats, slot) for slot in SLOTS}
         for message in misfits(operation, operands, pv.tiling.tile):
             named = _with_names(message, GEMMS[operation])
@@ -136,7 +143,7 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         raise node.error(f"{what} is empty; give a format, as in mxfp8, or its GEMMs")
     gemms = GEMMS[operation]
     own = ("probabilities", *_TILING) if operation == "pv" else ()
-    node.only_keys(what, ("format", "backward", *own, *gemms))
+    node.only_keys(what, ("format", "backward", "accumulate", *own, *gemms))
     default = _format(node.value["format"], f"format of {what}") if "format" in node else None
     backward, straight_through = default, False
     if "backward" in node:
@@ -156,11 +163,15 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
             f"probabilities of {what} is unnormalized, which needs a format for them; "
             "give format or fprop, or remove it"
         )
-    if tiling is None and all(operand == AS_IT_IS for operand in operands.values()):
+    accumulators = _accumulators(node, gemms, what)
+    simulated = any(accumulator.simulated for accumulator in accumulators.values())
+    plain = tiling is None and not simulated
+    if plain and all(operand == AS_IT_IS for operand in operands.values()):
         return None
+    settings: dict[str, Any] = {**operands, **accumulators}
     try:
         return GemmFormats(
-            **operands,
+            **settings,
             straight_through=straight_through,
             unnormalized=unnormalized,
             tiling=tiling,
@@ -181,11 +192,31 @@ def _tiling(node: Node, what: str) -> Tiling | None:
     return tiling if settings else None
 
 
+def _accumulators(
+    node: Node, gemms: Mapping[str, tuple[str, str]], what: str
+) -> dict[str, Accumulator]:
+    """Return the accumulators that an operation sets for its GEMMs, by field of `GemmFormats`."""
+    accumulators = {}
+    for field, gemm in zip(ACCUMULATOR_FIELDS, gemms, strict=True):
+        own = node.value.get(gemm)
+        for place, name in ((own, f"{gemm} of {what}"), (node, what)):
+            if place is None or not isinstance(place.value, dict) or "accumulate" not in place:
+                continue
+            try:
+                accumulators[field] = get_accumulator(place.text_of("accumulate", name))
+            except ValueError as error:
+                raise place.value["accumulate"].error(f"{name}: {error}") from None
+            break
+    return accumulators
+
+
 def _with_names(message: str, gemms: Mapping[str, tuple[str, str]]) -> str:
     """Return an error message of `GemmFormats` with the recipe's names in place of the slots."""
     names = [f"{name} of {gemm}" for gemm, pair in gemms.items() for name in pair]
     for slot, name in zip(SLOTS, names, strict=True):
         message = message.replace(slot, name)
+    for gemm, name in zip(GEMM_SLOTS, gemms, strict=True):
+        message = re.sub(rf"\b{gemm}\b", name, message)
     return message
 
 
@@ -198,7 +229,7 @@ def _gemm(
         return _pair(_format(node, what), names)
     if not node.value:
         raise node.error(f"{what} is empty; give a format, or its operands {' and '.join(names)}")
-    accepted = (*names, "format", "hadamard")
+    accepted = (*names, "format", "hadamard", "accumulate")
     for key, child in node.items():
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)

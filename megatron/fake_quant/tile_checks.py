@@ -14,6 +14,11 @@ from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.tiling import Tiling
 
+#: Reason why attention with accumulators does not run in tiles.
+NO_ACCUMULATORS = (
+    "attention in tiles sums products in float32 and applies no accumulator; remove the "
+    "accumulators of QK^T and PV, or the tiles"
+)
 #: Slots of both matmuls whose blocks run along the keys, and slots whose blocks may have several
 #: rows across the keys. The others have no axis of keys.
 _ALONG = {"qk": ("dgrad_c", "dgrad_b"), "pv": ("fprop_a", "fprop_b")}

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.fake_quant.gemm import SLOTS, GemmFormats
-from megatron.fake_quant.tile_checks import misfits
+from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, misfits
 from megatron.fake_quant.tiled_backward import Backward
 from megatron.fake_quant.tiled_forward import Rows, TiledAttention
 from megatron.fake_quant.tiling import WHOLE_PAIRS, Tiling
@@ -111,6 +111,8 @@ def default_tiling(
     tiling = Tiling()
     for operation, formats in matmuls.items():
         if formats is not None:
+            if formats.simulated:
+                return None, f"{size}, but {NO_ACCUMULATORS}"
             operands = {slot: getattr(formats, slot) for slot in SLOTS}
             for message in misfits(operation, operands, tiling.tile):
                 return None, f"{size}, but {operation}: {message}"

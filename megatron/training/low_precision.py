@@ -31,6 +31,7 @@ def configure_formats(args: argparse.Namespace) -> None:
             qk=args.qk_quant,
             pv=args.pv_quant,
             recipe=args.quant_recipe,
+            accumulate=args.quant_accumulate,
         )
         collecting = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
     except ValueError as error:
@@ -38,8 +39,8 @@ def configure_formats(args: argparse.Namespace) -> None:
     bypassed = "tensor collection" if collecting else None
     if args.tensor_statistics is not None:
         bypassed = "--tensor-statistics"
-    if formats.quant_type != policy.DEFAULT_TYPE:
-        bypassed = f"the format {formats.quant_type}"
+    if formats.changes_matmuls:
+        bypassed = f"the {formats.request}"
     if bypassed is None:
         return
     for name, bypass in BYPASSES.items():

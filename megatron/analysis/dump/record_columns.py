@@ -274,7 +274,18 @@ def _check_amax(amaxes: dict[Any, Any]) -> None:
             raise WrongTypeError(f"amax has {_short(value)}, not a finite float of 0 or more")
 
 
-_CHECKS = {"slice": _check_slice, "codes": _check_codes, "amax": _check_amax}
+def _check_accumulate(names: dict[Any, Any]) -> None:
+    for text in (*names, *names.values()):
+        if type(text) is not str or len(text) > _TEXT_LIMIT:
+            raise WrongTypeError(f"accumulate has {_short(text)}, not the name of an accumulator")
+
+
+_CHECKS = {
+    "slice": _check_slice,
+    "codes": _check_codes,
+    "amax": _check_amax,
+    "accumulate": _check_accumulate,
+}
 
 
 def _check_coordinates(coordinates: dict[str, int | None]) -> None:

@@ -24,11 +24,16 @@ from torch import Tensor
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import OF_FORWARD, GemmFormats
+from megatron.fake_quant.gemm import GEMM_SLOTS, OF_FORWARD, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.packing import QuantizedTensor
 from megatron.fake_quant.products import multiply
+from megatron.fake_quant.unit_operands import (
+    accumulated_product,
+    unit_matrix,
+    unit_matrix_of_codes,
+)
 from megatron.fake_quant.unrounded import unpacked_parts
 
 #: Operands from which each result of a linear layer is computed.
@@ -37,6 +42,7 @@ LINEAR = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+GEMM_OF = {"output": "fprop", "grad_input": "dgrad", "grad_weight": "wgrad"}
 _ROWS = 1024  #: number of result rows that are recomputed in float64 at a time
 _FLOAT32 = torch.finfo(torch.float32).eps / 2  #: unit roundoff of float32, 2^-24
 
@@ -87,6 +93,10 @@ def linear(
             if not first.dtype == second.dtype == saved.dtype:
                 raise NotCheckedError("operands and result have different dtypes")
             recorded = _Recorded(formats, codes or {}, amaxes or {}, saved.dtype)
+            accumulator = formats.accumulators.get(GEMM_OF[name])
+            if accumulator is not None and accumulator.simulated:
+                yield name, _accumulated(saved, name, (first, second), recorded)
+                continue
             a, b = _operands(name, first, second, recorded)
             yield name, _compare(saved, a, b, formats if name != "output" else None, slack)
         except (NotCheckedError, RuntimeError, ValueError) as error:
@@ -114,6 +124,15 @@ class _Recorded:
     amaxes: Mapping[str, float]
     dtype: torch.dtype
 
+    def prepared(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
+        """Return the tensor from which the operand `slot` is quantized; it has no split."""
+        operand: Operand = getattr(self.formats, slot)
+        if operand.source == "dequantized":
+            forward = OF_FORWARD[slot]
+            copy = self.quantized(forward, x, -1).dense()
+            x = getattr(self.formats, forward).rotated_back(copy)
+        return operand.prepared(x, axis=axis, fill=fill).values
+
     def quantized(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> SplitMatrix:
         """Return the quantized values of the operand `slot`, given the saved tensor `x`."""
         operand: Operand = getattr(self.formats, slot)
@@ -125,6 +144,37 @@ class _Recorded:
             x = transform.rotated_back(copy.dense())
         amax, stored = amax_of(operand.format, self.amaxes, f"linear_{slot}"), self.codes.get(slot)
         return quantized(operand, x, axis, fill=fill, stored=stored, amax=amax, dtype=self.dtype)
+
+
+def _accumulated(
+    saved: Tensor, name: str, operands: tuple[Tensor, Tensor], recorded: _Recorded
+) -> Recomputation:
+    """Compare a saved result with the product that the accumulator of its GEMM sums.
+
+    The order of summation is a part of the accumulator, so every machine computes the same bits.
+    """
+    gemm = GEMM_OF[name]
+    accumulator, parts = recorded.formats.accumulators[gemm], []
+    axes = {"fprop": (-1, -1), "dgrad": (-1, -2), "wgrad": (-2, -2)}[gemm]
+    for slot, x, axis in zip(GEMM_SLOTS[gemm], operands, axes, strict=True):
+        operand: Operand = getattr(recorded.formats, slot)
+        # A copy of the forward pass has no format of its own, so it is not checked against codes.
+        matrix = recorded.quantized(slot, x, axis, fill=gemm == "wgrad")
+        stored = recorded.codes.get(slot)
+        if stored is not None:
+            parts.append(unit_matrix_of_codes(stored, accumulator))
+        elif operand.format is None:
+            parts.append(unit_matrix(matrix.values, None, axis, accumulator))
+        else:
+            x = recorded.prepared(slot, x, axis, fill=gemm == "wgrad")
+            amax = amax_of(operand.format, recorded.amaxes, f"linear_{slot}")
+            parts.append(unit_matrix(x, operand.format, axis, accumulator, amax=amax))
+    again = accumulated_product(parts[0], parts[1], accumulator, 1.0).to(saved.dtype)
+    if torch.equal(bits(again), bits(saved)):
+        return Recomputation(exact=True)
+    differ = int((bits(again) != bits(saved)).sum()) if again.shape == saved.shape else "all"
+    text = f"{differ} values differ from the products that {accumulator.name} sums"
+    return Recomputation(exact=False, excess=torch.inf, text=text)
 
 
 def _operands(

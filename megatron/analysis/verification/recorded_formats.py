@@ -16,9 +16,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.names import get_accumulator
+from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operand import AS_IT_IS, Operand
@@ -31,7 +34,11 @@ _AUDIT_LINE = re.compile(
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
-_MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED}|tiles of [^()]{{1,80}})\)")
+ACCUMULATED = "accumulated in "  #: mark before the name of an accumulator, after that of a GEMM
+_MARK = re.compile(
+    rf" \(({STRAIGHT}|{UNNORMALIZED}|tiles of [^()]{{1,80}}"
+    rf"|(?:\w{{1,20}} )?{ACCUMULATED}[\w:]{{1,100}})\)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +96,16 @@ def uses(name: str | None) -> tuple[Operand, Operand]:
     return parse_operand(first), parse_operand(second or first)
 
 
-def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]:
+def of_records(
+    a: str | None,
+    b: str | None,
+    c: str | None,
+    accumulators: Mapping[str, Accumulator] = MappingProxyType({}),
+) -> list[GemmFormats]:
     """Return all combinations of a matmul's formats that agree with the formats in three records.
 
     Args:
+        accumulators: accumulators of the matmul's GEMMs, by field of `GemmFormats`.
         a: format in the record of operand A.
         b: format in the record of operand B.
         c: format in the record of the gradient of the result C.
@@ -106,13 +119,46 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
     # GemmFormats raises ValueError if the two operands of a GEMM have different transforms. If the
     # recorded transforms differ, only a straight-through matmul is possible.
     with contextlib.suppress(ValueError):
-        candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
+        operands = dict(zip(SLOTS, slots, strict=True))
+        candidates.append(GemmFormats(**operands, **accumulators))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
-        straight = GemmFormats(fprop_a=fprop_a, fprop_b=fprop_b, straight_through=True)
-        candidates += [straight] if fprop_a != AS_IT_IS or fprop_b != AS_IT_IS else []
+        if fprop_a != AS_IT_IS or fprop_b != AS_IT_IS:
+            with contextlib.suppress(ValueError):
+                candidates.append(
+                    GemmFormats(fprop_a, fprop_b, straight_through=True, **accumulators)
+                )
     if not candidates:
         raise NotCheckedError(f"the formats {a!r}, {b!r} and {c!r} do not go together")
     return candidates
+
+
+def of_accumulate(names: Mapping[str, str] | None, operation: str) -> dict[str, Accumulator]:
+    """Return an operation's accumulators by field of `GemmFormats`.
+
+    Args:
+        names: the field `accumulate` of a record.
+        operation: linear, qk or pv.
+
+    Raises:
+        NotCheckedError: if this version does not know an accumulator.
+    """
+    return {
+        field: parse_accumulator(names[f"{operation}_{gemm}"])
+        for gemm, field in zip(GEMM_SLOTS, ACCUMULATOR_FIELDS, strict=True)
+        if names and f"{operation}_{gemm}" in names
+    }
+
+
+def parse_accumulator(name: str) -> Accumulator:
+    """Return the accumulator with a name from a format audit or record.
+
+    Raises:
+        NotCheckedError: if this version does not know it.
+    """
+    try:
+        return get_accumulator(name)
+    except ValueError:
+        raise NotCheckedError(f"this version does not know the accumulator {name!r}") from None
 
 
 def with_drawn_signs(formats: GemmFormats, of_codes: Mapping[str, str]) -> GemmFormats:
@@ -221,10 +267,10 @@ def _entry(part: Mapping[str, Any], module: str, operation: str) -> Mapping[str,
 
 def _of_entry(entry: Mapping[str, Any]) -> GemmFormats:
     operands = {slot: parse_operand(entry["slots"][slot]) for slot in SLOTS}
-    return _marked(operands, set(entry["marks"]))
+    return _marked(operands, set(entry["marks"]), entry["operation"])
 
 
-def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
+def _marked(operands: Mapping[str, Operand], marks: set[str], operation: str) -> GemmFormats:
     """Return the formats of a matmul, given its operands and its properties in the format audit.
 
     The audit shows such a property in parentheses, for example `straight-through`.
@@ -232,21 +278,38 @@ def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
     Args:
         operands: operands by slot (operand of one GEMM).
         marks: properties of the matmul.
+        operation: linear, qk or pv.
     """
-    tilings = {mark: tiling for mark in marks if (tiling := Tiling.parse(mark)) is not None}
-    if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED} - tilings.keys()):
+    accumulators, others = _accumulators_of(marks, operation)
+    tilings = {mark: tiling for mark in others if (tiling := Tiling.parse(mark)) is not None}
+    if unknown := sorted(others - {STRAIGHT, UNNORMALIZED} - tilings.keys()):
         raise NotCheckedError(
             f"multiplied in a way that this version does not know: {', '.join(unknown)}"
         )
     straight = STRAIGHT in marks
     if straight:  # the backward pass uses the operands of the forward pass
         operands = {slot: operands[slot] for slot in ("fprop_a", "fprop_b")}
+    settings: dict[str, Any] = {**operands, **accumulators}
     return GemmFormats(
-        **operands,
+        **settings,
         straight_through=straight,
         unnormalized=UNNORMALIZED in marks,
         tiling=next(iter(tilings.values()), None),
     )
+
+
+def _accumulators_of(marks: set[str], operation: str) -> tuple[dict[str, Accumulator], set[str]]:
+    """Return the accumulators in the marks, by field of `GemmFormats`, and the other marks."""
+    fields = dict(zip(GEMMS[operation], ACCUMULATOR_FIELDS, strict=True))
+    accumulators, others = {}, set()
+    for mark in marks:
+        gemm, found, name = mark.partition(ACCUMULATED)
+        if not found or gemm.strip() not in ("", *fields):
+            others.add(mark)
+            continue
+        for field in [fields[gemm.strip()]] if gemm else fields.values():
+            accumulators[field] = parse_accumulator(name)
+    return accumulators, others
 
 
 def _softmax_of_arguments(args: Mapping[str, Any], module: str) -> dict[str, Any]:
@@ -305,4 +368,4 @@ def _of_summary(summary: str, operation: str) -> GemmFormats:
     elif " x " in text:
         operands = dict(part.split(" ", 1) for part in text.split(", "))
     pairs = [[parse_operand(name) for name in operands[gemm].split(" x ")] for gemm in gemms]
-    return _marked(dict(zip(SLOTS, chain(*pairs), strict=True)), marks)
+    return _marked(dict(zip(SLOTS, chain(*pairs), strict=True)), marks, operation)

@@ -139,7 +139,8 @@ class Results:
                 by_name[name].format if name in by_name else None
                 for name in ("input", "weight", "grad_output")
             ]
-            candidates = [of_card] if of_card else recorded_formats.of_records(*names)
+            accumulators = recorded_formats.of_accumulate(first["accumulate"], "linear")
+            candidates = [of_card] if of_card else recorded_formats.of_records(*names, accumulators)
         except NotCheckedError as reason:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return

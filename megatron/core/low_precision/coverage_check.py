@@ -58,10 +58,10 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
     Raises:
         ValueError: if there is such a matmul; the message names its module or the setting at fault.
     """
-    quant_type = policy.current().quant_type
-    if quant_type == policy.DEFAULT_TYPE and not collecting:
+    current = policy.current()
+    if not (current.changes_matmuls or collecting):
         return
-    request = "tensor collection" if quant_type == policy.DEFAULT_TYPE else f"format {quant_type}"
+    request = current.request if current.changes_matmuls else "tensor collection"
     recipe = model.config.quant_recipe
     if recipe is not None:
         raise ValueError(

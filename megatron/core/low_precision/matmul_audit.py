@@ -20,7 +20,7 @@ import torch
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.gemm import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
 
@@ -150,8 +150,20 @@ def _matmul(
         source=source,
         slots=tuple(map(str, operands)),
         softmax=softmax,
-        marks=tuple(mark for mark, applies in marks.items() if applies),
+        marks=(
+            *(mark for mark, applies in marks.items() if applies),
+            *_accumulated(operation, formats),
+        ),
     )
+
+
+def _accumulated(operation: str, formats: GemmFormats) -> list[str]:
+    """Return what the audit says about the accumulators of a matmul's GEMMs."""
+    named = formats.accumulators
+    if len(named) == len(GEMM_SLOTS) and len(set(named.values())) == 1:
+        return [f"accumulated in {named['fprop'].name}"]
+    names = dict(zip(GEMM_SLOTS, GEMMS[operation], strict=True))
+    return [f"{names[gemm]} accumulated in {named[gemm].name}" for gemm in named]
 
 
 def _is_quantized(operand: Operand) -> bool:

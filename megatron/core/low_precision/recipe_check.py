@@ -1,9 +1,9 @@
-"""Report an error if rules or Hadamard transforms of a recipe do not fit the model.
+"""Report an error if rules, transforms or accumulators that are set do not fit the model.
 
 Otherwise the run would train in high precision, or in another format, without the user's knowledge.
 The check finds rules that match no module, rules that never apply because earlier rules take
-precedence, formats for operations that the modules do not have, and Hadamard transforms that do not
-fit.
+precedence, formats for operations that the modules do not have, Hadamard transforms that do not
+fit, and accumulators of units that do not multiply tensors of the model's dtype.
 
 A transform of size d applies to whole groups of d values along the reduction axis of a GEMM. The
 reduction axis of a weight gradient is the token axis. Its length depends on the data, so it is
@@ -21,7 +21,10 @@ from megatron.collection.module_identity import natural_order
 from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
 from megatron.fake_quant import policy
+from megatron.fake_quant.accumulate.element_types import check_accepted
+from megatron.fake_quant.gemm import GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.recipe import Recipe, Rule
+from megatron.fake_quant.unit_operands import element_name
 
 #: Names of the reduction axes of the GEMMs fprop and dgrad, keyed by operation.
 AXES = {
@@ -40,13 +43,13 @@ class Matmul(NamedTuple):
 
 
 def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
-    """Check that the current recipe, if any, fits the model. Must be called on all ranks.
+    """Check that what the current policy sets fits the model. Must be called on all ranks.
 
     Raises:
         ValueError: if the recipe has a mistake; raised on all ranks with the same message.
     """
     in_force = policy.current()
-    if in_force.recipe is None:
+    if in_force.recipe is None and in_force.accumulator is None:
         return
     places, num_layers, unfit = [], 0, None
     for chunk in chunks:
@@ -61,7 +64,9 @@ def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
         parts = [([], 0, None)] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, (places, num_layers, unfit))
     whole = sorted({place for part in parts for place in part[0]}, key=_by_name)
-    check_rules(in_force.recipe, in_force.by_recipe, whole, max(part[1] for part in parts))
+    if in_force.recipe is not None:
+        layers = max(part[1] for part in parts)
+        check_rules(in_force.recipe, in_force.by_recipe, whole, layers)
     if misfits := [part[2] for part in parts if part[2] is not None]:
         raise ValueError(misfits[0])
 
@@ -136,8 +141,8 @@ def _complaint(
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
     """Yield a message for each setting that does not fit a module.
 
-    These are tiles of an attention that cannot run in tiles, and Hadamard transforms whose size
-    does not divide the reduction axis.
+    These are tiles of an attention that cannot run in tiles, Hadamard transforms whose size does
+    not divide the reduction axis, and accumulators of units that do not multiply the model's dtype.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
@@ -154,6 +159,7 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
                     f"{source}: {module.identity.name}: attention in {formats.tiling}: {reason}, "
                     "or leave this module out"
                 )
+            yield from _other_dtypes(module, operation, formats, source)
             for gemm, slot in (("fprop", "fprop_b"), ("dgrad", "dgrad_b")):
                 transform = getattr(formats, slot).hadamard
                 if transform is not None and sizes[gemm] % transform.size:
@@ -163,6 +169,21 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
                         f"{sizes[gemm]} {axes[gemm]}{_shard_note(module, operation)}; choose a "
                         "size that does, or leave this module out"
                     )
+
+
+def _other_dtypes(
+    module: Quantized, operation: str, formats: GemmFormats, source: str
+) -> Iterator[str]:
+    """Yield a message for each accumulator whose unit does not multiply the model's dtype."""
+    assert module.identity is not None
+    for gemm, accumulator in formats.accumulators.items():
+        operands = (formats.effective(slot).format for slot in GEMM_SLOTS[gemm])
+        names = tuple(element_name(fmt, module.config.params_dtype) for fmt in operands)
+        try:
+            if accumulator.simulated:
+                check_accepted(accumulator, names)
+        except ValueError as error:
+            yield f"{source}: {module.identity.name}: {gemm} of {operation}: {error}"
 
 
 def _sizes(module: Quantized, operation: str, seq_length: int) -> tuple[int, int]:

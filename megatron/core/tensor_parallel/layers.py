@@ -69,6 +69,7 @@ class _QuantizedLinear(Quantized):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         if capture is not None:
+            capture.note_accumulators(linear=formats)
             input, weight = self._watch_operands(capture, input, weight, formats)
         if formats is None:
             output = super()._forward_impl(

@@ -67,6 +67,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         formats = (self.formats_of("qk"), self.formats_of("pv"))
         capture = tensor_saver.capture(self.identity, self.layer_type)
         if capture is not None:
+            capture.note_accumulators(qk=formats[0], pv=formats[1])
             query, key, value = self._watch_operands(capture, query, key, value, *formats)
         pairwise = capture is not None and capture.wants(*PAIRWISE)
         if formats == (None, None) and self.context is None and not pairwise:

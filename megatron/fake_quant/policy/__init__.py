@@ -19,6 +19,9 @@ recipe in every layer. It overrides a recipe that the environment names, and it 
 with `--quant-recipe`.
 
 The LM head stays in high precision unless a recipe quantizes it.
+
+`accumulators.py` sets one accumulator for all matmuls. It comes from a flag or from an environment
+variable. A recipe with accumulators of its own wins over the variable, and excludes the flag.
 """
 
 import os
@@ -27,8 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.policy.accumulators import (
+    ACCUMULATE_VARIABLE,
+    AccumulatorChoice,
+    chosen,
+    with_accumulator,
+)
 from megatron.fake_quant.quant_type import (
     DEFAULT_TYPE,
     OPERATIONS,
@@ -69,6 +79,10 @@ class OperationPolicy:
     fixed: GemmFormats | None  #: formats of all iterations; unused if there are rules
     source: str
     rules: tuple[Rule, ...] | None = None  #: rules of a recipe, in order of precedence
+    accumulator: Accumulator | None = None  #: accumulator for all matmuls; None if there is none
+
+    def _accumulated(self, formats: GemmFormats | None) -> GemmFormats | None:
+        return formats if self.accumulator is None else with_accumulator(formats, self.accumulator)
 
     def _rule(self, iteration: int) -> Rule | None:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
@@ -78,7 +92,7 @@ class OperationPolicy:
         if self.rules is None:
             return self.fixed
         rule = self._rule(iteration)
-        return None if rule is None else rule.config[self.operation]
+        return self._accumulated(None if rule is None else rule.config[self.operation])
 
     def of_all_times(self) -> list[tuple[GemmFormats, str]]:
         """Return all formats that the operation may use during the run, with their sources.
@@ -89,7 +103,7 @@ class OperationPolicy:
             return [] if self.fixed is None else [(self.fixed, self.source)]
         quantized = []
         for rule in self.rules:
-            formats = rule.config[self.operation]
+            formats = self._accumulated(rule.config[self.operation])
             if formats is not None:
                 quantized.append((formats, self._source_of(rule)))
         return quantized
@@ -114,6 +128,20 @@ class Policy:
     choices: Mapping[str, Choice]  #: format by operation; unused for those in `by_recipe`
     recipe: Recipe | None = None
     by_recipe: frozenset[str] = frozenset()  #: operations whose formats the recipe sets
+    accumulator: AccumulatorChoice | None = None  #: accumulator that is set for all matmuls
+
+    @property
+    def changes_matmuls(self) -> bool:
+        """True if a matmul has a format or an accumulator."""
+        simulated = self.accumulator is not None and self.accumulator.accumulator.simulated
+        return simulated or self.quant_type != DEFAULT_TYPE
+
+    @property
+    def request(self) -> str:
+        """Description of what is set, for messages: a format, or an accumulator alone."""
+        if self.quant_type == DEFAULT_TYPE and self.accumulator is not None:
+            return f"accumulator {self.accumulator.accumulator.name}"
+        return f"format {self.quant_type}"
 
     @property
     def quant_type(self) -> str:
@@ -144,6 +172,9 @@ class Policy:
                 lines.append(f"{op}: layer by layer (recipe {self.recipe.path})")
             else:
                 lines.append(f"{op}: {choice.name} ({choice.source})")
+        if self.accumulator is not None:
+            name, source = self.accumulator.accumulator.name, self.accumulator.source
+            lines.append(f"accumulator: {name} ({source})")
         return lines
 
     def plan(
@@ -161,12 +192,38 @@ class Policy:
         if operation in self.by_recipe:
             assert self.recipe is not None
             rules = self.recipe.rules_for(module, layer, num_layers)
-            return OperationPolicy(operation, None, f"recipe {self.recipe.path.name}", rules)
+            source = f"recipe {self.recipe.path.name}"
+            accumulator = None if self.accumulator is None else self.accumulator.accumulator
+            return OperationPolicy(operation, None, source, rules, accumulator)
         choice = self.choices[operation]
         if is_lm_head:
             return OperationPolicy(operation, None, "the LM head stays in high precision")
-        fixed = None if choice.format is None else gemm_formats(operation, choice.format)
-        return OperationPolicy(operation, fixed, choice.source)
+        source = choice.source
+        if self.accumulator is not None and choice.format is None:
+            source = self.accumulator.source
+        return OperationPolicy(operation, self._fixed(operation), source)
+
+    def _fixed(self, operation: str) -> GemmFormats | None:
+        """Return the formats of an operation that a quantization type sets."""
+        fmt = self.choices[operation].format
+        fixed = None if fmt is None else gemm_formats(operation, fmt)
+        if self.accumulator is None:
+            return fixed
+        return with_accumulator(fixed, self.accumulator.accumulator)
+
+    def _check_accumulator(self) -> None:
+        """Raise ValueError if the accumulator for all matmuls does not go with their formats."""
+        if self.accumulator is None:
+            return
+        formats: list[GemmFormats | None] = []
+        for operation, choice in self.choices.items():
+            if operation in self.by_recipe:
+                assert self.recipe is not None
+                formats += [rule.config[operation] for rule in self.recipe.rules]
+            else:
+                fmt = choice.format
+                formats.append(None if fmt is None else gemm_formats(operation, fmt))
+        self.accumulator.check(formats)
 
 
 def _level(
@@ -207,7 +264,7 @@ def resolve(
 
     Args:
         flags: values of the flags, with the keys `custom_quant_type`, `linear`, `qk`, `pv` and
-            `recipe`; the value of a flag that was not given is None or missing.
+            `recipe` and `accumulate`; the value of a flag that was not given is None or missing.
         environ: environment variables; by default, the process's own.
 
     Raises:
@@ -242,7 +299,28 @@ def resolve(
     ]
     choices = {op: next(level[op] for level in levels if op in level) for op in OPERATIONS}
     by_recipe = frozenset(op for op in OPERATIONS if recipe is not None and op not in by_flags)
-    return Policy(choices, recipe=recipe, by_recipe=by_recipe)
+    accumulator = _accumulator(flags.get("accumulate"), environ, recipe)
+    policy = Policy(choices, recipe=recipe, by_recipe=by_recipe, accumulator=accumulator)
+    policy._check_accumulator()
+    return policy
+
+
+def _accumulator(
+    flag: str | None, environ: Mapping[str, str], recipe: Recipe | None
+) -> AccumulatorChoice | None:
+    """Return the accumulator for all matmuls; a recipe may set accumulators of its own."""
+    if recipe is None or not any(
+        formats is not None and formats.accumulators
+        for rule in recipe.rules
+        for formats in rule.config.values()
+    ):
+        return chosen(flag, environ.get(ACCUMULATE_VARIABLE))
+    if flag:
+        raise chosen(flag, None).refuse(  # type: ignore[union-attr]
+            f"the recipe {recipe.path} sets accumulators of its own; remove the flag, or "
+            "`accumulate` from the recipe"
+        )
+    return None
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
@@ -278,6 +356,7 @@ def configure(
     qk: str | None = None,
     pv: str | None = None,
     recipe: str | None = None,
+    accumulate: str | None = None,
 ) -> Policy:
     """Set this process's quantization policy from the training flags, and return it.
 
@@ -288,7 +367,7 @@ def configure(
     """
     global _current
     flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
-    _current = resolve({**flags, "recipe": recipe})
+    _current = resolve({**flags, "recipe": recipe, "accumulate": accumulate})
     return _current
 
 

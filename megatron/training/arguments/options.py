@@ -343,6 +343,13 @@ class QuantizationOptions:
         "the environment variable QUANT_RECIPE",
         metavar="FILE",
     )
+    quant_accumulate: str | None = option(
+        None,
+        "accumulator of every matmul whose operands the simulated unit multiplies, as in "
+        "hopper_fp8; `python -m megatron.fake_quant accumulate list` lists them. Overrides the "
+        "environment variable QUANT_ACCUMULATE",
+        metavar="NAME",
+    )
     quant_audit: bool = option(
         False, "print the formats of every matmul of the model, and stop before training"
     )
