@@ -339,19 +339,17 @@ def accumulated_product(
         ValueError: if the unit does not multiply the element types of the operands.
     """
     check_accepted(accumulator, (a.element, b.element))
-    scales = (a.scales, b.scales)
-    if (scales[0] is None) != (scales[1] is None):  # an operand without scales has scales of 1
+    scales_a, scales_b = a.scales, b.scales
+    if (scales_a is None) != (scales_b is None):  # an operand without scales has scales of 1
         assert accumulator.scale_block is not None
-        scales = tuple(_ones(x, accumulator.scale_block) for x in (a, b))
-    smallest = (smallest_exponent(a.element), smallest_exponent(b.element))
-    if all(operators.is_direct(part) for part in (a.elements, b.elements)):
-        operands = (
-            UnitOperand(x.elements, least, scale)
-            for x, least, scale in zip((a, b), smallest, scales, strict=True)
-        )
-        sums = multiply(*operands, accumulator)
+        scales_a, scales_b = (_scales(x, accumulator.scale_block) for x in (a, b))
+    least_a, least_b = smallest_exponent(a.element), smallest_exponent(b.element)
+    if operators.is_direct(a.elements) and operators.is_direct(b.elements):
+        left = UnitOperand(a.elements, least_a, scales_a)
+        sums = multiply(left, UnitOperand(b.elements, least_b, scales_b), accumulator)
     else:
-        sums = _accumulate(a.elements, b.elements, *scales, *smallest, accumulator.name)
+        scales = (scales_a, scales_b)
+        sums = _accumulate(a.elements, b.elements, *scales, least_a, least_b, accumulator.name)
     if a.after is not None:
         sums = sums * a.after
     if b.after is not None:
@@ -359,7 +357,8 @@ def accumulated_product(
     return sums if alpha == 1.0 else sums * alpha
 
 
-def _ones(matrix: UnitMatrix, block: int) -> Tensor:
+def _scales(matrix: UnitMatrix, block: int) -> Tensor:
+    """Return the scales of an operand, which are ones if it has none."""
     if matrix.scales is not None:
         return matrix.scales
     *rows, length = matrix.elements.shape

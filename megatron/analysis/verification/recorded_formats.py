@@ -100,6 +100,7 @@ def of_records(
     a: str | None,
     b: str | None,
     c: str | None,
+    *,
     accumulators: Mapping[str, Accumulator] = MappingProxyType({}),
 ) -> list[GemmFormats]:
     """Return all combinations of a matmul's formats that agree with the formats in three records.
@@ -121,12 +122,11 @@ def of_records(
     with contextlib.suppress(ValueError):
         operands = dict(zip(SLOTS, slots, strict=True))
         candidates.append(GemmFormats(**operands, **accumulators))  # type: ignore[arg-type]
-    if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
-        if fprop_a != AS_IT_IS or fprop_b != AS_IT_IS:
-            with contextlib.suppress(ValueError):
-                candidates.append(
-                    GemmFormats(fprop_a, fprop_b, straight_through=True, **accumulators)
-                )
+    through = dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b)
+    if through and (fprop_a != AS_IT_IS or fprop_b != AS_IT_IS):
+        settings: dict[str, Any] = {"straight_through": True, **accumulators}
+        with contextlib.suppress(ValueError):
+            candidates.append(GemmFormats(fprop_a, fprop_b, **settings))
     if not candidates:
         raise NotCheckedError(f"the formats {a!r}, {b!r} and {c!r} do not go together")
     return candidates

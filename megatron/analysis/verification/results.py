@@ -140,7 +140,11 @@ class Results:
                 for name in ("input", "weight", "grad_output")
             ]
             accumulators = recorded_formats.of_accumulate(first["accumulate"], "linear")
-            candidates = [of_card] if of_card else recorded_formats.of_records(*names, accumulators)
+            candidates = (
+                [of_card]
+                if of_card
+                else recorded_formats.of_records(*names, accumulators=accumulators)
+            )
         except NotCheckedError as reason:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return
