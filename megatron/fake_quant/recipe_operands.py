@@ -143,7 +143,7 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         raise node.error(f"{what} is empty; give a format, as in mxfp8, or its GEMMs")
     gemms = GEMMS[operation]
     own = ("probabilities", *_TILING) if operation == "pv" else ()
-    node.only_keys(what, ("format", "backward", "accumulate", *own, *gemms))
+    node.only_keys(what, ("format", "backward", *own, *gemms, "accumulate"))
     default = _format(node.value["format"], f"format of {what}") if "format" in node else None
     backward, straight_through = default, False
     if "backward" in node:
