@@ -1,7 +1,7 @@
 """Quantize and multiply the operands of attention in tiles; see `tiled_attention.py`.
 
-Every product of a tile goes through `TiledMatmul.product`, and every operand through
-`TiledMatmul.quantized`. Both do for parts of matrices what `gemm.py` does for whole matrices.
+`TiledMatmul.product` computes every product of a tile, and `TiledMatmul.quantized` quantizes every
+operand. Both do for parts of matrices what `gemm.py` does for whole matrices.
 """
 
 from collections.abc import Callable
