@@ -161,13 +161,14 @@ def _operand(budgets: pd.DataFrame, name: str) -> str:
         return ""
     table = with_names(budgets)
     table = table[table["candidate"] == name]
-    alone = table.groupby(["operation", "operand"], sort=False)["alone"].mean().dropna()
+    keys = ["place", "operation", "operand"]
+    alone = table.groupby(keys, sort=False)["alone"].mean().dropna()
     if alone.empty or not alone.max() > 0:
         return ""
-    largest: tuple[str, str] = alone.idxmax()
-    label = OPERAND_NAMES.get(largest, largest[1])
+    place, *operand = alone.idxmax()
+    label = OPERAND_NAMES.get(tuple(operand), operand[1])
     number = _db(decibels(1.0, float(alone.max())))
-    return f"the operand that costs most is {label} ({number} if only {label} is quantized)"
+    return f"the operand that costs most is {label} of {place} ({number} if only it is quantized)"
 
 
 def _front(summary: pd.DataFrame) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pandas as pd
 import pytest
 
@@ -12,6 +14,9 @@ from megatron.analysis.study.engine import COLUMNS
 from megatron.analysis.study.kept_results import NAME
 from megatron.fake_quant.recipe import load_recipe
 from tests.analysis.study import small_dump
+from tests.subprocesses import REPO
+
+PAGE = (REPO / "docs" / "study.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -110,3 +115,31 @@ def test_wrong_options_are_explained(folder, capsys, options, message):
 def test_matmuls_beyond_the_memory_are_left_out(folder, capsys):
     assert run(folder, "--formats", "mxfp4", "--max-memory", "1M", "--no-budget") == 0
     assert "need more than 0.0 GiB of memory (--max-memory)" in capsys.readouterr().err
+
+
+def page_commands() -> list[list[str]]:
+    """Return the words of each study command on the page."""
+    lines = re.findall(r"^python -m megatron.analysis (study .*)$", PAGE, re.M)
+    return [line.split() for line in lines]
+
+
+def test_the_commands_of_the_page_run(folder, monkeypatch, capsys):
+    (folder.parent / "enhanced_tensor_logs").mkdir()
+    folder.rename(folder.parent / "enhanced_tensor_logs" / "bf16")
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "examples").symlink_to(REPO / "examples")
+    assert len(page_commands()) == 3
+    for words in page_commands():
+        assert main(words) == 0, words
+    said = capsys.readouterr().out
+    assert "Within 5.5 bits per value" in said
+    assert "nvfp4_pretraining" in said
+
+
+def test_the_page_explains_every_column(folder):
+    result = study(TensorStore(folder), candidates_of(["mxfp4"], []))
+    explained = set(re.findall(r"`(\w+)`", PAGE))
+    own = {"operand", "interaction", "together", "others", "alone"}
+    assert set(result.rows) <= explained
+    assert set(result.budgets) - set(result.rows) == own
+    assert own - {"operand"} <= explained
