@@ -64,9 +64,15 @@ def legend(figure: Figure, axes: Iterable[Axes], *, columns: int = 8) -> None:
         )
 
 
-def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> None:
-    """Write the title of a figure, a note below it, and a warning in red."""
-    width = int(figure.get_figwidth() * LETTERS)
+def headline(
+    figure: Figure, title: str, note: str = "", warning: str = "", *, letters: int = LETTERS
+) -> None:
+    """Write the title of a figure, a note below it, and a warning in red.
+
+    Args:
+        letters: maximum number of characters per inch; fewer for text with many wide letters.
+    """
+    width = int(figure.get_figwidth() * letters)
     lines = [(line, FAINT) for line in textwrap.wrap(note, width)]
     lines += [(line, ALARM) for line in textwrap.wrap(warning, width)]
     # Constrained layout reserves space only for the title, so empty lines are added to the title to

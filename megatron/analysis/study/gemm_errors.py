@@ -59,7 +59,7 @@ from megatron.analysis.study.candidates import (
 )
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, SLOTS, GemmFormats, quantized_matmul
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.fake_quant.tensor_scale import local_amax
@@ -265,16 +265,18 @@ def _alone(
 def only(formats: GemmFormats, slots: Sequence[str]) -> GemmFormats:
     """Return the formats with all operands but those in `slots` in high precision.
 
-    Hadamard transforms stay, because the two operands of a GEMM need the same one.
+    Hadamard transforms stay, because the two operands of a GEMM need the same one. Simulated
+    accumulators are left out, because their units multiply only quantized operands.
     """
     if formats == HIGH_PRECISION:
         return formats
-    rest = {
+    rest: dict[str, Any] = {
         slot: replace(getattr(formats, slot), format=None, source="original", split="none")
         for slot in SLOTS
         if slot not in slots
     }
     unnormalized = formats.unnormalized and "fprop_a" in slots
+    rest |= dict.fromkeys(ACCUMULATOR_FIELDS)
     return replace(formats, **rest, unnormalized=unnormalized)
 
 

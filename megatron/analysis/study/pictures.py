@@ -66,7 +66,7 @@ def draw_verdict(result: Study, sentences: Sequence[str], image: str = "png") ->
             title=f"Where {name} loses",
             ax=right,
         )
-        headline(figure, "Formats by the results of matmuls", " ".join(sentences))
+        headline(figure, "Formats by the results of matmuls", " ".join(sentences), letters=14)
         return _saved(figure, image)
 
 
