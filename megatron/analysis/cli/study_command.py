@@ -40,6 +40,7 @@ examples:
   python -m megatron.analysis study dump --formats mxfp8 mxfp6_e2m3 mxfp4 --bits 5.5
   python -m megatron.analysis study dump --recipes examples/recipes/nvfp4_pretraining.yaml
   python -m megatron.analysis study dump --formats mxfp4 mxfp4:sr --draws 8 --output-dir sr
+  python -m megatron.analysis study dump --formats fp8_e4m3 --accumulators hopper_fp8
   python -m megatron.analysis study dump --select layer=0-3 module=linear_fc*
 """
 
@@ -66,6 +67,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="recipes to compare with the formats",
+    )
+    parser.add_argument(
+        "--accumulators",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="study each format also with the sums of these matrix units, such as hopper_fp8",
     )
     parser.add_argument(
         "--bits",
@@ -130,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.draws < 2:
         raise ValueError(f"--draws is {arguments.draws}; give 2 or more")
     formats = arguments.formats or ([] if arguments.recipes else DEFAULT_FORMATS)
-    candidates = candidates_of(formats, arguments.recipes)
+    candidates = candidates_of(formats, arguments.recipes, arguments.accumulators)
     memory = None if arguments.max_memory is None else parse_size(arguments.max_memory)
     store = TensorStore(arguments.folder)
     if arguments.run is not None:

@@ -6,16 +6,24 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, SLOTS, GemmFormats
 from megatron.fake_quant.inspect.format_properties import bits_a_value
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.policy import OperationPolicy
-from megatron.fake_quant.quant_type import DEFAULT_TYPE, UNQUANTIZED, gemm_formats
+from megatron.fake_quant.quant_type import (
+    DEFAULT_TYPE,
+    OPERATIONS,
+    UNQUANTIZED,
+    gemm_formats,
+)
 from megatron.fake_quant.recipe import Recipe, load_recipe
 
 HIGH_PRECISION = GemmFormats()  #: formats of a matmul whose operands stay as they are
@@ -29,6 +37,7 @@ class Candidate:
     name: str  #: canonical name of the format, or the name of the recipe
     format: Format | None = None  #: format of all operands; None for high precision or a recipe
     recipe: Recipe | None = None
+    accumulator: Accumulator | None = None  #: accumulator of all GEMMs; None for torch.matmul's
 
     def formats(
         self, operation: str, module: str, layer: int, *, num_layers: int, iteration: int
@@ -46,7 +55,11 @@ class Candidate:
             rules = self.recipe.rules_for(module, layer, num_layers)
             plan = OperationPolicy(operation, None, self.name, rules)
             return plan.at(iteration) or HIGH_PRECISION
-        return HIGH_PRECISION if self.format is None else gemm_formats(operation, self.format)
+        formats = HIGH_PRECISION if self.format is None else gemm_formats(operation, self.format)
+        if self.accumulator is None:
+            return formats
+        accumulators: dict[str, Any] = dict.fromkeys(ACCUMULATOR_FIELDS, self.accumulator)
+        return replace(formats, **accumulators)
 
     @property
     def digest(self) -> str:
@@ -56,19 +69,29 @@ class Candidate:
         return hashlib.sha256(self.recipe.path.read_bytes()).hexdigest()
 
 
-def candidates_of(formats: Sequence[str], recipes: Sequence[Path]) -> list[Candidate]:
+def candidates_of(
+    formats: Sequence[str], recipes: Sequence[Path], accumulators: Sequence[str] = ()
+) -> list[Candidate]:
     """Return the candidates with the given names and files, in this order and without duplicates.
 
-    `bf16` or `none` stands for operands that are not quantized.
+    `bf16` or `none` stands for operands that are not quantized. Each format is a candidate with
+    the accumulator of torch.matmul, and another one with each of `accumulators`.
 
     Raises:
-        ValueError: if a format is unknown, a recipe is invalid, or two recipes share a name.
+        ValueError: if a format or accumulator is unknown, no unit with the accumulator multiplies
+            the format, a recipe is invalid, or two recipes share a name.
     """
     candidates: dict[str, Candidate] = {}
     for name in formats:
         fmt = None if name.lower() in UNQUANTIZED else get_format(name)
         canonical = DEFAULT_TYPE if fmt is None else fmt.name
         candidates.setdefault(canonical, Candidate(canonical, fmt))
+        for accumulator in map(get_accumulator, accumulators):
+            full = f"{canonical}+{accumulator.name}"
+            candidate = Candidate(full, fmt, accumulator=accumulator)
+            for operation in OPERATIONS:  # refuse what no unit multiplies
+                candidate.formats(operation, "", 0, num_layers=1, iteration=1)
+            candidates.setdefault(full, candidate)
     loaded = [load_recipe(path) for path in dict.fromkeys(recipes)]
     names = Counter(recipe.name for recipe in loaded)
     for recipe in loaded:

@@ -65,6 +65,8 @@ from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.fake_quant.tensor_scale import local_amax
 
 Row = dict[str, Any]
+#: Last columns of both tables.
+_SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
 #: Slots that are quantized to measure operands alone, and the operands (0 or 1 of each GEMM) that
 #: the results show. Slots of one tensor stay together, because some formats of the backward pass
 #: require that the forward pass quantizes the same tensor.
@@ -161,6 +163,7 @@ def _of_formats(
         "operation": matmul.operation,
     }
     more = {
+        "accumulator": candidate.accumulator.name if candidate.accumulator else None,
         "run_id": row.run_id,
         "quant_type": row.quant_type,
         "micro_batch": int(row.micro_batch),
@@ -175,7 +178,9 @@ def _of_formats(
         bits = [operand_bits(formats.effective(slot)) for slot in slots]
         of_format = {
             "gemm": gemm,
-            "format": candidate.name if candidate.recipe is None else describe(formats, index),
+            "format": describe(formats, index)
+            if candidate.recipe
+            else candidate.name.split("+")[0],
             "recipe": None if candidate.recipe is None else candidate.name,
         }
         average = float(np.dot(values, bits)) / sum(values)
@@ -284,7 +289,7 @@ def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float
     """Return the rows of the budget of one GEMM; `row` is its row in the table of errors."""
     place = dict(itertools.islice(row.items(), 5))
     together = row["relative_error"] ** 2
-    rest = {name: row[name] for name in ("run_id", "quant_type", "micro_batch", "rank")}
+    rest = {name: row[name] for name in _SHARED}
     return [
         place
         | {

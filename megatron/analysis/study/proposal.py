@@ -65,12 +65,14 @@ class Proposal:
 
 
 def places_of(rows: pd.DataFrame) -> list[Place]:
-    """Return the matmuls of all layers with their options; recipes are no options.
+    """Return the matmuls of all layers with their options: formats without accumulators.
 
     Errors are means over iterations, micro-batches and ranks. A format with NaN or Inf in a result
     is left out.
     """
     table = rows[rows["recipe"].isna() & (rows["layer_idx"] >= 0)]
+    if "accumulator" in table:
+        table = table[table["accumulator"].isna()]
     table = table.assign(
         squared=table["relative_error"] ** 2, weighted=table["bits"] * table["values"]
     )

@@ -45,9 +45,17 @@ def with_names(table: pd.DataFrame) -> pd.DataFrame:
         for module, operation in zip(table["module"], table["operation"], strict=True)
     ]
     return table.assign(
-        candidate=table["recipe"].fillna(table["format"]),
+        candidate=candidate_names(table),
         place=[f"{name} {gemm}" for name, gemm in zip(modules, table["gemm"], strict=True)],
     )
+
+
+def candidate_names(table: pd.DataFrame) -> pd.Series[str]:
+    """Return the candidate of each row: a recipe, or a format with its simulated accumulator."""
+    names: pd.Series[str] = table["recipe"].fillna(table["format"])
+    if "accumulator" not in table:
+        return names
+    return names + ("+" + table["accumulator"]).fillna("")
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
@@ -124,7 +132,7 @@ def _ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> 
     parts = [f"{_db(row.sqnr_db)} in {row.candidate}" for row in summary.itertuples()]
     what = f"{results} GEMM result{'s' * (results > 1)} in {layers} layer{'s' * (layers > 1)}"
     text = f"The median SQNR of {what} is {_listed(parts)}"
-    spoiled = rows.assign(candidate=rows["recipe"].fillna(rows["format"]))
+    spoiled = rows.assign(candidate=candidate_names(rows))
     spoiled = spoiled[spoiled["nonfinite"] > 0]
     if len(spoiled):
         names = _listed(list(dict.fromkeys(spoiled["candidate"])))

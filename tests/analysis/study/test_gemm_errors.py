@@ -148,3 +148,22 @@ def test_sums_agree_with_float64_and_leave_out_what_is_not_finite(dtype):
         a, e = a[good], b[good] - a[good]
         expected = [len(a), (a * a).sum(), (a * e).sum(), (e * e).sum(), e.sum(), (~good).sum()]
         np.testing.assert_allclose(product_error_sums(y, x), expected, rtol=1e-12)
+
+
+def test_an_accumulator_changes_the_sums_as_in_a_live_run(folder):
+    candidates = candidates_of(["fp8_e4m3"], [], ["hopper_fp8"])
+    assert [candidate.name for candidate in candidates] == ["fp8_e4m3", "fp8_e4m3+hopper_fp8"]
+    rows = study(TensorStore(folder), candidates, workers=1).rows
+    rows = rows[(rows["operation"] == "linear") & (rows["accumulator"] == "hopper_fp8")]
+    operands = small_dump.operands(folder)["linear"]
+    formats = candidates[1].formats("linear", "", 0, num_layers=1, iteration=1)
+    assert formats.simulated
+    results = zip(live(operands, formats), small_dump.exact(operands), strict=True)
+    errors = [float((y.double() - x).norm() / x.norm()) for y, x in results]
+    assert rows["relative_error"].tolist() == pytest.approx(errors, rel=1e-4)
+    assert set(rows["format"]) == {"fp8_e4m3"}
+
+
+def test_an_accumulator_that_multiplies_no_such_format_is_refused():
+    with pytest.raises(ValueError, match="hopper_fp8"):
+        candidates_of(["nvfp4"], [], ["hopper_fp8"])
