@@ -97,8 +97,7 @@ def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
     """Return the reason why a unit cannot apply the scales of a format, or None if it can."""
     scaling = fmt.scaling
     if isinstance(fmt.element, HiFloat8) and accumulator.elements:
-        return "because no description of a unit that multiplies HiFloat8 is public; leave it at "
-        "fp32"
+        return "because no unit that multiplies HiFloat8 is described in public; leave it at fp32"
     if scaling is None or isinstance(scaling, TensorScaling):
         return None
     if isinstance(scaling, ChoiceScaling):
@@ -106,8 +105,9 @@ def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
     if isinstance(scaling, PairScaling | GroupScaling | MacroScaling):
         return "whose blocks have finer scales inside, which no described unit applies"
     if fmt.outer_size not in (None, WHOLE_AXIS):
-        return "whose outer scales differ along the reduction axis; choose outer-tensor or "
-        "outer-row"
+        return (
+            "whose outer scales differ along the reduction axis; choose outer-tensor or outer-row"
+        )
     if scaling.size == WHOLE_AXIS:
         return None
     size, own = accumulator.scale_block, accumulator.scale_type

@@ -272,10 +272,18 @@ def test_every_format_is_refused_or_taken_apart_without_loss(name):
         ("nvfp4", "blackwell_mx", "one scale per 16 values: this unit takes one per 32"),
         ("mxfp4", "blackwell_nvfp4", "has E8M0 block scales: this unit applies E4M3"),
         ("fp8_e4m3", "blackwell_nvfp4", "does not multiply e4m3 elements; it multiplies e2m1"),
-        ("hifp8", "hopper_fp8", "no description of a unit that multiplies HiFloat8 is public"),
+        (
+            "hifp8",
+            "hopper_fp8",
+            "no unit that multiplies HiFloat8 is described in public; leave it at fp32$",
+        ),
         ("hifp4", FDA, "finer scales inside"),
         ("if4", FDA, "choose between two element types"),
-        ("nvfp4:outer-1x128", "blackwell_nvfp4", "outer scales differ along the reduction axis"),
+        (
+            "nvfp4:outer-1x128",
+            "blackwell_nvfp4",
+            "the reduction axis; choose outer-tensor or outer-row$",
+        ),
         (None, "hopper_fp8", "does not multiply bfloat16 elements; it multiplies e4m3, e5m2"),
     ],
 )
