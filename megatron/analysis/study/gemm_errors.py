@@ -60,6 +60,7 @@ from megatron.analysis.study.candidates import (
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.quant_type import DEFAULT_TYPE
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.fake_quant.tensor_scale import local_amax
@@ -178,9 +179,7 @@ def _of_formats(
         bits = [operand_bits(formats.effective(slot)) for slot in slots]
         of_format = {
             "gemm": gemm,
-            "format": describe(formats, index)
-            if candidate.recipe
-            else candidate.name.split("+")[0],
+            "format": _format_name(candidate, formats, index),
             "recipe": None if candidate.recipe is None else candidate.name,
         }
         average = float(np.dot(values, bits)) / sum(values)
@@ -194,6 +193,13 @@ def _of_formats(
         for budget in _budgets(rows[index], names, alone[index])
     ]
     return rows, budgets
+
+
+def _format_name(candidate: Candidate, formats: GemmFormats, index: int) -> str:
+    """Return the format of a GEMM's operands for the table."""
+    if candidate.recipe is not None:
+        return describe(formats, index)
+    return DEFAULT_TYPE if candidate.format is None else candidate.format.name
 
 
 def _measured(
