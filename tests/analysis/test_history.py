@@ -121,6 +121,8 @@ def test_excursions_before_since_are_left_out(tmp_path, capsys):
     first = capsys.readouterr().out.splitlines()[0]
     assert "linear_fc1 (mxfp4, rank 0), iteration 310: rms 30, band " in first
     assert main(["history", str(tmp_path), "--since", "311"]) == 0
+    assert main(["history", str(tmp_path), "--since", "1000"]) == 2
+    assert "the last iteration is 400" in capsys.readouterr().err
 
 
 def test_the_command_says_that_nothing_was_unusual(tmp_path, capsys):
@@ -129,6 +131,12 @@ def test_the_command_says_that_nothing_was_unusual(tmp_path, capsys):
     assert main(["history", str(tmp_path / "statistics"), "--output", str(output)]) == 0
     assert "No tensor left its band in 40 iterations." in capsys.readouterr().out
     assert output.exists()
+
+
+def test_the_command_says_that_too_few_iterations_were_measured(tmp_path, capsys):
+    written(tmp_path, made_up(ENOUGH))
+    assert main(["history", str(tmp_path)]) == 0
+    assert f"Only {ENOUGH} of them were measured" in capsys.readouterr().out
 
 
 def test_a_folder_without_statistics_is_refused(tmp_path, capsys):

@@ -14,8 +14,9 @@ Show the statistics that --tensor-statistics wrote during a run: the first tenso
 bands, and a figure with the loss, the gradient norm and the number of such tensors per iteration.
 
 The band of an amax, an rms or an SQNR is the range of its last 32 values, widened on both sides by
-its own width, or by at least a factor of 4 (6 dB). A single batch with large gradients may leave
-them, too. If the loss jumps in iteration 101, --since 95 leaves out what happened long before.
+its own width, or by at least a factor of 4 (6 dB). It takes 8 measured iterations. A single batch
+with large gradients may leave the bands, too. If the loss jumps in iteration 101, --since 95 leaves
+out what happened long before.
 """
 EXAMPLES = """\
 Exit status: 0 no tensor left its band; 1 a tensor did; 2 there are no statistics.
@@ -52,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the first tensors that left their bands, draw the figure, return the exit status."""
-    from megatron.analysis.bands import excursions
+    from megatron.analysis.bands import ENOUGH, excursions
     from megatron.analysis.statistics_history import read_iterations, read_statistics
 
     if arguments.most < 1:
@@ -60,7 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
     if (folder / "statistics").is_dir():
         folder /= "statistics"
-    losses, found = read_iterations(folder), excursions(read_statistics(folder))
+    losses, table = read_iterations(folder), read_statistics(folder)
+    if arguments.since > losses.iteration.max():
+        raise ValueError(
+            f"--since is {arguments.since}, but the last iteration is {losses.iteration.max()}"
+        )
+    found = excursions(table)
     found = found[found.iteration >= arguments.since]
     output = arguments.output or folder / "history.png"
     draw(losses, found, output)
@@ -73,6 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  and {len(lines) - arguments.most} more")
     if not lines:
         print(f"No tensor left its band in {len(losses)} iterations.")
+        measured = table.iteration.nunique()
+        if measured <= ENOUGH:
+            print(
+                f"Only {measured} of them were measured, and a band takes {ENOUGH} earlier ones: "
+                "this finds no more than values that are not finite."
+            )
     print(f"The figure is {output}")
     return 1 if lines else 0
 
@@ -103,6 +115,8 @@ def draw(losses: pd.DataFrame, found: pd.DataFrame, path: Path) -> None:
     counts = found.drop_duplicates(["iteration", "rank", "module", "operation", "gemm", "tensor"])
     counts = counts.groupby("iteration").size()
     axes[2].bar(counts.index, counts.to_numpy(), color="#e07a5f", width=1.0)
+    axes[2].set_ylim(0, max(1, counts.max()) * 1.05 if len(counts) else 1)
+    axes[2].yaxis.get_major_locator().set_params(integer=True)
     axes[2].set(xlabel="Iteration", ylabel="Operands outside\ntheir bands")
     if len(found):
         first = found.iloc[0]

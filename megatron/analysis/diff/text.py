@@ -91,7 +91,7 @@ def verdict(summary: Summary, facts: Facts) -> str:
 
 
 def origin_sentence(summary: Summary) -> str:
-    """Return a sentence that names the operation that adds most error, or "" if there is none."""
+    """Return a sentence that names the operation that adds the most error, or "" if there is none."""
     if not summary.most_local:
         return ""
     most = summary.most_local[0]
@@ -140,7 +140,7 @@ def tables(summary: Summary) -> dict[str, list[Row]]:
     if summary.most_local:
         header = ("tensor", "iteration", "rank", "local", "inherited", "relative error")
         rows = [_origin_row(each) for each in summary.most_local]
-        result["Operations that add most error"] = [header, *rows]
+        result["Operations that add the most error"] = [header, *rows]
     return result
 
 

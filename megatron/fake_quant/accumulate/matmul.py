@@ -58,6 +58,9 @@ def accumulated_matmul(
         return torch.matmul(a_MK.detach(), b_NK.detach().transpose(-2, -1))
     if elements is None:
         elements = ((accumulator.elements or ("float32",))[0],) * 2
+    if isinstance(elements, str):
+        pair = f"({elements!r}, {elements!r})"
+        raise ValueError(f"elements={elements!r} names one type; give one per operand, as in {pair}")
     check_accepted(accumulator, elements)
     operands = []
     for index, (x, name) in enumerate(zip((a_MK, b_NK), elements, strict=True)):

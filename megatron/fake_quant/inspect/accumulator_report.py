@@ -201,7 +201,7 @@ def _errors(accumulator: Accumulator) -> list[Line]:
     return [
         ("operands", f"{name} elements with {scales}, {LENGTH} products per sum"),
         ("normal deviates", f"relative rms {rms:.1e}"),
-        ("uniform from 0 to 1", f"relative rms {positive_rms:.1e}, bias {100 * bias:+.1e} %"),
+        ("uniform from 0 to 1", f"relative rms {positive_rms:.1e}, bias {100 * bias:+.2g} %"),
     ]
 
 

@@ -151,8 +151,8 @@ def test_list_has_every_accumulator_or_those_given(capsys):
 @pytest.mark.parametrize(
     ("name", "phrases"),
     [
-        ("hopper_fp8", ["wgmma", "32 products", "13 fractional bits", "bias -7.", "MMA-Sim"]),
-        ("hopper_fp8_promote128", ["after every 128 products", "bias -5."]),
+        ("hopper_fp8", ["wgmma", "32 products", "13 fractional bits", "bias -7.4 %", "MMA-Sim"]),
+        ("hopper_fp8_promote128", ["after every 128 products", "bias -0.056 %"]),
         ("blackwell_nvfp4", ["4 groups of 16", "E4M3 scale per 16 elements"]),
         ("blackwell_mx", ["E8M0 scale per 32 elements; its exponent is added"]),
         ("cdna3_fp8", ["the even and the odd products separately", "rounded down to 31"]),
