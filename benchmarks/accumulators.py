@@ -7,7 +7,7 @@
 
 For each accumulator, `accumulated_matmul` multiplies two matrices of normally distributed elements
 of the unit's first element type, with block scales if the unit has them. In the same rounds, three
-other ways have their turns, on fewer rows: the definition for one dot product in exact integers
+other ways are timed on fewer rows: the definition for one dot product in exact integers
 (`scalar`), the implementation in plain torch operations (`reference`), and a vectorized model in
 numpy on one thread, for units that align and add all products of a step at once. The fourth is
 `torch.matmul` in float32, which simulates nothing. A ratio is the median of the rounds' ratios, so

@@ -5,7 +5,7 @@
 
 In 20 runs, a divergence is planted in an iteration between 2 and 200: from then on the learning
 rate is far too large (lr); or a weight is poisoned (norm, embedding, nan); or the tokens of one
-batch are random (random) or never occur in the text (absent). Each has a twin without the plant,
+batch are random (random) or never occur in the text (absent). Each has a twin without the fault,
 with the same weights and data. The jump is the first iteration whose loss is not finite or exceeds
 the twin's by 20%. The other 20 runs are ordinary: they differ in seed, learning rate, schedule,
 number format, batch size and model, and one is resumed. The twins are five of them.

@@ -91,7 +91,7 @@ def verdict(summary: Summary, facts: Facts) -> str:
 
 
 def origin_sentence(summary: Summary) -> str:
-    """Return a sentence that names the operation that adds the most error, or "" if there is none."""
+    """Return a sentence that names the operation that adds the most error, or "" without one."""
     if not summary.most_local:
         return ""
     most = summary.most_local[0]

@@ -1,4 +1,4 @@
-"""Statistics of every matmul operand, measured during training without saving the tensors.
+"""Measure statistics of every matmul operand during training, without saving the tensors.
 
 With `--tensor-statistics EVERY`, each rank measures the operands of the first micro-batch in every
 EVERY-th iteration and writes one row per operand to Parquet files. `measure.py` computes the

@@ -80,7 +80,7 @@ FP32_TRUNCATED = SumType(23, "rz")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:
-    """How one kind of matrix unit sums a dot product; the module's docstring explains the steps."""
+    """Description of how a matrix unit sums a dot product; see the module's docstring."""
 
     name: str
     design: Design = "fused"

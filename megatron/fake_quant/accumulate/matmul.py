@@ -47,7 +47,7 @@ def accumulated_matmul(
 
     Raises:
         ValueError: if shapes or dtypes do not fit, if the unit does not multiply these element
-            types or has no block scales, or if a value is not a number of its element type.
+            types or applies no block scales, or if a value is not a number of its element type.
     """
     if isinstance(accumulator, str):
         accumulator = get_accumulator(accumulator)
@@ -59,8 +59,10 @@ def accumulated_matmul(
     if elements is None:
         elements = ((accumulator.elements or ("float32",))[0],) * 2
     if isinstance(elements, str):
-        pair = f"({elements!r}, {elements!r})"
-        raise ValueError(f"elements={elements!r} names one type; give one per operand, as in {pair}")
+        raise ValueError(
+            f"elements={elements!r} names one type; give one per operand, as in "
+            f"({elements!r}, {elements!r})"
+        )
     check_accepted(accumulator, elements)
     operands = []
     for index, (x, name) in enumerate(zip((a_MK, b_NK), elements, strict=True)):

@@ -86,7 +86,7 @@ class TwoStage(Rule):
 
 
 class Packing(NamedTuple):
-    """How elements and scales are converted and where they are placed in a panel."""
+    """Constants by which elements and scales are converted and placed in a panel."""
 
     step: int  #: products per step
     parts: int  #: parts into which the products of a step are divided

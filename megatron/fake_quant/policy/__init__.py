@@ -263,7 +263,7 @@ def resolve(
     """Resolve the formats of each operation from flags, recipe, environment and settings file.
 
     Args:
-        flags: values of the flags, with the keys `custom_quant_type`, `linear`, `qk`, `pv` and
+        flags: values of the flags, with the keys `custom_quant_type`, `linear`, `qk`, `pv`,
             `recipe` and `accumulate`; the value of a flag that was not given is None or missing.
         environ: environment variables; by default, the process's own.
 

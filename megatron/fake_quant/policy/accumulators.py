@@ -31,7 +31,7 @@ class AccumulatorChoice:
         return ValueError(f"{self.source}: {reason}")
 
     def check(self, formats: Iterable[GemmFormats | None]) -> None:
-        """Raise ValueError if a unit cannot multiply some operands, or all stay without effect.
+        """Raise ValueError if the unit cannot multiply some operands, or if nothing uses it.
 
         Raises:
             ValueError: if it is refused; the message names the flag or variable.
