@@ -16,6 +16,7 @@ from megatron.collection.training_clock import clock
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, Observer
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.packing import quantize
+from megatron.fake_quant.packing_parts import UnstorableError
 from megatron.tensor_record import CODES, COMPONENTS, operation_of
 
 
@@ -40,6 +41,10 @@ class Sink(Protocol):
 
     def give_up(self, why: str) -> None:
         """Stop the collection on this rank for the reason `why`."""
+
+
+#: Advice if memory has run out.
+MEMORY_ADVICE = "select less, or lower --collect-max-host-gib"
 
 
 class NoSink:
@@ -219,7 +224,12 @@ class Capture:
                 packed = quantize(x, operand.format, axis, seed=seed, amax=amax)
             except torch.OutOfMemoryError as error:
                 # The device has no memory left for the codes, but training can continue.
-                self._sink.give_up(f"no memory on the device for {names[slot]}: {error}")
+                self._sink.give_up(
+                    f"no memory on the device for {names[slot]}: {error}; {MEMORY_ADVICE}"
+                )
+                return
+            except UnstorableError as error:
+                self._sink.give_up(f"no codes for {names[slot]}: {error}")
                 return
             self._save(
                 packed.codes,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.collection.background_writer import BackgroundWriter, Writer
+from megatron.collection.capture import MEMORY_ADVICE
 from megatron.collection.deferred_signals import signals_deferred
 from megatron.collection.host_buffers import HostBuffers, HostCopy
 from megatron.collection.loss_spikes import Levels
@@ -241,12 +242,12 @@ class Collector:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
         except (RuntimeError, MemoryError) as error:  # torch raises either one if memory is short
-            self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
+            self.give_up(f"no memory to copy {fields['tensor_name']}: {error}; {MEMORY_ADVICE}")
         self.blocked += time.perf_counter() - started
 
     def give_up(self, why: str) -> None:
-        """Stop the collection on this rank because memory has run out; training continues."""
-        self._writer.fail(f"{why}; select less, or lower --collect-max-host-gib")
+        """Stop the collection on this rank for the reason `why`; training continues."""
+        self._writer.fail(why)
 
     def _take(
         self, part: torch.Tensor, scales: dict[str, torch.Tensor], fields: dict[str, Any]

@@ -66,8 +66,9 @@ def quantize(
     """Quantize `x` and return its codes and scales.
 
     `fake_quantize` has the same arguments and raises the same errors. In addition, an empty
-    tensor raises ValueError unless the format is a cast. `dequantize` converts the result to
-    exactly the tensor that `fake_quantize` returns.
+    tensor raises ValueError unless the format is a cast, and so does a NaN that the format cannot
+    store: with a float32 scale for the tensor, and elements without a code for NaN. `dequantize`
+    converts the result to exactly the tensor that `fake_quantize` returns.
     """
     fmt, layout = checked(x, fmt, axis, amax)
     if is_direct(x):

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from megatron.fake_quant import reference
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.code_points import decode, encode, pack_nibbles, unpack_nibbles
+from megatron.fake_quant.code_points import (
+    decode,
+    encode,
+    nan_code,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import Scales
 
@@ -43,12 +49,33 @@ def packed(
         codes = codes.clone() if codes.data_ptr() == x.data_ptr() else codes
         return codes, none, none.float()
     elements, scales = reference.split(x, fmt, layout, seed, amax=amax)
+    _check_nan(elements, fmt)
     codes = _codes(elements, scales, fmt, layout)
     if fmt.element.bits <= _NIBBLE:
         codes = pack_nibbles(codes if layout.shape else codes.reshape(1))
     blocks = none if scales.blocks is None else scales.blocks.contiguous()
     whole = none.float() if scales.tensor is None else scales.tensor
     return codes.contiguous(), blocks, whole
+
+
+class UnstorableError(ValueError):
+    """Error about a value that neither a code nor a scale can represent."""
+
+
+def _check_nan(elements: Tensor, fmt: Format) -> None:
+    """Refuse a NaN that neither a code nor the scale of a block can represent.
+
+    Raises:
+        UnstorableError: if there is one.
+    """
+    if fmt.block_size is not None or fmt.element.is_cast or nan_code(fmt.element) is not None:
+        return
+    if elements.isnan().any():
+        raise UnstorableError(
+            f"the tensor contains NaN, which format {fmt.name} cannot store: {fmt.element.name} "
+            "elements have no code for it, and the scale is one float32 for finite values; remove "
+            "the NaN, or choose a format with block scales or with a code for NaN, such as fp8_e4m3"
+        )
 
 
 def _codes(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:

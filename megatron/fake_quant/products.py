@@ -13,7 +13,6 @@ float32 sums. Three ways lead there:
 Autocast is off in these products, because it would round float32 operands.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
+from megatron.fake_quant.autocast import no_autocast
 from megatron.fake_quant.mean_split import SplitMatrix
 
 #: Function that returns a factor times the product of two tensors of the same dtype.
@@ -37,7 +37,7 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
     if not (a.unrounded or b.unrounded):
         return plain(a.values, b.values, alpha)
     dtype = product_dtype(a, b)
-    with _no_autocast(a.values.device.type):
+    with no_autocast(a.values.device.type):
         a, b = _without_scales_along(a, -1), _without_scales_along(b, -2)
         values = a.values, b.values
         if torch.float32 in (values[0].dtype, values[1].dtype):
@@ -54,12 +54,6 @@ def product_dtype(a: SplitMatrix, b: SplitMatrix) -> torch.dtype:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return torch.promote_types(a.dtype or a.values.dtype, b.dtype or b.values.dtype)
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _without_scales_along(matrix: SplitMatrix, axis: int) -> SplitMatrix:

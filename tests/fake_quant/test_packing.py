@@ -264,3 +264,13 @@ def test_autocast_changes_no_bit_of_codes_and_scales(name, width):
     for part, expected in plain.scales.parts().items():
         assert torch.equal(found.scales.parts()[part], expected)
     assert torch.equal(dequantize(plain), values)
+
+
+@pytest.mark.parametrize("name", ["nv:int8:tensor:fp32", "nv:e2m1:tensor:fp32:pow2"])
+def test_nan_that_a_format_cannot_store_is_refused(name):
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(dequantize(quantize(x, name)), fake_quantize(x, name))
+    x[1, 2] = float("nan")
+    assert fake_quantize(x, name).isnan().sum() == 1
+    with pytest.raises(ValueError, match=r"contains NaN, which format .* cannot store"):
+        quantize(x, name)

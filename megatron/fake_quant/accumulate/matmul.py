@@ -12,6 +12,7 @@ from megatron.fake_quant.accumulate.element_types import (
 )
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+from megatron.fake_quant.autocast import no_autocast
 from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.rounding import round_to
@@ -51,11 +52,16 @@ def accumulated_matmul(
     """
     if isinstance(accumulator, str):
         accumulator = get_accumulator(accumulator)
+    elif not isinstance(accumulator, Accumulator):
+        raise ValueError(f"{accumulator!r} is no accumulator; give one, or a name as 'hopper_fp8'")
     _check_shapes(a_MK, b_NK)
-    if not accumulator.simulated:
-        if scales is not None:
-            raise ValueError(_no_scales(accumulator))
-        return torch.matmul(a_MK.detach(), b_NK.detach().transpose(-2, -1))
+    _check_pair("elements", elements, str, "the names of two element types")
+    _check_pair("scales", scales, Tensor, "two tensors")
+    sides = (a_MK.detach().resolve_neg(), b_NK.detach().resolve_neg())
+    if not accumulator.simulated and scales is not None:
+        raise ValueError(_no_scales(accumulator))
+    if not accumulator.simulated and elements is None:
+        return _plain_matmul(*sides)
     if elements is None:
         elements = ((accumulator.elements or ("float32",))[0],) * 2
     if isinstance(elements, str):
@@ -65,12 +71,14 @@ def accumulated_matmul(
         )
     check_accepted(accumulator, elements)
     operands = []
-    for index, (x, name) in enumerate(zip((a_MK, b_NK), elements, strict=True)):
+    for index, (x, name) in enumerate(zip(sides, elements, strict=True)):
         check_values(x, name, "AB"[index])
         scale = None
         if scales is not None:
             scale = _checked_scales(scales[index], x, accumulator, "AB"[index])
-        operands.append(UnitOperand(x.detach(), smallest_exponent(name), scale))
+        operands.append(UnitOperand(x, smallest_exponent(name), scale))
+    if not accumulator.simulated:
+        return _plain_matmul(*sides)
     return multiply(operands[0], operands[1], accumulator)
 
 
@@ -89,8 +97,31 @@ def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor
     return torch.stack(products).reshape(shape) if products else a.elements.new_zeros(shape)
 
 
+def _plain_matmul(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """Return A B^T in float32, also where autocast would compute it in fewer bits."""
+    with no_autocast(a_MK.device.type):
+        return torch.matmul(a_MK, b_NK.transpose(-2, -1))
+
+
+def _check_pair(name: str, pair: object, kind: type, what: str) -> None:
+    if pair is None:
+        return
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        size = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
+        raise ValueError(
+            f"{name} is a {type(pair).__name__}{size}; pass {what}, of A and of B, as a tuple"
+        )
+    for side in pair:
+        if not isinstance(side, kind):
+            raise ValueError(
+                f"{name} contains a {type(side).__name__}; pass {what}, of A and of B, as a tuple"
+            )
+
+
 def _check_shapes(a_MK: Tensor, b_NK: Tensor) -> None:
     for name, x in (("A", a_MK), ("B", b_NK)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}; pass a float32 tensor")
         if x.dtype != torch.float32 or x.dim() < 2:
             raise ValueError(
                 f"{name} is a tensor of {x.dtype} with the shape {tuple(x.shape)}; pass float32 "

@@ -170,3 +170,33 @@ def test_describe_states_what_a_unit_does(name, phrases, capsys):
     text = " ".join(capsys.readouterr().out.split())
     for phrase in phrases:
         assert any(part in text for part in phrase.split("|")), (phrase, text)
+
+
+def test_autocast_does_not_round_the_operands():
+    a = torch.full((2, 8), 1.001)
+    exact = accumulated_matmul(a, a, "fp32")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(accumulated_matmul(a, a, "fp32"), exact)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"elements": ("e4m3",)}, "elements is a tuple of 1"),
+        ({"elements": "e4m3"}, "elements is a str"),
+        ({"elements": ("e4m3", "e4m3"), "accumulator": "fp32"}, "no number of the element type"),
+        ({"scales": (torch.ones(1, 1),) * 3, "accumulator": "blackwell_mx"}, "scales is a tuple"),
+        ({"scales": (torch.ones(1, 1), None), "accumulator": "blackwell_mx"}, "a NoneType"),
+        ({"accumulator": None}, "None is no accumulator"),
+    ],
+)
+def test_malformed_arguments_are_refused(arguments, message):
+    x = torch.full((1, 4), 0.3 if arguments.get("accumulator") == "fp32" else 1.0)
+    with pytest.raises(ValueError, match=message):
+        accumulated_matmul(x, x, **({"accumulator": "hopper_fp8"} | arguments))
+
+
+def test_negated_views_are_accepted():
+    x = torch.complex(torch.zeros(2, 4), torch.ones(2, 4)).conj().imag
+    assert x.is_neg()
+    assert accumulated_matmul(x, x, "hopper_fp8").tolist() == [[4.0, 4.0], [4.0, 4.0]]
