@@ -43,13 +43,20 @@ def prepare(
     ranks differ, they are paired by their first sample, if the records of both runs name it.
 
     Raises:
-        ValueError: if the runs have no tensor in common, or a pattern matches no tensor.
+        ValueError: if no tensor of a run can be read, the runs have no tensor in common, or a
+            pattern matches no tensor.
     """
     by_sample = _by_sample(stores)
     a, b = (Side(store, by_sample) for store in stores)
     scale = _gradient_scale(a.card, b.card, stores) if by_sample else 1.0
     comparison = Comparison(a, b, rules, gradient_scale=scale, with_origins=with_origins)
     common = a.tensors.keys() & b.tensors.keys()
+    for side in (a, b):
+        if not side.tensors and side.store.problems:
+            raise ValueError(
+                f"{side.store.folder} has no readable tensor; {len(side.store.problems)} file(s) "
+                f"cannot be read: {side.store.problems[0]}"
+            )
     if not common:
         raise ValueError(
             f"no tensor of A has a counterpart in B: {_extent(a)} in A, {_extent(b)} in B; compare "

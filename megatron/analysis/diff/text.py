@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
+
 from megatron.analysis.diff.comparison import (
     CLOSE,
     EQUAL,
@@ -50,7 +52,7 @@ def place(result: Result) -> str:
     key, parts = result.key, []
     if key.iteration is not None:
         parts.append(f"iteration {key.iteration}")
-    if key.tensor_name != "weight" and result.row.micro_batch is not None:
+    if key.tensor_name != "weight" and not pd.isna(result.row.micro_batch):
         parts.append(f"micro-batch {result.row.micro_batch}")
     parts += [str(key.operation), f"{key.module or key.layer_type} {key.tensor_name}"]
     parts += [result.ranks] if result.ranks else []

@@ -64,11 +64,6 @@ def accumulated_matmul(
         return _plain_matmul(*sides)
     if elements is None:
         elements = ((accumulator.elements or ("float32",))[0],) * 2
-    if isinstance(elements, str):
-        raise ValueError(
-            f"elements={elements!r} names one type; give one per operand, as in "
-            f"({elements!r}, {elements!r})"
-        )
     check_accepted(accumulator, elements)
     operands = []
     for index, (x, name) in enumerate(zip(sides, elements, strict=True)):

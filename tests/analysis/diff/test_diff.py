@@ -312,3 +312,33 @@ def test_the_commands_of_the_page_run(originals, tmp_path, monkeypatch, capsys, 
     words = [word.strip("'") for word in command.partition("#")[0].split()]
     assert main(words) in (0, 1)
     assert capsys.readouterr().out.startswith(("First difference: ", "No difference: ", "{"))
+
+
+def rewrite_records(folder, **fields):
+    """Change fields of all records of a dump."""
+    for path in folder.glob("*.pt"):
+        payload = torch.load(path, weights_only=True)
+        payload["metadata"] |= fields
+        torch.save(payload, path)
+    for index in folder.glob("*.jsonl"):
+        records = [json.loads(line) | fields for line in index.read_text().splitlines()]
+        index.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def test_a_run_without_readable_records_is_named_with_the_reason(tmp_path, capsys):
+    for name in "ab":
+        write_dump(tmp_path / name, layers=1)
+    rewrite_records(tmp_path / "b", slice="junk")
+    status, lines = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert status == 2
+    assert "b has no readable tensor; " in lines[-1]
+    assert "slice" in lines[-1]
+
+
+def test_a_record_without_a_micro_batch_is_named_without_one(tmp_path, capsys):
+    for name in "ab":
+        write_dump(tmp_path / name, layers=1)
+        rewrite_records(tmp_path / name, micro_batch=None)
+    plant(path_of(tmp_path / "b", tensor_name="key"), add_to_first(1))
+    _, lines = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert lines[0].startswith("First difference: iteration 1, forward, ")
