@@ -8,6 +8,7 @@ rounds each quantized value once more; "as multiplied" is `quantized_matmul`. Bo
 bfloat16, so that even a correctly rounded product has an error, which the last column shows.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.console import ArgumentParser
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
 
@@ -42,6 +44,9 @@ def timed(function: Callable[[], Tensor]) -> float:
 
 def main() -> None:
     """Print one line per format."""
+    ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, K, generator=generator).bfloat16() for rows in (M, N))
     print("| format | rounded twice | as multiplied | product rounded once | ms before | ms now |")
