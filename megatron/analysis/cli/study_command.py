@@ -31,6 +31,7 @@ Files in the output folder:
   recipe.yaml                  with --bits: the best format per matmul and layer
   study.parquet, study.csv     one row per layer, GEMM and candidate: SQNR, gain, bias, variance ...
   budget.parquet, budget.csv   one row per operand: the error if only this operand is quantized
+  accumulators.parquet, .csv   with --accumulators: one row per GEMM, format and accumulator
 
 Exit status: 0 every pass was studied; 2 an option or the folder is wrong; 3 files that could not be
 read were left out and named.
@@ -73,7 +74,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="study each format also with the sums of these matrix units, such as hopper_fp8",
+        help="study each format also with the sums of these matrix units, such as hopper_fp8, and "
+        "write the errors of the sums alone to accumulators.csv and accumulators.parquet; "
+        "`python -m megatron.fake_quant accumulate list` lists the names",
     )
     parser.add_argument(
         "--bits",
@@ -127,9 +130,10 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.cli.select import select
     from megatron.analysis.quick import check_output
     from megatron.analysis.store import TensorStore
+    from megatron.analysis.study.accumulator_errors import study_accumulators, summary
     from megatron.analysis.study.candidates import candidates_of
     from megatron.analysis.study.engine import study
-    from megatron.analysis.study.outputs import write_outputs
+    from megatron.analysis.study.outputs import write_outputs, write_table
 
     if arguments.bits is not None and not arguments.bits > 0:
         raise ValueError(f"--bits is {arguments.bits:g}; give a number above 0")
@@ -145,11 +149,22 @@ def run(arguments: argparse.Namespace) -> int:
         store = store.only(arguments.run)
     output: Path = arguments.output_dir
     check_output(output)
+    chosen = select(store, arguments.select) if arguments.select else None
+    sums = None
     try:
+        if arguments.accumulators:
+            sums = study_accumulators(
+                store,
+                candidates,
+                arguments.accumulators,
+                select=chosen,
+                max_memory=memory,
+                progress=True,
+            )
         result = study(
             store,
             candidates,
-            select=select(store, arguments.select) if arguments.select else None,
+            select=chosen,
             workers=arguments.workers,
             max_memory=memory,
             folder=output,
@@ -164,6 +179,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         raise
     sentences, paths = write_outputs(result, output, dump=arguments.folder, bits=arguments.bits)
+    if sums is not None:
+        paths += write_table(sums.rows, output, "accumulators")
+        result.left_out.update(sums.left_out)
+        result.problems += [each for each in sums.problems if each not in result.problems]
+        sentences = [*sentences, *summary(sums.rows)]
     print("\n".join(shown(sentence) for sentence in sentences))
     for path in paths:
         print(f"Wrote {shown(path)}")

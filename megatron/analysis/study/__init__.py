@@ -12,6 +12,7 @@ compares the products with those of the saved operands.
     operands       load them, and recompute the operands of attention that are not saved
     gemm_errors    quantize, multiply and compare
     engine         run the study on threads, and keep the results of an interrupted one
+    accumulator_errors  do the same with the sums of simulated matrix units
     proposal       choose a format per layer under a bit budget, and write it as a recipe
     verdict        say in three sentences what the numbers show
     pictures, page draw them

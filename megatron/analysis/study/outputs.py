@@ -56,12 +56,19 @@ def write_tables(result: Study, folder: Path) -> list[Path]:
     for name, table in (("study", result.rows), ("budget", result.budgets)):
         if table.empty and name == "budget":
             continue
-        content = io.BytesIO()
-        table.to_parquet(content, index=False)
-        paths.append(write(folder / f"{name}.parquet", content.getvalue()))
-        text = _safe(table).to_csv(index=False, lineterminator="\n")
-        paths.append(write(folder / f"{name}.csv", text.encode(errors="backslashreplace")))
+        paths += write_table(table, folder, name)
     return paths
+
+
+def write_table(table: pd.DataFrame, folder: Path, name: str) -> list[Path]:
+    """Write a table as Parquet and as CSV, and return the paths."""
+    content = io.BytesIO()
+    table.to_parquet(content, index=False)
+    text = _safe(table).to_csv(index=False, lineterminator="\n")
+    return [
+        write(folder / f"{name}.parquet", content.getvalue()),
+        write(folder / f"{name}.csv", text.encode(errors="backslashreplace")),
+    ]
 
 
 def _safe(table: pd.DataFrame) -> pd.DataFrame:
