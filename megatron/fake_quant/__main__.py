@@ -107,12 +107,13 @@ def _add_vectors(commands: Any, example: str) -> None:
 
 
 def _add_accumulate(commands: Any, example: str) -> None:
+    _, _, names = (accumulator_names.__doc__ or "").partition("\n\n")
     accumulate = commands.add_parser(
         "accumulate",
         help="describe how matrix units sum products",
         description="Describe accumulators: how the matrix unit of a processor sums the products "
         "of a matmul, what it rounds, and which errors follow.",
-        epilog=f"{example} describe hopper_fp8\n\nACCUMULATOR: {accumulator_names.__doc__}",
+        epilog=f"{example} describe hopper_fp8\n\nNames of accumulators:\n\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = accumulate.add_subparsers(dest="action", required=True, metavar="ACTION")

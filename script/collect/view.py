@@ -7,7 +7,9 @@ bar needs tqdm; everything else uses only the standard library.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -174,8 +176,21 @@ def print_report(
     lines += [f"  {'not kept':<10} the ring at {why}" for why in sorted(tally.let_go)]
     if args.may_be_empty and not tally.tensors:
         lines.append(f"  {'empty':<10} no event triggered the collection")
+    if statistics := written_statistics(args.tensor_dir, since=time.time() - seconds):
+        look = shlex.join(["python", "-m", "megatron.analysis", "history", str(statistics)])
+        lines.append(f"  {'statistics':<10} {look}")
     lines.append(f"  {'log':<10} {log.path}{'' if log.is_there() else REMOVED}")
     print("\n".join(lines), file=out, flush=True)
+
+
+def written_statistics(tensor_dir: Path, *, since: float) -> Path | None:
+    """Return the folder of `--tensor-statistics` if a file in it was written after `since`."""
+    folder = tensor_dir / "statistics"
+    for path in folder.glob("*.parquet"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if path.stat().st_mtime >= since:
+                return folder
+    return None
 
 
 def layers(tally: Tally) -> str:

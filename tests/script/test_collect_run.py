@@ -72,6 +72,17 @@ def test_the_report_says_what_became_of_a_ring(tmp_path):
     assert "not kept the ring at SIGTERM" in lines
 
 
+def test_the_report_says_how_to_look_at_the_statistics_of_a_run_without_tensors(tmp_path):
+    done = collect(tmp_path, "statistics", "--may-be-empty")
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "empty no event triggered the collection" in lines
+    folder = tmp_path / "tensors" / "statistics"
+    assert f"statistics python -m megatron.analysis history {folder}" in lines
+    again = collect(tmp_path, "no tensor", "--may-be-empty")
+    assert "statistics" not in again.stdout.replace(str(tmp_path), "")
+
+
 def test_training_that_logs_iterations_it_does_not_collect_does_not_stall(tmp_path):
     done = collect(tmp_path, "slow", "--stall-timeout", "0.6")
     assert done.returncode == 0, done.stderr
