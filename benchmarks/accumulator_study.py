@@ -39,7 +39,7 @@ from megatron.console import ArgumentParser  # noqa: E402
 LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+|nan|inf)", re.IGNORECASE)
 FORMAT = "fp8_e4m3"
 RUNS = ("fp32", "hopper_fp8_promote128", "hopper_fp8", "fda:l32:f10:m10:rz")
-BITS = (10, 12, 13, 14, 16, 18, 20, 23)
+BITS = tuple(range(10, 24))
 INTERVALS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LAST = 50  #: number of iterations whose mean is the final loss
 #: two-sided 95 % quantiles of Student's t distribution, by the number of seeds
@@ -93,9 +93,9 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     path, dump = options.output_dir / "accumulators.csv", options.output_dir / "dump"
     if path.is_file():
         return pd.read_csv(path)
-    count = 8 if options.quick else 150
+    count = options.trained
     save = ["--save-tensors", "--tensor-save-dir", str(dump), "--collect-iterations", str(count)]
-    size = (64, 2, 2) if options.quick else (256, 16, 20)
+    size = (*options.batch, 2 if options.quick else 20)
     train("trained_seed1", [*flags(*size), *save], count, options.output_dir / "runs")
     names = [f"fda:l32:f{bits}:m{bits}:rz" for bits in options.bits]
     names += [f"fda:l32:f13:m13:rz:p{interval}" for interval in options.intervals]
@@ -174,7 +174,10 @@ def draw(rows: pd.DataFrame, losses: dict[str, dict[int, pd.Series]], path: Path
 
 
 def page(
-    rows: pd.DataFrame, losses: dict[str, dict[int, pd.Series]], command: str, iterations: int
+    rows: pd.DataFrame,
+    losses: dict[str, dict[int, pd.Series]],
+    command: str,
+    options: argparse.Namespace,
 ) -> str:
     """Return the page with both tables."""
     seeds = ", ".join(map(str, losses["fp32"]))
@@ -183,16 +186,17 @@ def page(
         f"`{command}`",
         "![Errors of sums, and differences in loss](accumulators.png)",
         "## Errors of single matmuls",
-        "Llama with 2 layers of width 128, trained for 150 iterations of 4096 tokens in bf16. The "
-        f"operands of `linear_fc2` and of attention in the second layer are quantized to {FORMAT}. "
+        f"Llama with 2 layers of width 128, trained for {options.trained} iterations of "
+        f"{options.batch[0] * options.batch[1]} tokens in bf16. The operands of "
+        f"`linear_fc2` and of attention in the second layer are quantized to {FORMAT}. "
         "Each cell has the relative error of the sums and, in parentheses, their gain: below zero, "
         "results are too small. The first row is the error of the format, for comparison.",
         error_table(rows),
         "## Loss",
-        f"The same model with 256 tokens per iteration, {iterations} iterations, all matmuls in "
-        f"{FORMAT}, seeds {seeds}. Runs with the same seed differ only in the accumulator. The "
-        f"final loss is the mean of the last {LAST} iterations. Intervals are Student's, over the "
-        "differences of the seeds.",
+        f"The same model with 256 tokens per iteration, {options.iterations} iterations, all "
+        f"matmuls in {FORMAT}, seeds {seeds}. Runs with the same seed differ only in the "
+        f"accumulator. The final loss is the mean of the last {LAST} iterations. Intervals are "
+        "Student's, over the differences of the seeds.",
         loss_table(losses),
     ]
     return "\n\n".join(text) + "\n"
@@ -203,14 +207,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seeds", nargs="+", type=int, metavar="N", help="default: 1 2 3 5")
+    add("--seeds", nargs="+", type=int, metavar="N", help="default: 1 2 3 4")
     add("--iterations", type=int, metavar="N", help="iterations of each run; default: 500")
     add("--accumulators", nargs="+", default=RUNS[1:], metavar="NAME", help="trained beside fp32")
     add("--quick", action="store_true", help="8 iterations, one seed and 3 measured accumulators")
     add("--output-dir", type=Path, default=REPO / "draw" / "accumulators", metavar="DIR")
     options = parser.parse_args(arguments)
-    options.seeds = options.seeds or ([1] if options.quick else [1, 2, 3, 5])
+    options.seeds = options.seeds or ([1] if options.quick else [1, 2, 3, 4])
     options.iterations = options.iterations or (8 if options.quick else 500)
+    options.trained = 8 if options.quick else 150
+    options.batch = (64, 2) if options.quick else (256, 16)  # tokens and sequences
     options.bits = (10, 13) if options.quick else BITS
     options.intervals = (128,) if options.quick else INTERVALS
     return options
@@ -237,7 +243,7 @@ def main() -> int:
     }
     draw(rows, losses, options.output_dir / "accumulators.png")
     command = results_page.quoted("accumulator_study.py")
-    text = page(rows, losses, command, options.iterations)
+    text = page(rows, losses, command, options)
     results_page.publish(text, options.output_dir / "accumulators.md")
     return 0
 
