@@ -102,7 +102,8 @@ GOALS = (
     "The project's goals are limits for the time of our function over that of a copy: 2; 4 if two "
     "candidates are computed for each block (4/6, IF4, MixFP4); 2.5 for HiFloat4. Columns with a "
     "dtype and an axis have this ratio. The fastest peer should take at least 4 times as long as "
-    "ours; the smallest and largest of its ratios are shown, with the name of the closest one."
+    "ours; the smallest and largest of its ratios are shown, with the name of the closest one. "
+    "This goal is out of reach where a copy is not 4 times as fast as the peer either."
 )
 READING = (
     "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's time "

@@ -119,14 +119,16 @@ def _axis(case: Event) -> str:
 def _beside_peers(cases: list[Event]) -> list[str]:
     """Return the peer that comes closest to ours, the range of its ratios, and whether it is far.
 
-    In each case of the format, only the fastest peer counts.
+    In each case of the format, only the fastest peer counts. The goal is out of reach in a case in
+    which a copy is not `PEER_GOAL` times as fast as the peer either.
     """
     fastest = [(case, peers_of(case)[0]) for case in cases if peers_of(case)]
     if not fastest:
         return ["", "", "no peer"]
     speeds = sorted((ratio(case, name, "ours"), name) for case, name in fastest)
-    below = sum(speed < PEER_GOAL for speed, _ in speeds)
-    verdict = f"no, {below} of {len(speeds)} below" if below else "yes"
+    below = [(case, name) for case, name in fastest if ratio(case, name, "ours") < PEER_GOAL]
+    copies = sum(ratio(case, name, "clone") < PEER_GOAL for case, name in below)
+    verdict = f"no, {len(below)} of {len(speeds)} below ({copies} out of reach)" if below else "yes"
     return [speeds[0][1], f"{speeds[0][0]:.1f} to {speeds[-1][0]:.1f}", verdict]
 
 

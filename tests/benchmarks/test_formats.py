@@ -94,18 +94,20 @@ def test_a_row_has_medians_and_the_medians_of_a_round_s_ratios():
 
 def test_goals_have_one_row_per_format_with_its_worst_cases():
     slow = {"clone": [1.0], "ours": [2.5], "a": [5.0, 7.0]}
+    bound_by_memory = {"clone": [2.0], "ours": [2.0], "b": [6.0]}
     cases = [
         case({"a": {}}),
         case({}, dtype="bf16", axis="first", times=slow),
-        case({"b": {}}, format="hifp8", axis="-", limit=4.0),
+        case({"b": {}}, format="hifp8", axis="-", limit=4.0, times=bound_by_memory),
     ]
     text = formats_report.goals(cases)
     assert text.startswith("1 of 2 formats are within their limit in every case. Of the 2 with a")
     table = text.partition("\n\n")[2]
-    below = ["3.0 to 3.0", "no, 1 of 1 below"]
+    below = ["3.0 to 3.0", "no, 1 of 1 below (0 out of reach)"]
+    out_of_reach = ["3.0 to 3.0", "no, 1 of 1 below (1 out of reach)"]
     assert [cells(table, row) for row in (0, 1)] == [
         ["`mxfp8`", "2", "1.75", "", "", "2.50", "no, 1 of 2 above", "a", *below],
-        ["`hifp8`", "4", "1.75", "", "", "", "yes", "b", *below],
+        ["`hifp8`", "4", "1.00", "", "", "", "yes", "b", *out_of_reach],
     ]
 
 
