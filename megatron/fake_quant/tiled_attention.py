@@ -105,8 +105,9 @@ def default_tiling(
     if pairs <= WHOLE_PAIRS or all(formats is None for formats in matmuls.values()):
         return None, ""
     size = (
-        f"whole matrices of {queries} queries and {keys} keys take {pairs * 4 / 2**20:.0f} MiB per "
-        f"head and copy in float32, more than {WHOLE_PAIRS * 4 >> 20} MiB"
+        f"whole matrices of {queries} queries and {keys} keys take "
+        f"{pairs * 4 / (1 << 20):.0f} MiB per head and copy in float32, more than "
+        f"{WHOLE_PAIRS * 4 >> 20} MiB"
     )
     tiling = Tiling()
     for operation, formats in matmuls.items():

@@ -18,7 +18,7 @@ RowSum = Literal["exact", "quantized"]
 
 TILE = 128  #: default number of keys per tile
 LARGEST_TILE = 1 << 20
-SCALES = (2.0**-32, 2.0**32)  #: smallest and largest factor of P
+SCALES = (1 / (1 << 32), float(1 << 32))  #: smallest and largest factor of P
 #: largest number of query-key pairs of a head for which attention forms whole matrices unless a
 #: recipe requests tiles: 64 MiB in float32, as for 4096 queries and keys
 WHOLE_PAIRS = 1 << 24

@@ -19,8 +19,10 @@ def arguments(**values) -> argparse.Namespace:
         "linear_quant": None,
         "qk_quant": None,
         "pv_quant": None,
+        "quant_accumulate": None,
         "quant_recipe": None,
         "save_tensors": False,
+        "tensor_statistics": None,
         "collect_plan": False,
         "transformer_impl": "local",
     }
