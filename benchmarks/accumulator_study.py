@@ -1,6 +1,6 @@
 """Measure what accumulators do to the matmuls and to the loss of a small model.
 
-    python benchmarks/accumulator_study.py            # 17 runs, about 25 minutes on one core
+    python benchmarks/accumulator_study.py            # 17 runs
     python benchmarks/accumulator_study.py --quick    # 4 short runs and few accumulators
     python benchmarks/accumulator_study.py --seeds 1 2 --iterations 200 --output-dir /tmp/study
 

@@ -363,7 +363,10 @@ def page(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
         "Small models train on the default corpus with `--collect-ring 5` and the default limits. "
         "A run's twin has the same weights and data, but no fault. The jump is the first iteration "
         "whose loss is not finite or exceeds the twin's by 20%. It counts as kept if the ring that "
-        "is written first has this iteration and the one before it.",
+        "is written first has this iteration and the one before it. The faults, the 20% and one "
+        "margin of the detector were adjusted once, after a first trial: weaker faults, such as an "
+        "fc2 of the last layer scaled by 300 to 1000, did not make the loss jump and were "
+        "replaced, and one gradual rise had been missed.",
         "## Planted divergences",
         f"The jump is kept in {len(planted) - len(missed)} of {len(planted)} runs. It is found in "
         f"its own iteration in {at_once} of them, so `--collect-ring 2` would keep it, too.",
