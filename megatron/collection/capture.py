@@ -13,7 +13,8 @@ import torch
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.statistics.history import TensorStatistics
 from megatron.collection.training_clock import clock
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, Observer
+from megatron.fake_quant.gemm import Observer
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.packing_parts import UnstorableError

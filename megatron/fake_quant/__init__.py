@@ -8,8 +8,9 @@ and what it calls: `scalings.py`, which lists one module per kind of scales, suc
 and scales. `fused/` computes the same results faster, `operators.py` makes everything work with
 torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command line.
 
-`gemm.py` quantizes the operands of a matmul, `tiled_attention.py` quantizes those of attention in
-tiles, and `accumulate/` sums products as the matrix units of particular processors do.
+`gemm_formats.py` names the operands of a matmul and its gradients, and `gemm.py` quantizes and
+multiplies them. `tiled_attention.py` does the same for attention in tiles, and `accumulate/` sums
+products as the matrix units of particular processors do.
 `quant_type.py`, `recipe.py` and `policy/` choose the format of each matmul of a model.
 """
 

@@ -1,4 +1,4 @@
-"""Switch off autocast, which would round float32 operands of a matmul."""
+"""Read and switch off autocast, which would round float32 operands of a matmul."""
 
 import contextlib
 from typing import Any
@@ -6,8 +6,16 @@ from typing import Any
 import torch
 
 
+def autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
+    """Return autocast's state and dtype on a device type, or None if it has no autocast."""
+    if not torch.amp.is_autocast_available(device):
+        return None
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which autocast is off for devices of the type `device`."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    state = autocast_of(device)
+    if state is not None and state[0]:
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()

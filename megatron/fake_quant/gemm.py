@@ -33,16 +33,21 @@ from torch import Tensor
 
 from megatron.fake_quant import operators
 from megatron.fake_quant.accumulate.accumulator import Accumulator
-from megatron.fake_quant.block_scaling import AmaxSource
+from megatron.fake_quant.autocast import autocast_of
 from megatron.fake_quant.formats import Format
+from megatron.fake_quant.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.products import Matmul, multiply, product_dtype
+from megatron.fake_quant.products import (
+    Matmul,
+    matmul,
+    matmul_then_scale,
+    multiply,
+    product_dtype,
+)
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
-from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, check_probabilities
-from megatron.fake_quant.tiling import Tiling
-from megatron.fake_quant.unit_operands import accumulated_product, check_operands, unit_matrix
+from megatron.fake_quant.unit_operands import accumulated_product, unit_matrix
 from megatron.fake_quant.unrounded import quantize_parts
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
@@ -51,159 +56,6 @@ Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None, Tensor | No
 #: Callback that receives an operand's slot, the tensor (split and transformed, not yet quantized)
 #: and its format, and returns the amax from which the scale of the tensor is computed.
 AmaxCallback = Callable[[str, Tensor, Format], Tensor]
-
-SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
-#: Slots of the left and the right operand of each GEMM, and the reduction axes of both tensors.
-GEMM_SLOTS = {"fprop": SLOTS[0:2], "dgrad": SLOTS[2:4], "wgrad": SLOTS[4:6]}
-#: Fields of `GemmFormats` with the accumulator of each GEMM.
-ACCUMULATOR_FIELDS = tuple(f"{gemm}_accumulator" for gemm in GEMM_SLOTS)
-_AXES = {"fprop": (-1, -1), "dgrad": (-1, -2), "wgrad": (-2, -2)}
-#: Slots of the backward pass whose tensors the forward pass also multiplies, mapped to the slots of
-#: these tensors in the forward pass.
-OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
-
-
-@dataclass(frozen=True, slots=True)
-class GemmFormats:
-    """Formats of the six operands of the three GEMMs for a matmul and its two gradients.
-
-    An operand of the backward pass with the source "dequantized" is quantized from the values that
-    the forward pass multiplied. If the forward pass transforms the operand, the transform is undone
-    first. Without a format of its own, the operand has these values unchanged.
-
-    Raises:
-        ValueError: if the two operands of a GEMM are transformed differently, which would change
-            the product; if the backward pass is straight-through and one of its own operands is
-            set; if the source of an operand is "dequantized" and the forward pass does not
-            quantize it; if no unit with the accumulator of a GEMM multiplies its operands; or if
-            the settings of tiles do not fit A.
-    """
-
-    fprop_a: Operand = AS_IT_IS  #: A in C = A B^T, quantized along K
-    fprop_b: Operand = AS_IT_IS  #: B in C = A B^T, quantized along K
-    dgrad_c: Operand = AS_IT_IS  #: dC in dA = dC B, quantized along N
-    dgrad_b: Operand = AS_IT_IS  #: B in dA = dC B, quantized along N
-    wgrad_c: Operand = AS_IT_IS  #: dC in dB = dC^T A, quantized along M
-    wgrad_a: Operand = AS_IT_IS  #: A in dB = dC^T A, quantized along M
-    #: True if the backward pass multiplies the quantized operands of the forward pass, as with a
-    #: straight-through estimator; the operands of the backward pass must then not be set
-    straight_through: bool = False
-    #: True if A (the attention probabilities P) is quantized before its rows are divided by their
-    #: sums; see `quantized_matmul`
-    unnormalized: bool = False
-    #: tiles in which attention is computed (set in the formats of PV); None for whole matrices
-    tiling: Tiling | None = None
-    fprop_accumulator: Accumulator | None = None  #: None for the accumulator of torch.matmul
-    dgrad_accumulator: Accumulator | None = None  #: accumulator of dA = dC B
-    wgrad_accumulator: Accumulator | None = None  #: accumulator of dB = dC^T A
-
-    def __post_init__(self) -> None:
-        for one, other in GEMM_SLOTS.values():
-            transforms = [getattr(self, slot).hadamard for slot in (one, other)]
-            if transforms[0] != transforms[1]:
-                raise ValueError(
-                    f"{one} has the Hadamard transform {transforms[0]} and {other} "
-                    f"{transforms[1]}; the two operands of a matmul need the same one, or their "
-                    "product changes"
-                )
-
-        if self.straight_through and any(
-            getattr(self, slot) != AS_IT_IS for slot in SLOTS if not slot.startswith("fprop")
-        ):
-            raise ValueError(
-                "the backward pass is straight-through and some of its operands have a format; "
-                "choose one of the two"
-            )
-        for slot in SLOTS:
-            if getattr(self, slot).source == "dequantized":
-                self._check_forward_copy(slot)
-        if self.tiling is not None and self.simulated:
-            raise ValueError(NO_ACCUMULATORS)
-        if self.tiling is not None:
-            check_probabilities(self.tiling, self.fprop_a, unnormalized=self.unnormalized)
-        for gemm in GEMM_SLOTS:
-            accumulator = self.accumulator(gemm)
-            if accumulator is not None and accumulator.simulated:
-                self._check_accumulator(gemm, accumulator)
-
-    def _check_accumulator(self, gemm: str, accumulator: Accumulator) -> None:
-        slots = GEMM_SLOTS[gemm]
-        for slot in slots:
-            operand, forward = getattr(self, slot), OF_FORWARD.get(slot)
-            copied = self.straight_through or operand.source == "dequantized"
-            if forward and copied and operand.format is None and getattr(self, forward).format:
-                raise ValueError(
-                    f"{gemm} has the accumulator {accumulator.name} and multiplies a copy that "
-                    f"{forward} quantized along another axis, which no unit does; give {slot} a "
-                    f"format, or give the accumulator to other GEMMs only"
-                )
-        try:
-            check_operands(accumulator, *(getattr(self, slot) for slot in slots))
-        except ValueError as error:
-            raise ValueError(f"{gemm}: {error}") from None
-
-    def _check_forward_copy(self, slot: str) -> None:
-        forward = OF_FORWARD.get(slot)
-        if forward is None:
-            raise ValueError(
-                f"{slot} has the source dequantized, but the forward pass has no copy of it; only "
-                f"{' and '.join(OF_FORWARD)} have one, so remove the source"
-            )
-        if getattr(self, forward).format is None:
-            raise ValueError(
-                f"{slot} has the source dequantized, but the forward pass does not quantize this "
-                f"operand; give {forward} a format, or remove the source"
-            )
-
-    def accumulator(self, gemm: str) -> Accumulator | None:
-        """Return the accumulator of a GEMM (fprop, dgrad or wgrad), or None for torch's own."""
-        accumulator: Accumulator | None = getattr(self, f"{gemm}_accumulator")
-        return accumulator
-
-    @property
-    def simulated(self) -> bool:
-        """True if any GEMM has an accumulator other than that of torch.matmul."""
-        return any(accumulator.simulated for accumulator in self.accumulators.values())
-
-    @property
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Accumulators by GEMM; a GEMM that torch.matmul sums is left out, unless one is set."""
-        named = ((gemm, self.accumulator(gemm)) for gemm in GEMM_SLOTS)
-        return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
-
-    def effective(self, slot: str) -> Operand:
-        """Return the operand, with transform and format, that the slot `slot` really uses.
-
-        In a straight-through backward pass, the gradient is not quantized. The other operand is the
-        one that the forward pass quantized, along the forward pass's axis.
-        """
-        operand: Operand = getattr(
-            self, OF_FORWARD.get(slot, slot) if self.straight_through else slot
-        )
-        return operand
-
-    @property
-    def random(self) -> bool:
-        """True if any operand is rounded stochastically or transformed with random signs."""
-        formats = (getattr(self, slot).format for slot in SLOTS)
-        return self.random_signs or any(fmt is not None and fmt.stochastic for fmt in formats)
-
-    @property
-    def amax_sources(self) -> set[AmaxSource]:
-        """Sources of the amaxes from which the tensor-wide scales of the operands are computed."""
-        formats = (getattr(self, slot).format for slot in SLOTS)
-        return {fmt.amax_source for fmt in formats if fmt is not None}
-
-    @property
-    def random_signs(self) -> bool:
-        """True if any operand has a Hadamard transform whose signs are drawn for each call."""
-        transforms = (getattr(self, slot).hadamard for slot in SLOTS)
-        return any(transform is not None and transform.random for transform in transforms)
-
-    @classmethod
-    def uniform(cls, fmt: Format) -> "GemmFormats":
-        """Return an object in which all six operands have the format `fmt`."""
-        return cls(**dict.fromkeys(SLOTS, Operand(fmt)))  # type: ignore[arg-type]
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -244,7 +96,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.call = call
         # The backward pass runs in the forward pass's autocast state, as in megatron-core.
         ctx.device = a_MK.device.type
-        ctx.autocast = _autocast_of(ctx.device)
+        ctx.autocast = autocast_of(ctx.device)
         kept = list(output[1:])
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)  # allocate no zero gradients for the saved operands
@@ -256,7 +108,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dc_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.autocast is None or ctx.autocast == _autocast_of(ctx.device):
+        if ctx.autocast is None or ctx.autocast == autocast_of(ctx.device):
             return _QuantizedMatmul._gradients(ctx, dc_MN)
         enabled, dtype = ctx.autocast
         with torch.autocast(ctx.device, enabled=enabled, dtype=dtype):
@@ -293,13 +145,6 @@ def _saved(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> SplitMat
     """Return an operand of the forward pass that was saved for the backward pass."""
     none = scale is None or (scale.dim() == 1 and scale.numel() == 0)
     return SplitMatrix(values, scale=None if none else scale, dtype=dtype)
-
-
-def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
-    """Return autocast's state and dtype on a device type, or None if it has no autocast."""
-    if not torch.amp.is_autocast_available(device):
-        return None
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 class _Prepared(NamedTuple):
@@ -352,7 +197,7 @@ class _Call:
         The operands are not yet quantized as matrices if an accumulator has read their elements.
         `plain` multiplies tensors that need neither scales nor an accumulator.
         """
-        slots, axes = GEMM_SLOTS[gemm], _AXES[gemm]
+        slots, axes = GEMM_SLOTS[gemm], AXES[gemm]
         a, b = (
             self.prepared(slot, matrix, axis=axis)
             for slot, matrix, axis in zip(slots, (left, right), axes, strict=True)
@@ -444,26 +289,6 @@ def _accumulated(a: _Prepared, b: _Prepared, accumulator: Accumulator, alpha: fl
     )
     dtype = product_dtype(a.parts, b.parts)
     return accumulated_product(left, right, accumulator, alpha).to(dtype)
-
-
-def matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
-    """Return `alpha * a_MK @ bt_KN`.
-
-    For 3-D operands, alpha is applied to the accumulator, as in megatron-core's attention.
-    """
-    if alpha == 1.0 or a_MK.dim() != 3:
-        return _scaled(torch.matmul(a_MK, bt_KN), alpha)
-    out = a_MK.new_empty(a_MK.shape[0], a_MK.shape[1], bt_KN.shape[2])
-    return torch.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
-
-
-def matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
-    """Return `left @ right`, rounded to its dtype and then multiplied by `alpha`."""
-    return _scaled(torch.matmul(left, right), alpha)
-
-
-def _scaled(x: Tensor, alpha: float) -> Tensor:
-    return x if alpha == 1.0 else x * alpha
 
 
 def quantized_matmul(

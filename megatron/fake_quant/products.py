@@ -1,6 +1,9 @@
 """Multiply operands of a GEMM whose values are not rounded to the dtype of the tensors.
 
-`unrounded.py` explains how the operands are represented. The product of two operands is rounded
+`matmul` and `matmul_then_scale` multiply plain tensors. `multiply` calls one of them, unless an
+operand has values that are not rounded to its dtype.
+
+`unrounded.py` explains how these operands are represented. The product of two operands is rounded
 once, to the dtype of the tensors, after all scales and the factor alpha have been applied to the
 float32 sums. Three ways lead there:
 
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
-from megatron.fake_quant.autocast import no_autocast
+from megatron.fake_quant.autocast import autocast_of, no_autocast
 from megatron.fake_quant.mean_split import SplitMatrix
 
 #: Function that returns a factor times the product of two tensors of the same dtype.
@@ -50,9 +53,9 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
 
 def product_dtype(a: SplitMatrix, b: SplitMatrix) -> torch.dtype:
     """Return the dtype of a product, which is that of `torch.matmul` for tensors."""
-    device = a.values.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    autocast = autocast_of(a.values.device.type)
+    if autocast is not None and autocast[0]:
+        return autocast[1]
     return torch.promote_types(a.dtype or a.values.dtype, b.dtype or b.values.dtype)
 
 
@@ -68,11 +71,11 @@ def _wide(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, alpha: float
 ) -> Tensor:
     """Return the float32 product of float32 values, times the scales and `alpha`."""
-    return _times(torch.matmul(a.float(), b.float()), scale_a, scale_b, alpha)
+    return _times(torch.matmul(a.float(), b.float()), alpha, scale_a, scale_b)
 
 
-def _times(sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, alpha: float) -> Tensor:
-    for scale in (scale_a, scale_b):
+def _times(sums: Tensor, alpha: float, *scales: Tensor | None) -> Tensor:
+    for scale in scales:
         sums = sums if scale is None else sums * scale
     return sums if alpha == 1.0 else sums * alpha
 
@@ -86,7 +89,7 @@ def _scaled(
     if a.is_cuda:
         multiply = torch.bmm if a3.dim() == 3 else torch.mm
         sums = multiply(a3, b3, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
-        return _times(sums, scale_a, scale_b, alpha).to(dtype)
+        return _times(sums, alpha, scale_a, scale_b).to(dtype)
     scales = [scale for scale in (scale_a, scale_b) if scale is not None]
     factor = alpha
     for scale in scales:
@@ -96,6 +99,22 @@ def _scaled(
     add = torch.baddbmm if a3.dim() == 3 else torch.addmm
     none = a.new_empty((1,) * a3.dim())  # ignored, because beta is 0
     return add(none, a3, b3, beta=0.0, alpha=factor).view(*a.shape[:-1], b.shape[-1])
+
+
+def matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
+    """Return `alpha * a_MK @ bt_KN`.
+
+    For 3-D operands, alpha is applied to the accumulator, as in megatron-core's attention.
+    """
+    if alpha == 1.0 or a_MK.dim() != 3:
+        return _times(torch.matmul(a_MK, bt_KN), alpha)
+    out = a_MK.new_empty(a_MK.shape[0], a_MK.shape[1], bt_KN.shape[2])
+    return torch.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
+
+
+def matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    """Return `left @ right`, rounded to its dtype and then multiplied by `alpha`."""
+    return _times(torch.matmul(left, right), alpha)
 
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::scaled_product", mutates_args=())

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import AS_IT_IS, SOURCES, SPLITS, Operand
 from megatron.fake_quant.quant_type import (

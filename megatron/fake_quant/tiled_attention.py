@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, misfits
 from megatron.fake_quant.tiled_backward import Backward
 from megatron.fake_quant.tiled_forward import Rows, TiledAttention

@@ -11,17 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.gemm import (
-    OF_FORWARD,
-    SLOTS,
-    GemmFormats,
-    Observer,
-    matmul,
-    matmul_then_scale,
-)
+from megatron.fake_quant.gemm import Observer
+from megatron.fake_quant.gemm_formats import OF_FORWARD, SLOTS, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.products import multiply
+from megatron.fake_quant.products import matmul, matmul_then_scale, multiply
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
 from megatron.fake_quant.unrounded import quantize_parts
 
@@ -85,7 +79,7 @@ class TiledMatmul:
         """Return an operand as its GEMM multiplies it.
 
         Args:
-            slot: one of `gemm.SLOTS`.
+            slot: one of `gemm_formats.SLOTS`.
             x: the operand in float32.
             axis: reduction axis of the GEMM.
             tile: number of the tile, or None if `x` is a whole matrix.

@@ -85,7 +85,7 @@ def cases_of(operation: str) -> dict[str, dict]:
 
 def set_formats(module, operation: str, formats: dict) -> None:
     from megatron.fake_quant import get_format
-    from megatron.fake_quant.gemm import GemmFormats
+    from megatron.fake_quant.gemm_formats import GemmFormats
     from megatron.fake_quant.operand import Operand
     from megatron.fake_quant.policy import OperationPolicy
 

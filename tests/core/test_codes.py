@@ -13,7 +13,7 @@ import torch
 from megatron.analysis.store import TensorStore
 from megatron.collection.limits import OVERHEAD
 from megatron.fake_quant import dequantize, fake_quantize
-from megatron.fake_quant.gemm import SLOTS
+from megatron.fake_quant.gemm_formats import SLOTS
 from megatron.fake_quant.products import multiply
 from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.fake_quant.unrounded import unpacked_parts

@@ -8,7 +8,8 @@ import torch
 
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.tensor_record import (
     ON_REQUEST,
     TENSOR_NAMES,

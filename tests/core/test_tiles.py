@@ -10,7 +10,7 @@ import torch
 
 from megatron.analysis.verification.recompute_attention import AttentionFormats, attention
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.tiling import Tiling
 from tests import forks
 from tests.core.gpt_runs import collect, pick

@@ -38,7 +38,7 @@ def layer(mask="causal", **options):
 
 def set_formats(module, name, tiling=None, *, unnormalized=True):
     from megatron.fake_quant import get_format
-    from megatron.fake_quant.gemm import GemmFormats
+    from megatron.fake_quant.gemm_formats import GemmFormats
     from megatron.fake_quant.policy import OperationPolicy
 
     qk = GemmFormats.uniform(get_format(name))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.fake_quant import Hadamard, fake_quantize, gemm, get_format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix
 from megatron.fake_quant.operand import Operand
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
 
 M, N, K = 48, 64, 96

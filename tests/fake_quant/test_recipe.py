@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron.fake_quant import Hadamard, get_format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.policy import OperationPolicy, resolve
 from megatron.fake_quant.recipe import load_recipe

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
 from megatron.fake_quant import tiled_matmul as module
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.tiled_attention import tiled_attention
 from megatron.fake_quant.tiled_forward import TiledAttention

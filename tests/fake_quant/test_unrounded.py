@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize, reference
 from megatron.fake_quant.fused import numba_launch
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.products import multiply

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.operand import Operand
 
 from .kernel_inputs import SEED

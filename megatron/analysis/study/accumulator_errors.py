@@ -42,7 +42,7 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.quant_type import OPERATIONS, gemm_formats
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed

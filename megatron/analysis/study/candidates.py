@@ -13,7 +13,7 @@ from typing import Any
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, SLOTS, GemmFormats
 from megatron.fake_quant.inspect.format_properties import bits_a_value
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operand import Operand

@@ -59,7 +59,8 @@ from megatron.analysis.study.candidates import (
 )
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import ACCUMULATOR_FIELDS, SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, SLOTS, GemmFormats
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS

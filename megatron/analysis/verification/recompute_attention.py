@@ -37,7 +37,8 @@ from megatron.analysis.verification.recompute_linear import (
 )
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tiled_attention import tiled_attention
 from megatron.fake_quant.tiled_forward import Tile, TiledAttention
 from megatron.fake_quant.tiled_matmul import TiledMatmul, TileOperand

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import GEMM_SLOTS, OF_FORWARD, GemmFormats
+from megatron.fake_quant.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.packing import QuantizedTensor
@@ -155,8 +155,7 @@ def _accumulated(
     """
     gemm = GEMM_OF[name]
     accumulator, parts = recorded.formats.accumulators[gemm], []
-    axes = {"fprop": (-1, -1), "dgrad": (-1, -2), "wgrad": (-2, -2)}[gemm]
-    for slot, x, axis in zip(GEMM_SLOTS[gemm], operands, axes, strict=True):
+    for slot, x, axis in zip(GEMM_SLOTS[gemm], operands, AXES[gemm], strict=True):
         operand: Operand = getattr(recorded.formats, slot)
         # A copy of the forward pass has no format of its own, so it is not checked against codes.
         matrix = recorded.quantized(slot, x, axis, fill=gemm == "wgrad")

@@ -20,7 +20,7 @@ from megatron.collection.run_card import collection_folder
 from megatron.collection.statistics.measure import Sums, measure, statistics
 from megatron.collection.statistics.parquet_files import ParquetFiles
 from megatron.collection.training_clock import clock
-from megatron.fake_quant.gemm import SLOTS
+from megatron.fake_quant.gemm_formats import SLOTS
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.recipe_operands import GEMMS
@@ -172,7 +172,7 @@ class TensorStatistics:
         Args:
             where: layer number and name of the module.
             operation: linear, qk or pv.
-            slot: slot of the operand, one of `gemm.SLOTS`.
+            slot: slot of the operand, one of `gemm_formats.SLOTS`.
             x: the operand, transformed and not yet quantized.
             operand: format of the operand.
             how: `axis`, `seed` and `amax` of `fake_quantize`.

@@ -20,7 +20,7 @@ import torch
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
-from megatron.fake_quant.gemm import GEMM_SLOTS, SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
 

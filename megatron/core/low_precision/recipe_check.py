@@ -22,7 +22,7 @@ from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
 from megatron.fake_quant import policy
 from megatron.fake_quant.accumulate.element_types import check_accepted
-from megatron.fake_quant.gemm import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.recipe import Recipe, Rule
 from megatron.fake_quant.unit_operands import element_name
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.fake_quant.gemm import SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tile_checks import NO_ACCUMULATORS
 from megatron.fake_quant.tiled_attention import default_tiling
 from megatron.fake_quant.tiling import KeyMask, Tiling

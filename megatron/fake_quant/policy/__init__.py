@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy.accumulators import (
     ACCUMULATE_VARIABLE,
     AccumulatorChoice,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.names import get_accumulator
-from megatron.fake_quant.gemm import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
 
 ACCUMULATE_VARIABLE = "QUANT_ACCUMULATE"
 ACCUMULATE_FLAG = "--quant-accumulate"

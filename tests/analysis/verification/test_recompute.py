@@ -19,7 +19,8 @@ from megatron.analysis.verification.recorded_formats import (
     softmax_of_card,
 )
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.tiling import Tiling

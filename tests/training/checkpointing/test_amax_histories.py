@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.low_precision.delayed_scaling import Operation
-from megatron.fake_quant.gemm import SLOTS
+from megatron.fake_quant.gemm_formats import SLOTS
 from megatron.training.checkpointing import amax_histories
 from megatron.training.checkpointing.index import read_index
 from tests.training.runs import NO_DROPOUT, succeeded, train
