@@ -3,7 +3,7 @@
 Most modules deal with numbers only, not with models or layers. Start reading with `formats.py` (the
 definitions of the formats, with `elements.py` and `block_scaling.py`) and `names.py` (their names).
 Next come `reference.py`, which splits a tensor into elements and scales in plain torch operations,
-and what it calls: `scalings.py`, which lists one module per kind of scales, such as `mx.py`, and
+and what it calls: `scalings/`, which has one module per kind of scales, such as `mx.py`, and
 `rounding.py` with `hifloat8.py`. `quantize.py` is the entry point, and `packing.py` returns codes
 and scales. `fused/` computes the same results faster, `operators.py` makes everything work with
 torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command line.

@@ -1,7 +1,7 @@
 """Describe the scaling of blocks as data: which values share a scale, and how it is computed.
 
 Each field of `BlockScaling` describes one independent part. `names.py` spells the parts in a
-format's name, and the modules in `scalings.py` compute them.
+format's name, and the modules in `scalings/` compute them.
 """
 
 import math
@@ -128,7 +128,7 @@ class BlockScaling:
 
     @property
     def method(self) -> str:
-        """Key, in the table of `scalings.py`, of the module that implements the scaling."""
+        """Key, in the table of `scalings/`, of the module that implements the scaling."""
         return {"e8m0": "mx", "fp32": "float32"}.get(self.scale, "float8")
 
     @property

@@ -49,8 +49,8 @@ from megatron.fake_quant.block_scaling import (
     check_block,
 )
 from megatron.fake_quant.elements import ELEMENTS, ElementFormat
-from megatron.fake_quant.float8_scales import FLOAT8
 from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.scalings.float8_types import FLOAT8
 from megatron.fake_quant.special_scalings import DELAYED, MARGIN, TensorScaling
 from megatron.fake_quant.variants import (
     RULES,

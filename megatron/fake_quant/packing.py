@@ -10,7 +10,7 @@ byte, with the first of two neighbors in the low half. Scales are stored in the 
     hifp4             four bytes per block; see `hifloat4.py`
     fp8, hifp8:t15    a float32 for the tensor
 
-The module of a scaling (see `scalings.py`) describes the bytes of the other formats.
+The module of a scaling (see `scalings/`) describes the bytes of the other formats.
 For bf16 and fp16, `codes` is the tensor in that dtype.
 """
 

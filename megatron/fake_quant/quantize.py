@@ -11,7 +11,7 @@ from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operators import compute, is_direct
 from megatron.fake_quant.random_bits import check_seed, draw_seed
 from megatron.fake_quant.rounding import check_tensor
-from megatron.fake_quant.tensor_scale import check_amax
+from megatron.fake_quant.scalings.tensor_scale import check_amax
 
 
 def fake_quantize(

@@ -18,7 +18,7 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales
-from megatron.fake_quant.tensor_scale import check_amax
+from megatron.fake_quant.scalings.tensor_scale import check_amax
 
 
 def split(

@@ -1,7 +1,7 @@
 """Describe, as data, the scalings that `BlockScaling` cannot express.
 
 All scalings have the same attributes, so that no code has to check for the class. An attribute that
-does not apply to a class is None, 0 or False. The modules in `scalings.py` compute the scales.
+does not apply to a class is None, 0 or False. The modules in `scalings/` compute the scales.
 
 Sources: HiFloat4, arXiv 2602.11287; MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2305.14314;
 IF4, arXiv 2603.28765; MixFP4, arXiv 2605.31035; macro blocks, arXiv 2603.08713.

@@ -28,15 +28,15 @@ from megatron.fake_quant import operators
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import Cast, ElementFormat
-from megatron.fake_quant.float8_scales import FLOAT8
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.mean_split import SplitMatrix
 from megatron.fake_quant.packing import QuantizedTensor, dequantize
 from megatron.fake_quant.quantize import checked, fake_quantize, seed_for, seeds_for
 from megatron.fake_quant.scalings import target
+from megatron.fake_quant.scalings.float8_types import FLOAT8
+from megatron.fake_quant.scalings.tensor_scale import divide_by, encode_scale, local_amax
 from megatron.fake_quant.special_scalings import GroupScaling, PairScaling, TensorScaling
-from megatron.fake_quant.tensor_scale import divide_by, encode_scale, local_amax
 
 Kind = Literal["exact", "apart", "wide"]
 

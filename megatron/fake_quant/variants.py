@@ -25,9 +25,9 @@ from megatron.fake_quant.block_scaling import (
     share,
 )
 from megatron.fake_quant.elements import ELEMENTS, ElementFormat, HiFloat8
-from megatron.fake_quant.float8_scales import bound
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.rounding_modes import EDEN_BOUND, ROUNDINGS, Rounding
+from megatron.fake_quant.scalings.float8_scales import bound
 from megatron.fake_quant.special_scalings import (
     DELAYED,
     HISTORY,

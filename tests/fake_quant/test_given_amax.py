@@ -21,7 +21,7 @@ from megatron.fake_quant.fused import numba_launch
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.scalings import kernel_roundings
-from megatron.fake_quant.tensor_scale import local_amax
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 
 from .kernel_inputs import bits
 

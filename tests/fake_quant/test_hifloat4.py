@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.fake_quant import fake_quantize, quantize
-from megatron.fake_quant.hifloat4 import NAN_BYTE
 from megatron.fake_quant.quantize import checked
+from megatron.fake_quant.scalings.hifloat4 import NAN_BYTE
 
 from . import references
 from .inputs import (

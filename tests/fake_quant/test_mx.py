@@ -9,8 +9,8 @@ import torch
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import ELEMENTS
-from megatron.fake_quant.mx import NAN_BYTE, scale_bytes, scale_reciprocals, scale_values
 from megatron.fake_quant.names import get_element
+from megatron.fake_quant.scalings.mx import NAN_BYTE, scale_bytes, scale_reciprocals, scale_values
 
 from . import oracle
 from .inputs import (

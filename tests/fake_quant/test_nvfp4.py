@@ -7,7 +7,7 @@ import torch
 from megatron.fake_quant import fake_quantize, quantize
 from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.elements import E2M1, E4M3
-from megatron.fake_quant.float8_scales import E4M3_NAN
+from megatron.fake_quant.scalings.float8_types import E4M3_NAN
 
 from . import oracle, references
 from .inputs import (

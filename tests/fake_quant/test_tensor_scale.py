@@ -7,8 +7,8 @@ import torch
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.formats import Format
+from megatron.fake_quant.scalings.tensor_scale import encode_scale, finite_amax
 from megatron.fake_quant.special_scalings import TensorScaling
-from megatron.fake_quant.tensor_scale import encode_scale, finite_amax
 
 from . import references
 from .inputs import (

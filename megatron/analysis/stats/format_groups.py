@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.mx import carry_from
 from megatron.fake_quant.names import get_format
+from megatron.fake_quant.scalings.mx import carry_from
 
 AXES = ("row", "column")
 

@@ -64,7 +64,7 @@ from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, SLOTS, GemmForm
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
-from megatron.fake_quant.tensor_scale import local_amax
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 
 Row = dict[str, Any]
 #: Last columns of both tables.

@@ -65,7 +65,7 @@ from torch import Tensor
 
 from megatron.collection.capture import over_context
 from megatron.core import parallel_state
-from megatron.fake_quant.tensor_scale import local_amax
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 
 #: Name, among the groups of an operand, of the replicas of an expert in a tp x cp group.
 REPLICAS = "replicas"

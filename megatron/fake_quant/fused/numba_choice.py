@@ -24,8 +24,8 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.fused.numba_scales import FLOAT32_MAX, e4m3
 from megatron.fake_quant.fused.numba_tiles import COLUMNS, DEPTH, extent, fill_special, maxima
+from megatron.fake_quant.scalings.tensor_scale import divide_by
 from megatron.fake_quant.special_scalings import ChoiceScaling
-from megatron.fake_quant.tensor_scale import divide_by
 
 E2M1 = element_bits(E2M1_ELEMENT)
 SIX, SEVEN = np.float32(6), np.float32(7)

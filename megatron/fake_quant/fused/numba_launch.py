@@ -38,7 +38,7 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.scalings import kernel_roundings
-from megatron.fake_quant.tensor_scale import check_amax, factors
+from megatron.fake_quant.scalings.tensor_scale import check_amax, factors
 
 _SOURCES = {
     torch.float32: numba_elementwise.FROM_FLOAT32,

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron.fake_quant import macro_blocks
 from megatron.fake_quant.elements import E2M1 as E2M1_ELEMENT
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
 from megatron.fake_quant.formats import Format
@@ -32,7 +31,8 @@ from megatron.fake_quant.fused.numba_tiles import (
     maxima,
     spread,
 )
-from megatron.fake_quant.mx import carry_bits
+from megatron.fake_quant.scalings import macro_blocks
+from megatron.fake_quant.scalings.mx import carry_bits
 from megatron.fake_quant.special_scalings import MacroScaling
 
 E2M1 = element_bits(E2M1_ELEMENT)

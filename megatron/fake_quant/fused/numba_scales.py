@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron.fake_quant import float8_scales
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import ElementFormat
-from megatron.fake_quant.float8_scales import FLOAT8, SIXTH
-from megatron.fake_quant.float8_scales import WIDER as RATIO
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
@@ -27,8 +24,12 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
 )
 from megatron.fake_quant.fused.numba_compile import inlined
-from megatron.fake_quant.mx import carry_bits
-from megatron.fake_quant.tensor_scale import divide_by
+from megatron.fake_quant.scalings import float8_scales
+from megatron.fake_quant.scalings.float8_scales import SIXTH
+from megatron.fake_quant.scalings.float8_scales import WIDER as RATIO
+from megatron.fake_quant.scalings.float8_types import FLOAT8
+from megatron.fake_quant.scalings.mx import carry_bits
+from megatron.fake_quant.scalings.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
 WIDER = np.float32(RATIO)

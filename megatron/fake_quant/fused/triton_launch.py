@@ -20,7 +20,7 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.triton_plans import plan
 from megatron.fake_quant.random_bits import WORD
-from megatron.fake_quant.tensor_scale import check_amax
+from megatron.fake_quant.scalings.tensor_scale import check_amax
 
 
 def _key(seed: int | None) -> tuple[int, int]:

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import float8_scales
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.float32_bits import BIAS, INFINITY, power_of_two_bits
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import triton_blocks, triton_elementwise
 from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
-from megatron.fake_quant.mx import carry_bits
 from megatron.fake_quant.rounding import check_rounding
-from megatron.fake_quant.scalings import kernel_roundings, target
+from megatron.fake_quant.scalings import float8_scales, kernel_roundings, target
+from megatron.fake_quant.scalings.mx import carry_bits
 from megatron.fake_quant.special_scalings import PairScaling, TensorScaling
 
 #: Number of bytes in the tile that a program holds in registers, unless a block is larger.

@@ -20,7 +20,6 @@ result is arbitrary, and the kernel writes NaN instead.
 
 import triton.language as tl
 
-from megatron.fake_quant import float8_scales
 from megatron.fake_quant.fused.triton_bits import (
     INFINITY,
     MAGNITUDE,
@@ -30,6 +29,7 @@ from megatron.fake_quant.fused.triton_bits import (
     nearest_even,
     widen,
 )
+from megatron.fake_quant.scalings import float8_scales
 
 FRACTION = tl.constexpr(0x7FFFFF)
 SMALLEST_NORMAL = tl.constexpr(1 << 23)

@@ -1,7 +1,7 @@
 """Full description of one format, which `python -m megatron.fake_quant describe` prints.
 
 The numbers come from `format_properties.py`, which measures them on the quantization code. Each
-scaling's own module describes the scales; see `scalings.py`.
+scaling's own module describes the scales; see `scalings/`.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron.fake_quant import mx, scalings
+from megatron.fake_quant import scalings
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import Element
 from megatron.fake_quant.formats import Format
@@ -19,8 +19,9 @@ from megatron.fake_quant.inspect.format_table import aliases, markdown_table, nu
 from megatron.fake_quant.inspect.rounding_bias import NEGLIGIBLE, SMALL, limits, rounding_bias
 from megatron.fake_quant.names import further_variants
 from megatron.fake_quant.rounding_modes import ROUNDINGS
+from megatron.fake_quant.scalings import mx
+from megatron.fake_quant.scalings.tensor_scale import FLOAT32_MAX
 from megatron.fake_quant.special_scalings import TensorScaling
-from megatron.fake_quant.tensor_scale import FLOAT32_MAX
 
 Line = tuple[str, str]
 

@@ -29,9 +29,9 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.code_points import decode
 from megatron.fake_quant.elements import E4M3
-from megatron.fake_quant.float8_scales import FLOAT8
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_table import number
+from megatron.fake_quant.scalings.float8_types import FLOAT8
 
 NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
 SMALL = 2e-4  #: largest magnitude of a gain that is reported as small

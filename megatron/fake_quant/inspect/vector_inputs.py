@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.fake_quant import scalings
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import Element
-from megatron.fake_quant.float8_scales import bound
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_properties import all_values, infinite_from
 from megatron.fake_quant.inspect.vector_frames import (
@@ -29,6 +28,7 @@ from megatron.fake_quant.inspect.vector_frames import (
     width_of,
 )
 from megatron.fake_quant.random_bits import random_bits
+from megatron.fake_quant.scalings.float8_scales import bound
 from megatron.fake_quant.special_scalings import (
     ChoiceScaling,
     GroupScaling,

@@ -14,7 +14,7 @@ from megatron.analysis.study import candidates_of, study
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.quant_type import gemm_formats
-from megatron.fake_quant.tensor_scale import local_amax
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 from tests.analysis.study import small_dump
 
 FORMATS = [

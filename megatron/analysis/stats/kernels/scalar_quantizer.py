@@ -47,7 +47,7 @@ from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.fused.numba_elementwise import LARGEST, nearest_hifloat8
 from megatron.fake_quant.fused.numba_scales import E4M3, FLOAT32_MAX, Rule, e8m0, make_rule, power
 from megatron.fake_quant.rounding import check_rounding
-from megatron.fake_quant.tensor_scale import factors
+from megatron.fake_quant.scalings.tensor_scale import factors
 
 FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of element types
 AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: possible dtypes of the result

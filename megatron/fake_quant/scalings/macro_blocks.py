@@ -22,12 +22,12 @@ Five bytes are stored per macro block: the E8M0 bytes of its four blocks, and k.
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import mx
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import E2M1, ElementFormat
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
+from megatron.fake_quant.scalings import mx
 from megatron.fake_quant.special_scalings import MacroScaling
 
 SMALLEST = 1e-12

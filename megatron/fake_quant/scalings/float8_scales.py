@@ -49,59 +49,31 @@ weight is a shard, unless the caller gives another a, as with `:global`. Blocks 
 saturate.
 """
 
-import functools
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-
 import torch
 from torch import Tensor
 
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
-from megatron.fake_quant.code_points import code_values, decode, encode
+from megatron.fake_quant.code_points import encode
 from megatron.fake_quant.elements import E2M1, E4M3, ElementFormat
 from megatron.fake_quant.float32_bits import INFINITY, MAGNITUDE
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
-from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by
+from megatron.fake_quant.scalings.float8_types import (
+    E4M3_NAN,
+    FLOAT8,
+    NAN_BYTE,
+    decoded,
+    unsigned_numbers,
+)
+from megatron.fake_quant.scalings.tensor_scale import FLOAT32_MAX, divide_by
 
 SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32)
-E4M3_NAN = 0x7F
-NAN_BYTE = 0xFF  #: byte for NaN in the unsigned scale types
 #: Largest first candidate if each block scale is chosen between two candidates ("4/6"). The second
 #: candidate is 1.5 times as large: at most 384, which is also an E4M3 number.
 SEARCH_BOUND = 256.0
 WIDER = 1.5  #: ratio of the two candidates for a block scale ("4/6"): 6 / 4
 SMALLEST_OUTER = 1e-30  #: smallest outer scale if the block scales are UE5M3, as in AMD's ALTO
-
-
-@dataclass(frozen=True, slots=True)
-class Float8:
-    """Number type of block scales: the numbers, and the byte that stands for each."""
-
-    element: ElementFormat
-    lowest: float = 0.0  #: minimum of a scale; 0 if scales may underflow
-    first: int = 0  #: code in `element` of the number that byte 0 stands for
-
-
-FLOAT8: Mapping[str, Float8] = MappingProxyType(
-    {
-        "e4m3": Float8(E4M3),
-        "ue5m3": Float8(
-            ElementFormat("ue5m3", 5, 3, bias=15, max=114688.0, signed=False),
-            lowest=math.ldexp(1, -17),
-        ),
-        # E6M2 has neither zero nor subnormal numbers. It is described as part of a wider type.
-        # The first normal number of that type is stored as byte 0.
-        "e6m2": Float8(
-            ElementFormat("e6m2", 7, 2, bias=49, max=1.5 * (1 << 15), signed=False),
-            lowest=math.ldexp(1, -48),
-            first=4,
-        ),
-    }
-)
 
 
 def top(scaling: BlockScaling, element: ElementFormat) -> float:
@@ -260,7 +232,7 @@ def _divided(
         wanted = torch.div(amax, outer)
     wanted = torch.div(wanted, torch.full_like(amax, top(scaling, element))).nan_to_num_(0.0)
     block_scales = round_to(wanted.clamp_(kind.lowest, kind.element.max), kind.element)
-    numbers = _numbers(scaling.scale).to(amax.device)[:-1]
+    numbers = unsigned_numbers(scaling.scale).to(amax.device)[:-1]
     codes = torch.searchsorted(numbers, block_scales).to(torch.uint8)
     codes.masked_fill_(~amax.isfinite(), NAN_BYTE)
     return blocks / (block_scales * outer).unsqueeze(-1), Scales(codes, stored)
@@ -268,7 +240,7 @@ def _divided(
 
 def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
     """Multiply the elements by both levels of scales, which undoes `scale_down`."""
-    factors = _values(scales.block(), scaling)
+    factors = decoded(scales.block(), scaling.scale)
     if scaling.outer == "none" or scaling.apart:
         return elements * factors.unsqueeze(-1)
     outer = _per_block(scales.whole(), scaling, factors)
@@ -278,24 +250,9 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
     return elements * (factors * outer).unsqueeze(-1)
 
 
-def _values(codes: Tensor, scaling: BlockScaling) -> Tensor:
-    """Return the numbers that the stored bytes of scales stand for."""
-    if scaling.scale == "e4m3":
-        return decode(codes, E4M3)
-    return _numbers(scaling.scale).to(codes.device)[codes.int()]
-
-
-@functools.cache
-def _numbers(scale: str) -> Tensor:
-    """Return the numbers for the 256 bytes of an unsigned scale type; the last one is NaN."""
-    kind = FLOAT8[scale]
-    numbers = code_values(kind.element)[kind.first : kind.first + NAN_BYTE]
-    return torch.cat([numbers, torch.tensor([torch.nan])])
-
-
 def stored_scales(scaling: BlockScaling) -> Tensor:
     """Return the factor that each scale byte stands for, without the outer scale."""
-    return _values(torch.arange(256, dtype=torch.uint8), scaling)
+    return decoded(torch.arange(256, dtype=torch.uint8), scaling.scale)
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

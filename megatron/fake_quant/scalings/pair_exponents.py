@@ -30,8 +30,8 @@ from torch import Tensor
 from megatron.fake_quant.elements import ElementFormat
 from megatron.fake_quant.float32_bits import BIAS, MANTISSA_BITS
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.mx import NAN_BYTE, scale_reciprocals, scale_values
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
+from megatron.fake_quant.scalings.mx import NAN_BYTE, scale_reciprocals, scale_values
 from megatron.fake_quant.special_scalings import PairScaling
 
 _BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)

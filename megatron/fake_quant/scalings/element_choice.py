@@ -46,8 +46,8 @@ from megatron.fake_quant.elements import E2M1, E4M3, ElementFormat
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
+from megatron.fake_quant.scalings.tensor_scale import FLOAT32_MAX, divide_by, finite_amax
 from megatron.fake_quant.special_scalings import ChoiceScaling
-from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by, finite_amax
 
 _NAN = 0x7F
 _SIGN = 0x80

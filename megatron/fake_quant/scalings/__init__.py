@@ -14,7 +14,11 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from megatron.fake_quant import (
+from megatron.fake_quant.block_scaling import GLOBAL, BlockScaling
+from megatron.fake_quant.elements import ElementFormat
+from megatron.fake_quant.formats import Format, Scaling
+from megatron.fake_quant.scales import ScaleDescription, Scales
+from megatron.fake_quant.scalings import (
     absmax,
     element_choice,
     float8_scales,
@@ -25,10 +29,6 @@ from megatron.fake_quant import (
     pair_exponents,
     tensor_scale,
 )
-from megatron.fake_quant.block_scaling import GLOBAL, BlockScaling
-from megatron.fake_quant.elements import ElementFormat
-from megatron.fake_quant.formats import Format, Scaling
-from megatron.fake_quant.scales import ScaleDescription, Scales
 from megatron.fake_quant.special_scalings import ChoiceScaling, TensorScaling
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.fake_quant.elements import TableElement
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.mx import scale_values
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
+from megatron.fake_quant.scalings.mx import scale_values
 from megatron.fake_quant.special_scalings import AbsmaxScaling
 
 

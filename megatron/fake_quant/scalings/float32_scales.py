@@ -23,9 +23,9 @@ from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import E4M3, E5M2, ElementFormat
 from megatron.fake_quant.float32_bits import MANTISSA_BITS
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.mx import scale_values
 from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
-from megatron.fake_quant.tensor_scale import divide_by
+from megatron.fake_quant.scalings.mx import scale_values
+from megatron.fake_quant.scalings.tensor_scale import divide_by
 
 _EXPONENT = 255  #: mask of float32's exponent field, after a shift to bit 0
 
