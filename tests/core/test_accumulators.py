@@ -89,7 +89,7 @@ def test_the_audit_shows_the_accumulators_and_is_read_back(tmp_path):
     ]
     linear, qk, pv = (entry.summary for entry in entries)
     assert linear.endswith("(accumulated in hopper_fp8_promote128)")
-    assert "(grad_query accumulated in hopper_fp8) (grad_key accumulated in fp32)" in qk
+    assert "(fprop and grad_query accumulated in hopper_fp8, grad_key in fp32)" in qk
     assert pv.endswith("(fprop accumulated in blackwell_nvfp4)")
     operands = json.loads(json.dumps(matmul_audit.for_card(entries)))
     for card in ({"operands": operands, "matmuls": []}, {"matmuls": matmul_audit.table(entries)}):

@@ -34,10 +34,10 @@ _AUDIT_LINE = re.compile(
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
-ACCUMULATED = "accumulated in "  #: mark before the name of an accumulator, after that of a GEMM
+ACCUMULATED = "accumulated in "  #: mark before the name of an accumulator, after those of GEMMs
 _MARK = re.compile(
     rf" \(({STRAIGHT}|{UNNORMALIZED}|tiles of [^()]{{1,80}}"
-    rf"|(?:\w{{1,20}} )?{ACCUMULATED}[\w:]{{1,100}})\)"
+    rf"|[\w ]{{0,60}}{ACCUMULATED}[\w:, ]{{1,400}})\)"
 )
 
 
@@ -301,14 +301,20 @@ def _marked(operands: Mapping[str, Operand], marks: set[str], operation: str) ->
 def _accumulators_of(marks: set[str], operation: str) -> tuple[dict[str, Accumulator], set[str]]:
     """Return the accumulators in the marks, by field of `GemmFormats`, and the other marks."""
     fields = dict(zip(GEMMS[operation], ACCUMULATOR_FIELDS, strict=True))
-    accumulators, others = {}, set()
+    accumulators: dict[str, Accumulator] = {}
+    others: set[str] = set()
     for mark in marks:
-        gemm, found, name = mark.partition(ACCUMULATED)
-        if not found or gemm.strip() not in ("", *fields):
+        if ACCUMULATED not in mark:
             others.add(mark)
             continue
-        for field in [fields[gemm.strip()]] if gemm else fields.values():
-            accumulators[field] = parse_accumulator(name)
+        # One mark may name several accumulators: "fprop and dgrad accumulated in x, wgrad in y".
+        for part in mark.replace(ACCUMULATED, "in ", 1).split(", "):
+            words, _, name = part.rpartition("in ")
+            gemms = words.strip().split(" and ") if words else list(fields)
+            if not fields.keys() >= set(gemms):
+                others.add(mark)
+                continue
+            accumulators |= {fields[gemm]: parse_accumulator(name) for gemm in gemms}
     return accumulators, others
 
 

@@ -77,7 +77,23 @@ class Matmul:
         else:
             named = zip(GEMMS[self.operation], self.gemms, strict=True)
             summary = ", ".join(f"{gemm} {operands}" for gemm, operands in named)
-        return " ".join([summary, *(f"({mark})" for mark in self.marks)])
+        return " ".join([summary, *(f"({mark})" for mark in _joined(self.marks))])
+
+
+def _joined(marks: Sequence[str]) -> list[str]:
+    """Return marks with those of accumulators joined to one.
+
+    An example is `fprop and dgrad accumulated in hopper_fp8, wgrad in fp32`.
+    """
+    others, gemms = [], {}
+    for mark in marks:
+        gemm, separator, name = mark.partition(" accumulated in ")
+        if separator:
+            gemms.setdefault(name, []).append(gemm)
+        else:
+            others.append(mark)
+    parts = ", ".join(f"{' and '.join(of_name)} in {name}" for name, of_name in gemms.items())
+    return [*others, parts.replace(" in ", " accumulated in ", 1)] if parts else others
 
 
 def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:

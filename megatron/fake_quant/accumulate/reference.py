@@ -141,6 +141,7 @@ def _scales_of(scales: Tensor, columns: range, accumulator: Accumulator) -> Tens
 
 def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | float:
     """Return the float32 product of the scales of one block, in float64, or 1."""
+    assert (a.scales is None) == (b.scales is None), "only one operand has scales"
     if a.scales is None or b.scales is None:
         return 1.0
     return _outer(a.scales[:, block], b.scales[:, block]).double()

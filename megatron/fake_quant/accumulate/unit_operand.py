@@ -17,7 +17,8 @@ class UnitOperand(NamedTuple):
     elements: Tensor  #: float32 `[..., R, K]`, on the grid of the element type
     #: exponent of the element type's smallest normal number; see `element_types.py`
     smallest_exponent: int = ZERO_EXPONENT
-    #: float32 `[..., R, ceil(K / scale_block)]`; None if all are 1 or if the unit has none
+    #: float32 `[..., R, ceil(K / scale_block)]`; None if the unit has none, or if all scales are 1
+    #: in both operands of a product
     scales: Tensor | None = None
 
     def flat(self) -> "UnitOperand":
