@@ -13,6 +13,10 @@ float32 sums. Three ways lead there:
 - If an operand is in float32, or if a scale runs along the reduction axis, the product is computed
   in float32. It is several times slower: on one core with AVX-512, 100 instead of 450 GFLOP/s.
 
+Products of bfloat16 parts of a float32 operand would not be better. Two parts hold 16 of its 24
+significant bits, so the product would be less exact. Three parts hold all of them, but six to nine
+products of such parts take longer than one product in float32.
+
 Autocast is off in these products, because it would round float32 operands.
 """
 
