@@ -44,7 +44,7 @@ LONG = (
     "tests/fake_quant/test_properties.py",
     "tests/fake_quant/test_quantize.py::test_any_axis_is_a_loop_over_its_vectors",
     "tests/fake_quant/test_stochastic_bias.py",
-    "tests/fake_quant/test_tensor_scale.py::test_tensors_over_every_binade",
+    "tests/fake_quant/scalings/test_tensor_scale.py::test_tensors_over_every_binade",
 )
 
 gc.set_threshold(100_000, 20, 100)  # the imports are a million objects; this saves an eighth

@@ -11,8 +11,7 @@ from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.elements import TABLES, TableElement
 from megatron.fake_quant.inspect.format_properties import ties
 from megatron.fake_quant.special_scalings import AbsmaxScaling
-
-from .inputs import (
+from tests.fake_quant.inputs import (
     assert_same,
     every_bfloat16,
     every_float16,
@@ -21,7 +20,7 @@ from .inputs import (
     rows_at_every_scale,
     with_special_blocks,
 )
-from .uses import check_every_use
+from tests.fake_quant.uses import check_every_use
 
 #: Thresholds between the 16 numbers, as bitsandbytes' kernels have them (dQuantizeNF4 of csrc).
 THRESHOLDS = np.array(

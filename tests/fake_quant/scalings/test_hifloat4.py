@@ -10,9 +10,8 @@ import torch
 from megatron.fake_quant import fake_quantize, quantize
 from megatron.fake_quant.quantize import checked
 from megatron.fake_quant.scalings.hifloat4 import NAN_BYTE
-
-from . import references
-from .inputs import (
+from tests.fake_quant import references
+from tests.fake_quant.inputs import (
     assert_same,
     by_definition,
     every_bfloat16,
@@ -23,8 +22,8 @@ from .inputs import (
     rows_at_every_scale,
     with_special_blocks,
 )
-from .kernel_inputs import bits
-from .oracle_scaled import E6M2, fake_quantize_hifloat4
+from tests.fake_quant.kernel_inputs import bits
+from tests.fake_quant.oracle_scaled import E6M2, fake_quantize_hifloat4
 
 kinds = pytest.mark.parametrize("kind", references.KINDS)
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,8 +8,7 @@ import torch
 
 from megatron.fake_quant import dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.inspect import format_properties
-
-from .inputs import (
+from tests.fake_quant.inputs import (
     assert_same,
     every_bfloat16,
     every_float16,
@@ -18,7 +17,7 @@ from .inputs import (
     rows_at_every_scale,
     with_special_blocks,
 )
-from .uses import check_every_use
+from tests.fake_quant.uses import check_every_use
 
 #: Number of bits of an element after its sign.
 BITS = {"mx9": 7, "mx6": 4}

@@ -10,10 +10,14 @@ from megatron.fake_quant import dequantize, fake_quantize, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.inspect import code_point_table
 from megatron.fake_quant.names import get_format
-
-from .inputs import assert_same, every_bfloat16, random_bits_at_every_scale, with_special_blocks
-from .oracle import code_points
-from .uses import check_every_use
+from tests.fake_quant.inputs import (
+    assert_same,
+    every_bfloat16,
+    random_bits_at_every_scale,
+    with_special_blocks,
+)
+from tests.fake_quant.oracle import code_points
+from tests.fake_quant.uses import check_every_use
 
 NAMES = ["if4", "if4_mae", "mixfp4"]
 names = pytest.mark.parametrize("name", NAMES)

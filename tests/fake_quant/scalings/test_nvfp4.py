@@ -8,9 +8,8 @@ from megatron.fake_quant import fake_quantize, quantize
 from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.elements import E2M1, E4M3
 from megatron.fake_quant.scalings.float8_types import E4M3_NAN
-
-from . import oracle, references
-from .inputs import (
+from tests.fake_quant import oracle, references
+from tests.fake_quant.inputs import (
     assert_same,
     by_definition,
     every_bfloat16,
@@ -21,7 +20,7 @@ from .inputs import (
     rows_at_every_scale,
     with_special_blocks,
 )
-from .oracle_scaled import fake_quantize_nvfp4, nvfp4_blocks, to_blocks
+from tests.fake_quant.oracle_scaled import fake_quantize_nvfp4, nvfp4_blocks, to_blocks
 
 variants = pytest.mark.parametrize("name", ["nvfp4", "nvfp4:2d"])
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

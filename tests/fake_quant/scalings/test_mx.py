@@ -11,9 +11,8 @@ from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.elements import ELEMENTS
 from megatron.fake_quant.names import get_element
 from megatron.fake_quant.scalings.mx import NAN_BYTE, scale_bytes, scale_reciprocals, scale_values
-
-from . import oracle
-from .inputs import (
+from tests.fake_quant import oracle
+from tests.fake_quant.inputs import (
     assert_same,
     every_bfloat16,
     every_float16,

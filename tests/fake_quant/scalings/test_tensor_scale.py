@@ -9,9 +9,8 @@ from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings.tensor_scale import encode_scale, finite_amax
 from megatron.fake_quant.special_scalings import TensorScaling
-
-from . import references
-from .inputs import (
+from tests.fake_quant import references
+from tests.fake_quant.inputs import (
     assert_same,
     by_definition,
     every_bfloat16,
@@ -20,7 +19,7 @@ from .inputs import (
     random_bits_at_every_scale,
     rows_at_every_scale,
 )
-from .oracle_scaled import fake_quantize_per_tensor
+from tests.fake_quant.oracle_scaled import fake_quantize_per_tensor
 
 FP8 = ["fp8_e4m3", "fp8_e4m3:pow2", "fp8_e5m2", "fp8_e5m2:pow2"]
 NAMES = [*FP8, "hifp8:t15", "hifp8:t224", "hifp8:t15:pow2"]

@@ -9,16 +9,15 @@ import torch
 from megatron.fake_quant import dequantize, fake_quantize, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.special_scalings import MacroScaling
-
-from .inputs import (
+from tests.fake_quant.inputs import (
     assert_same,
     every_bfloat16,
     random_bits_at_every_scale,
     rows_at_every_scale,
     with_special_blocks,
 )
-from .oracle import code_points
-from .uses import check_every_use
+from tests.fake_quant.oracle import code_points
+from tests.fake_quant.uses import check_every_use
 
 #: Largest significand of a block's maximum, in units of 2^2, before the scale doubles.
 TOPS = {"mxfp4_macro": 7.0, "mxfp4_macro_oas": 7.25}
