@@ -10,7 +10,7 @@ from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.block_scaling import AmaxSource
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, check_probabilities
+from megatron.fake_quant.tile_checks import check_probabilities
 from megatron.fake_quant.tiling import Tiling
 from megatron.fake_quant.unit_operands import check_operands
 
@@ -80,8 +80,6 @@ class GemmFormats:
         for slot in SLOTS:
             if getattr(self, slot).source == "dequantized":
                 self._check_forward_copy(slot)
-        if self.tiling is not None and self.simulated:
-            raise ValueError(NO_ACCUMULATORS)
         if self.tiling is not None:
             check_probabilities(self.tiling, self.fprop_a, unnormalized=self.unnormalized)
         for gemm in GEMM_SLOTS:

@@ -40,7 +40,7 @@ from megatron.fake_quant.quant_type import (
     weight_format,
 )
 from megatron.fake_quant.recipe_yaml import Node
-from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, misfits
+from megatron.fake_quant.tile_checks import misfits
 from megatron.fake_quant.tiling import Tiling
 
 #: Formats of a layer's matmuls, by operation; the value None means high precision.
@@ -117,8 +117,6 @@ def _check_tiles(config: Config, node: Node, what: str) -> None:
         formats = config[operation]
         if formats is None:
             continue
-        if formats.simulated:
-            raise node.value[operation].error(f"{operation} of {what}: {NO_ACCUMULATORS}")
         operands = {slot: getattr(formats, slot) for slot in SLOTS}
         for message in misfits(operation, operands, pv.tiling.tile):
             named = _with_names(message, GEMMS[operation])

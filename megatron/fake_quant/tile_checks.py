@@ -5,20 +5,16 @@ computed a tile of them, and it multiplies whole blocks of K and V. Queries are 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from megatron.fake_quant import scalings
+from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.tiling import Tiling
 
-#: Reason why attention with accumulators does not run in tiles.
-NO_ACCUMULATORS = (
-    "attention in tiles sums products in float32 and applies no accumulator; remove the "
-    "accumulators of QK^T and PV, or the tiles"
-)
 #: Slots of both matmuls whose blocks run along the keys, and slots whose blocks may have several
 #: rows across the keys. The others have no axis of keys.
 _ALONG = {"qk": ("dgrad_c", "dgrad_b"), "pv": ("fprop_a", "fprop_b")}
@@ -54,8 +50,12 @@ def misfits(operation: str, operands: Mapping[str, Operand], tile: int) -> Itera
                 )
 
 
-def query_step(qk: Mapping[str, Operand], pv: Mapping[str, Operand]) -> int | None:
+def query_step(
+    qk: Mapping[str, Operand], pv: Mapping[str, Operand], units: Iterable[Accumulator] = ()
+) -> int | None:
     """Return a number of consecutive queries that no block of P or dS extends beyond.
+
+    No step or promotion interval of the accumulators that sum over queries extends beyond it, too.
 
     The result is None if P or dS depends on all queries, because the mean over the queries is split
     off.
@@ -63,6 +63,7 @@ def query_step(qk: Mapping[str, Operand], pv: Mapping[str, Operand]) -> int | No
     Args:
         qk: operands of QK^T by slot.
         pv: operands of PV by slot.
+        units: simulated accumulators of the gradients of K and V.
     """
     across, along = (qk["dgrad_c"], pv["fprop_a"]), (qk["wgrad_c"], pv["wgrad_a"])
     if any(operand.split != "none" for operand in (*across, *along)):
@@ -70,6 +71,8 @@ def query_step(qk: Mapping[str, Operand], pv: Mapping[str, Operand]) -> int | No
     lengths = [operand.format.height for operand in across if operand.format is not None]
     for operand in along:
         lengths += _lengths_along(operand).values()
+    for unit in units:
+        lengths += [unit.step, unit.promote_every or 1, unit.scale_block or 1]
     return math.lcm(*lengths)
 
 

@@ -27,11 +27,24 @@ Which values share a scale:
                  the queries of all heads. For the unnormalized P, it is constant: that of the
                  largest possible value, 1, or with a static scale S that of S * P, which is 1.
 
-All arithmetic is float32, whatever the dtype of Q, K and V, because the intermediate values stay in
-a kernel's registers. The result and the gradients are rounded to this dtype at the end. With one
-tile, they have the same bits as attention with whole matrices in float32. Stochastic rounding draws
-the bits of tile 0, counted from the first key, as for whole matrices, and others for each of the
-other tiles.
+If a GEMM has an accumulator, each of its products is summed as the matrix unit does. The sums begin
+and end as in FlashAttention-3 (arXiv 2407.08608):
+
+    S and dP   one sum over the head dimension per value
+    O          one sum over all keys: the register keeps O, which is multiplied by exp(m - m') in
+               float32 and is the addend C of the next tile's product, D = A B + C. With promotion,
+               the second sum is O, and the running sum begins with zero in each tile. Scales that
+               the unit does not apply multiply O after the last tile. If P has such a scale of its
+               own in each tile, no register can continue the sum. Each tile then begins a new one,
+               and O is added up in float32, as in SageAttention2 (arXiv 2411.10958).
+    dV and dK  one sum over all queries per value
+    dQ         one sum per tile; the tiles are added up in float32, as in memory
+
+All other arithmetic is float32, whatever the dtype of Q, K and V, because the intermediate values
+stay in a kernel's registers. A unit reads an operand without a format in this dtype. The result and
+the gradients are rounded to this dtype at the end. With one tile, they have the same bits as
+attention with whole matrices in float32. Stochastic rounding draws the bits of tile 0, counted from
+the first key, as for whole matrices, and others for each of the other tiles.
 
 Shape suffixes: B batch times heads, M queries, N keys, D head dimension of Q and K, and in
 `value_BND` and the output that of V. `vt` is V^T.
@@ -45,7 +58,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.tile_checks import NO_ACCUMULATORS, misfits
+from megatron.fake_quant.tile_checks import misfits
 from megatron.fake_quant.tiled_backward import Backward
 from megatron.fake_quant.tiled_forward import Rows, TiledAttention
 from megatron.fake_quant.tiling import WHOLE_PAIRS, Tiling
@@ -62,7 +75,7 @@ class _TiledAttention(torch.autograd.Function):
         value_BND: Tensor,
         attention: TiledAttention,
     ) -> Tensor:
-        attention = attention.prepared()
+        attention = attention.prepared(query_BMD.dtype)
         operands = (query_BMD, key_BND, value_BND)
         with torch.autocast(query_BMD.device.type, enabled=False):
             out_BMD, rows = attention.forward(*(x.float() for x in operands))
@@ -112,8 +125,6 @@ def default_tiling(
     tiling = Tiling()
     for operation, formats in matmuls.items():
         if formats is not None:
-            if formats.simulated:
-                return None, f"{size}, but {NO_ACCUMULATORS}"
             operands = {slot: getattr(formats, slot) for slot in SLOTS}
             for message in misfits(operation, operands, tiling.tile):
                 return None, f"{size}, but {operation}: {message}"

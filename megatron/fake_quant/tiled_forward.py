@@ -10,8 +10,9 @@ from torch import Tensor
 from megatron.fake_quant import scalings
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.tile_checks import misfits, query_step
-from megatron.fake_quant.tiled_matmul import TiledMatmul, TileOperand
+from megatron.fake_quant.tiled_matmul import AnyOperand, TiledMatmul
 from megatron.fake_quant.tiling import ALL_VISIBLE, KeyMask, Tiling
+from megatron.fake_quant.unit_operands import scales_follow_values
 
 MASKED = -10000.0  #: score of a hidden key, as in megatron-core
 
@@ -92,9 +93,26 @@ class TiledAttention:
             for message in misfits(operation, part.operands, self.tiling.tile):
                 raise ValueError(f"{operation}: {message}")
 
-    def prepared(self) -> "TiledAttention":
-        """Return these settings with the seeds and random signs that all passes share."""
-        return replace(self, qk=self.qk.prepared(), pv=self.pv.prepared())
+    def prepared(self, dtype: torch.dtype) -> "TiledAttention":
+        """Return these settings with the seeds and random signs that all passes share.
+
+        `dtype` is the dtype of Q, K and V.
+        """
+        return replace(self, qk=self.qk.prepared(dtype), pv=self.pv.prepared(dtype))
+
+    @property
+    def continues(self) -> bool:
+        """Return whether the register of a simulated unit keeps O from one tile to the next.
+
+        This requires that the scale of P is the same in all tiles. Otherwise, each tile begins a
+        new sum, and O is added up in float32.
+        """
+        fmt = self.pv.formats.fprop_a.format
+        if self.pv.simulated("fprop") is None:
+            return False
+        if fmt is None or not scales_follow_values(fmt):
+            return True
+        return self.pv.formats.unnormalized and self._constant_amax() is not None
 
     def tiles(self, queries: int, keys: int) -> Iterator[Tile]:
         """Yield the tiles in their order, without those that no query sees.
@@ -102,7 +120,8 @@ class TiledAttention:
         Where the positions show that a query sees no key of a tile, its row is left out. Such rows
         are left out in whole blocks, so that blocks along the queries are as in whole matrices.
         """
-        step = query_step(self.qk.operands, self.pv.operands)
+        units = [part.simulated("wgrad") for part in (self.qk, self.pv)]
+        step = query_step(self.qk.operands, self.pv.operands, filter(None, units))
         for number, span in self.tiling.spans(keys):
             rows = slice(0, queries)
             if step is not None:
@@ -113,7 +132,7 @@ class TiledAttention:
                     continue
             yield Tile(number, span, rows)
 
-    def scores(self, query: TileOperand, key: TileOperand, tile: Tile) -> Tensor:
+    def scores(self, query: AnyOperand, key: AnyOperand, tile: Tile) -> Tensor:
         """Return the scaled and masked scores of a tile in float32."""
         scores_BMN = self.qk.product("fprop", query.rows(tile.queries), key.rows(tile.keys))
         if self.coefficient is not None:
@@ -127,17 +146,24 @@ class TiledAttention:
             x_BMN.view(-1, self.heads, *x_BMN.shape[1:]).masked_fill_(hidden, value)
         return x_BMN
 
-    def unnormalized(self, e_BMN: Tensor, number: int) -> TileOperand:
+    def unnormalized(self, e_BMN: Tensor, number: int) -> AnyOperand:
         """Return the quantized unnormalized P of a tile, times the static scale."""
-        operand, scale = self.pv.formats.fprop_a, self.tiling.scale
-        amax = None
-        if operand.format is not None and operand.format.has_tensor_scale:
-            if scale is not None:
-                amax = scalings.target(operand.format)  # the scale of the tile is then 1
-            elif operand == Operand(operand.format):
-                amax = 1.0
+        scale = self.tiling.scale
         e_BMN = e_BMN if scale is None else e_BMN * scale
+        amax = self._constant_amax()
         return self.pv.quantized("fprop_a", e_BMN, axis=-1, tile=number, amax=amax)
+
+    def _constant_amax(self) -> float | None:
+        """Return the amax of the unnormalized P that sets the scale of all tiles.
+
+        The result is None if P has no scale for the whole tensor, or another one in each tile.
+        """
+        operand = self.pv.formats.fprop_a
+        if operand.format is None or not operand.format.has_tensor_scale:
+            return None
+        if self.tiling.scale is not None:
+            return scalings.target(operand.format)  # the scale of the tile is then 1
+        return 1.0 if operand == Operand(operand.format) else None
 
     def forward(self, query_BMD: Tensor, key_BND: Tensor, value_BND: Tensor) -> tuple[Tensor, Rows]:
         """Return the output in float32, and what the backward pass needs to recompute P."""
@@ -151,15 +177,23 @@ class TiledAttention:
             return self._online((query, key, vt), tiles, rows, out_BMD)
         for tile in tiles:
             rows.at(tile.queries).advance(self.scores(query, key, tile))
+        probs = vt  # replaced by P of the last tile
         for tile in tiles:
             probs_BMN = rows.at(tile.queries).normalized(self.scores(query, key, tile))
             probs = self.pv.quantized("fprop_a", probs_BMN, axis=-1, tile=tile.number)
-            out_BMD[:, tile.queries] += self.pv.product("fprop", probs, vt.columns(tile.keys))
-        return out_BMD, rows
+            self._add(out_BMD[:, tile.queries], probs, vt.columns(tile.keys))
+        return self.pv.finished(out_BMD, probs, vt) if self.continues else out_BMD, rows
+
+    def _add(self, out_BMD: Tensor, probs: AnyOperand, vt: AnyOperand) -> None:
+        """Add P V of a tile to `out_BMD` in place; see `continues`."""
+        if self.continues:
+            out_BMD.copy_(self.pv.continued(out_BMD, probs, vt))
+        else:
+            out_BMD += self.pv.product("fprop", probs, vt)
 
     def _online(
         self,
-        operands: tuple[TileOperand, TileOperand, TileOperand],
+        operands: tuple[AnyOperand, AnyOperand, AnyOperand],
         tiles: Iterable[Tile],
         rows: Rows,
         out_BMD: Tensor,
@@ -175,14 +209,17 @@ class TiledAttention:
         query, key, vt = operands
         scale = 1.0 if self.tiling.scale is None else self.tiling.scale
         sums_BM1 = torch.zeros_like(rows.total)  # row sums of the quantized P, with `scale`
+        probs = vt  # replaced by P of the last tile
         for tile in tiles:
             e_BMN, shrink_BM1 = rows.at(tile.queries).advance(self.scores(query, key, tile))
             probs = self.unnormalized(e_BMN, tile.number)
-            product_BMD = self.pv.product("fprop", probs, vt.columns(tile.keys))
-            out_BMD[:, tile.queries].mul_(shrink_BM1).add_(product_BMD)
+            out_BMD[:, tile.queries] *= shrink_BM1
+            self._add(out_BMD[:, tile.queries], probs, vt.columns(tile.keys))
             if self.tiling.row_sum == "quantized":
                 part_BM1 = sums_BM1[:, tile.queries]
                 part_BM1.mul_(shrink_BM1).add_(probs.dense().sum(-1, keepdim=True))
+        if self.continues:
+            out_BMD = self.pv.finished(out_BMD, probs, vt)
         if self.tiling.row_sum == "quantized":
             return out_BMD / sums_BM1, Rows(rows.largest, sums_BM1 / scale)
         return out_BMD / (rows.total * scale), rows
@@ -194,7 +231,8 @@ class TiledAttention:
         Both are whole matrices `[B, M, N]` in the dtype of the queries. They are not computed for
         the output and cost as much memory as attention without tiles.
         """
-        settings = replace(self, qk=replace(self.qk, observe=None))
+        settings = self.prepared(query_BMD.dtype)
+        settings = replace(settings, qk=replace(settings.qk, observe=None))
         plain = replace(settings, mask=ALL_VISIBLE, coefficient=None)
         with torch.autocast(query_BMD.device.type, enabled=False):
             query = settings.qk.quantized("fprop_a", query_BMD.float(), axis=-1)

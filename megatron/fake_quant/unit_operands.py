@@ -7,7 +7,8 @@ An operand of a GEMM with an accumulator (see `accumulate`) is taken apart into 
     after      scales that are common to a whole row or to the tensor; they multiply the sums
 
 The sums are in float32. They are multiplied by the factors `after` of both operands and by alpha,
-and are rounded to the dtype of the tensors once.
+and are rounded to the dtype of the tensors once. Attention in tiles continues a sum in the next
+tile; it applies the factors after the last tile (see `tiled_matmul.py`).
 
 Not every format fits every unit. `check_operands` refuses a combination that no unit computes, for
 example blocks of 32 values in a unit that knows no block scales.
@@ -57,6 +58,28 @@ class UnitMatrix(NamedTuple):
     scales: Tensor | None  #: float32 `[..., rows, blocks]` that the unit applies; None if all are 1
     after: Tensor | None  #: float32 factor of the sums: a number or `[..., rows, 1]`; None for 1
     element: str  #: name of the element type
+
+    def rows(self, index: slice) -> "UnitMatrix":
+        """Return some rows of the operand."""
+        after = self.after
+        return self._replace(
+            elements=self.elements[..., index, :],
+            scales=None if self.scales is None else self.scales[..., index, :],
+            after=after[..., index, :] if after is not None and after.dim() else after,
+        )
+
+    def columns(self, index: slice, block: int | None) -> "UnitMatrix":
+        """Return a part of the reduction axis, which begins with a whole block of `block` values.
+
+        `block` is the number of elements per scale; it is not used if there are no scales.
+        """
+        scales = self.scales
+        if scales is not None:
+            assert block is not None
+            assert index.start % block == 0, (index, block)
+            stop = None if index.stop is None else -(-index.stop // block)
+            scales = scales[..., index.start // block : stop]
+        return self._replace(elements=self.elements[..., index], scales=scales)
 
 
 # Which formats a unit multiplies
@@ -188,6 +211,12 @@ def _factors_of(fmt: Format) -> tuple[bool, bool]:
     blocks = isinstance(scaling, BlockScaling | AbsmaxScaling)
     in_unit = blocks and fmt.block_size != WHOLE_AXIS
     return in_unit, fmt.has_outer_scale or (blocks and not in_unit) or _has_headroom(fmt)
+
+
+def scales_follow_values(fmt: Format) -> bool:
+    """Return whether the factor `after` of an operand depends on the operand's values."""
+    whole_rows = isinstance(fmt.scaling, BlockScaling | AbsmaxScaling)
+    return fmt.has_outer_scale or (whole_rows and fmt.block_size == WHOLE_AXIS)
 
 
 def _has_headroom(fmt: Format) -> bool:
@@ -338,6 +367,23 @@ def accumulated_product(
     Raises:
         ValueError: if the unit does not multiply the element types of the operands.
     """
+    return scaled_sums(accumulated_sums(a, b, accumulator), a, b, alpha)
+
+
+def accumulated_sums(
+    a: UnitMatrix, b: UnitMatrix, accumulator: Accumulator, *, start: Tensor | None = None
+) -> Tensor:
+    """Return the float32 sums of a product before the factors `after` are applied.
+
+    Args:
+        a: operand A.
+        b: operand B.
+        accumulator: accumulator that sums the products.
+        start: numbers with which the sums begin, as from an earlier tile; None for zeros.
+
+    Raises:
+        ValueError: if the unit does not multiply the element types of the operands.
+    """
     check_accepted(accumulator, (a.element, b.element))
     scales_a, scales_b = a.scales, b.scales
     if (scales_a is None) != (scales_b is None):  # an operand without scales has scales of 1
@@ -346,10 +392,16 @@ def accumulated_product(
     least_a, least_b = smallest_exponent(a.element), smallest_exponent(b.element)
     if operators.is_direct(a.elements) and operators.is_direct(b.elements):
         left = UnitOperand(a.elements, least_a, scales_a)
-        sums = multiply(left, UnitOperand(b.elements, least_b, scales_b), accumulator)
-    else:
-        scales = (scales_a, scales_b)
-        sums = _accumulate(a.elements, b.elements, *scales, least_a, least_b, accumulator.name)
+        right = UnitOperand(b.elements, least_b, scales_b)
+        return multiply(left, right, accumulator, start=start)
+    assert start is None, "attention in tiles is not traced"
+    scales = (scales_a, scales_b)
+    sums: Tensor = _accumulate(a.elements, b.elements, *scales, least_a, least_b, accumulator.name)
+    return sums
+
+
+def scaled_sums(sums: Tensor, a: UnitMatrix, b: UnitMatrix, alpha: float) -> Tensor:
+    """Return the sums of `accumulated_sums`, times the factors of both operands and `alpha`."""
     if a.after is not None:
         sums = sums * a.after
     if b.after is not None:

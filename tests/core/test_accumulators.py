@@ -13,6 +13,7 @@ from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.recipe import load_recipe
+from megatron.fake_quant.tiling import Tiling
 from tests import forks
 from tests.analysis.verification.verifying import count, verify
 from tests.core.gpt_runs import collect
@@ -27,6 +28,7 @@ configs:
 matchers:
   all: {type: glob, pattern: "*layers*", config: hopper, enabled: true}
 """
+IN_TILES = RECIPE.replace("blackwell_nvfp4}", "blackwell_nvfp4}, tile: 32, order: reverse")
 PV = {"pv_fprop": "blackwell_nvfp4"}
 QK = {"qk_fprop": "hopper_fp8", "qk_dgrad": "hopper_fp8", "qk_wgrad": "fp32"}
 LINEAR = {f"linear_{gemm}": "hopper_fp8_promote128" for gemm in ("fprop", "dgrad", "wgrad")}
@@ -79,9 +81,10 @@ def test_another_accumulator_is_found_out(dump, tmp_path):
     )
 
 
-def test_the_audit_shows_the_accumulators_and_is_read_back(tmp_path):
+@pytest.mark.parametrize("recipe", [RECIPE, IN_TILES], ids=["whole", "tiles"])
+def test_the_audit_shows_the_accumulators_and_is_read_back(tmp_path, recipe):
     path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
+    path.write_text(recipe)
     config = load_recipe(path).rules[0].config
     entries = [
         matmul_audit._matmul("decoder.layers.0.x", operation, 1.0, formats, "recipe")
@@ -90,7 +93,8 @@ def test_the_audit_shows_the_accumulators_and_is_read_back(tmp_path):
     linear, qk, pv = (entry.summary for entry in entries)
     assert linear.endswith("(accumulated in hopper_fp8_promote128)")
     assert "(fprop and grad_query accumulated in hopper_fp8, grad_key in fp32)" in qk
-    assert pv.endswith("(fprop accumulated in blackwell_nvfp4)")
+    assert "(fprop accumulated in blackwell_nvfp4)" in pv
+    assert ("(tiles of 32 keys, reverse)" in pv) == (recipe == IN_TILES)
     operands = json.loads(json.dumps(matmul_audit.for_card(entries)))
     for card in ({"operands": operands, "matmuls": []}, {"matmuls": matmul_audit.table(entries)}):
         quantization = {"quantization": [{"iteration": 1} | card]}
@@ -198,6 +202,40 @@ def test_high_precision_matmuls_take_an_accumulator_in_a_recipe(tmp_path):
     config = load_recipe(path).rules[0].config
     assert config["linear"].fprop_accumulator == get_accumulator("hopper_bf16")
     assert config["qk"] is None, "fp32 is the accumulator of torch.matmul"
+
+
+def test_tiles_are_accumulated_by_the_flag_too(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "configs: {a: {qk: fp8_e4m3, pv: {format: fp8_e4m3, tile: 64}}}\n"
+        "matchers: {all: {type: glob, pattern: '*', config: a, enabled: true}}\n"
+    )
+    found = resolve({"recipe": str(path), "accumulate": "hopper_fp8"}, {})
+    for operation in ("qk", "pv"):
+        formats = found.plan(operation, "x", 0, 1).at(1)
+        assert formats.accumulators.keys() == {"fprop", "dgrad", "wgrad"}
+    assert formats.tiling == Tiling(64)
+    path.write_text(path.read_text().replace("pv: {format: fp8_e4m3", "pv: {format: mxfp4"))
+    with pytest.raises(ValueError, match=r"flag --quant-accumulate: .* not go with mxfp4"):
+        resolve({"recipe": str(path), "accumulate": "hopper_fp8"}, {})
+
+
+def test_a_flag_for_a_format_whose_blocks_a_recipe_s_tiles_cut_is_refused_before_training(tmp_path):
+    from megatron.core.low_precision.recipe_check import _cut_blocks
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "configs: {a: {pv: {format: fp8_e4m3, tile: 16, accumulate: hopper_fp8}}}\n"
+        "matchers: {all: {type: glob, pattern: '*', config: a, enabled: true}}\n"
+    )
+    module = type("Module", (), {"identity": type("Identity", (), {"name": "core_attention"})()})()
+    for name, messages in (("fp8_e4m3", 0), ("mxfp8", 2)):
+        in_force = resolve({"recipe": str(path), "qk": name}, {})
+        module.plan_of = lambda operation, plan=in_force.plan: plan(operation, "x", 0, 1)
+        found = list(_cut_blocks(module))
+        assert len(found) == messages
+    assert "core_attention: attention in tiles of 16 keys: the format of QK^T that a f" in found[0]
+    assert "blocks of 32 values of mxfp8 along the keys, which tiles of 16 keys cut" in found[0]
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 
 from megatron.analysis.verification.recompute_attention import AttentionFormats, attention
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.accumulate import get_accumulator
+from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.tiling import Tiling
 from tests import forks
 from tests.core.gpt_runs import collect, pick
@@ -20,8 +21,14 @@ WORKER = Path(__file__).with_name("tiles_worker.py")
 RECIPE = """
 configs:
   tiles:
-    qk: "mx:e4m3:b16:floor"
-    pv: {format: "mx:e4m3:b16:floor", tile: 16, order: reverse, scale: 256, row_sum: quantized}
+    qk: {format: "mx:e4m3:b16:floor", grad_key: {accumulate: "fda:l16:f9:m9:rz:p16"}}
+    pv:
+      format: "mx:e4m3:b16:floor"
+      accumulate: "fda:l16:f13:m13:rz:p16"
+      tile: 16
+      order: reverse
+      scale: 256
+      row_sum: quantized
 matchers:
   core: {type: glob, pattern: "*.core_attention", config: tiles, enabled: true}
 """
@@ -76,6 +83,13 @@ def test_what_tiles_cannot_compute_is_refused(report, what, said):
     assert re.search(said, report["refusals"][what]), report["refusals"][what]
 
 
+@pytest.mark.parametrize("name", ["mxfp8:sr", "fp8_e4m3", "mxfp4:sr"])
+def test_a_repeated_forward_pass_has_the_bits_of_the_first_one(report, name):
+    found = report["recomputation"][name]
+    assert found.pop("passes") == [False, True], "once without and once with a graph"
+    assert found == dict.fromkeys(("o", "dq", "dk", "dv"), True)
+
+
 def test_the_largest_logit_is_tracked_in_tiles_too(report):
     whole, *tiles = report["logits"]
     for found in tiles:
@@ -93,20 +107,27 @@ def test_the_tensors_of_a_layer_in_tiles_are_collected_and_recomputed(tmp_path):
         for name, names in (("every", every), ("plain", ["all"]))
     )
     held = {r["tensor_name"]: r["tensor"] for r in pick(records, layer_type="attention")}
+    sums = "fda:l16:f13:m13:rz:p16"
+    named = {"qk_wgrad": "fda:l16:f9:m9:rz:p16"} | {f"pv_{gemm}": sums for gemm in GEMM_SLOTS}
     for record in pick(plain, layer_type="attention"):
+        assert record["accumulate"] == named
         assert torch.equal(record["tensor"], held[record["tensor_name"]])
     assert held["attention_probs"].shape == (2, 4, 32, 32)
     rows = held["attention_probs"].float().sum(-1)
     torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0.05, atol=0)
     qk = GemmFormats.uniform(get_format("mx:e4m3:b16:floor"))
-    tiling = Tiling(16, "reverse", 256.0, "quantized")
-    formats = AttentionFormats(qk, replace(qk, unnormalized=True, tiling=tiling))
+    tiling, of_pv = Tiling(16, "reverse", 256.0, "quantized"), get_accumulator(sums)
+    pv = replace(qk, **dict.fromkeys(ACCUMULATOR_FIELDS, of_pv), unnormalized=True, tiling=tiling)
+    qk = replace(qk, wgrad_accumulator=get_accumulator("fda:l16:f9:m9:rz:p16"))
+    formats = AttentionFormats(qk, pv)
     outcomes = {name: outcome for _, name, outcome in attention([held], formats, 1.0)}
     assert outcomes.keys() == held.keys() - {"query", "key", "value", "grad_output"}
     assert all(outcome.exact for outcome in outcomes.values()), outcomes
-    other = AttentionFormats(qk, replace(formats.pv, tiling=Tiling(16)))
-    outcomes = {name: outcome for _, name, outcome in attention([held], other, 1.0)}
-    assert any(outcome.wrong for outcome in outcomes.values())
+    low = get_accumulator("fda:l16:f3:m3:rz:p16")
+    for changed in ({"tiling": Tiling(16)}, {"wgrad_accumulator": low}):
+        other = AttentionFormats(qk, replace(pv, **changed))
+        outcomes = {name: outcome for _, name, outcome in attention([held], other, 1.0)}
+        assert any(outcome.wrong for outcome in outcomes.values()), changed
 
 
 def test_codes_of_matrices_that_exist_only_in_tiles_are_refused(tmp_path):

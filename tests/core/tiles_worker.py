@@ -36,12 +36,14 @@ def layer(mask="causal", **options):
     return DotProductAttention(config, 2, AttnMaskType[mask], "self")
 
 
-def set_formats(module, name, tiling=None, *, unnormalized=True):
+def set_formats(module, name, tiling=None, *, unnormalized=True, accumulator="fp32"):
     from megatron.fake_quant import get_format
-    from megatron.fake_quant.gemm_formats import GemmFormats
+    from megatron.fake_quant.accumulate import get_accumulator
+    from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GemmFormats
     from megatron.fake_quant.policy import OperationPolicy
 
     qk = GemmFormats.uniform(get_format(name))
+    qk = replace(qk, **dict.fromkeys(ACCUMULATOR_FIELDS, get_accumulator(accumulator)))
     pv = replace(qk, unnormalized=unnormalized, tiling=tiling)
     module._plans = {
         "qk": OperationPolicy("qk", qk, "test"),
@@ -168,6 +170,29 @@ def _shorter(qkv):
     return [qkv[0][:2], *qkv[1:]]
 
 
+def recomputation():
+    """Return whether a layer whose forward pass is repeated has the results of one that is not."""
+    from megatron.core import tensor_parallel
+    from megatron.fake_quant.tiling import Tiling
+
+    report = {}
+    cases = {"mxfp8:sr": "blackwell_mx", "fp8_e4m3": "hopper_fp8", "mxfp4:sr": "fp32"}
+    for name, accumulator in cases.items():
+        module = set_formats(layer(), name, Tiling(32), accumulator=accumulator)
+        expected = results(module)
+        passes, (qkv, do) = [], tensors()
+
+        def forward(*operands, module=module, passes=passes):
+            passes.append(torch.is_grad_enabled())
+            return module(*operands, None)
+
+        output = tensor_parallel.checkpoint(forward, False, *qkv)
+        output.backward(do)
+        found = (output.detach(), *(x.grad for x in qkv))
+        report[name] = same(found, expected) | {"passes": passes}
+    return report
+
+
 def logits():
     from megatron.core.transformer.attention_logits import NAME
     from megatron.fake_quant.tiling import Tiling
@@ -187,6 +212,7 @@ def main() -> None:
         "defaults": defaults(),
         "refusals": refusals(),
         "logits": logits(),
+        "recomputation": recomputation(),
     }
     print(json.dumps(report))
 

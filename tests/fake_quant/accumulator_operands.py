@@ -1,5 +1,7 @@
 """Operands for tests of accumulators: rows of every kind that a matrix unit treats differently."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -92,10 +94,27 @@ def _scales(accumulator: Accumulator, shape: tuple[int, int], seed: int) -> Tens
     return scales
 
 
-def by_reference(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
+def first_sums(shape: tuple[int, ...]) -> Tensor:
+    """Return numbers with which sums may begin: all float32 bits, tiny, zero, NaN and Inf."""
+    generator = torch.Generator().manual_seed(9)
+    exponents = torch.randint(-8, 9, shape, generator=generator)
+    start = torch.ldexp(torch.randn(shape, generator=generator), exponents)
+    flat = start.view(-1)
+    flat[::7], flat[3::31], flat[5::31] = 0.0, 1e-5, -2e-38
+    flat[9::31], flat[11::31], flat[13::31], flat[15::31] = -0.0, -math.inf, math.nan, 1e-44
+    return start
+
+
+def by_reference(
+    a: UnitOperand, b: UnitOperand, unit: Accumulator, start: Tensor | None = None
+) -> Tensor:
     """Return the products of a batch of operands by the implementation in torch operations."""
+    starts = [None] * a.elements.shape[0] if start is None else start
     return torch.stack(
-        [reference.summed(a.batch(i), b.batch(i), unit) for i in range(a.elements.shape[0])]
+        [
+            reference.summed(a.batch(i), b.batch(i), unit, start=first)
+            for i, first in enumerate(starts)
+        ]
     )
 
 

@@ -17,6 +17,7 @@ from .accumulator_operands import (
     ACCUMULATOR_NAMES,
     bits,
     by_reference,
+    first_sums,
     operands,
     rows_of_every_kind,
 )
@@ -25,7 +26,9 @@ names = pytest.mark.parametrize("name", ACCUMULATOR_NAMES)
 multiply = numba_accumulate_launch.multiply
 
 
-def defined(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
+def defined(
+    a: UnitOperand, b: UnitOperand, unit: Accumulator, start: Tensor | None = None
+) -> Tensor:
     """Return the product of two matrices by the scalar definition."""
     result = torch.empty(a.elements.shape[0], b.elements.shape[0])
     smallest = (a.smallest_exponent, b.smallest_exponent)
@@ -34,7 +37,8 @@ def defined(a: UnitOperand, b: UnitOperand, unit: Accumulator) -> Tensor:
             scales = None
             if a.scales is not None and b.scales is not None:
                 scales = (a.scales[i].tolist(), b.scales[j].tolist())
-            result[i, j] = scalar.dot(x, y, unit, smallest=smallest, scales=scales)
+            first = 0.0 if start is None else start[i, j].item()
+            result[i, j] = scalar.dot(x, y, unit, smallest=smallest, scales=scales, start=first)
     return result
 
 
@@ -45,6 +49,28 @@ def test_rows_of_every_kind_have_the_bits_of_the_definition(name):
     b = b._replace(elements=b.elements[::2], scales=None if b.scales is None else b.scales[::2])
     found = multiply(a.flat(), b.flat(), unit)[0]
     assert torch.equal(bits(found), bits(defined(a, b, unit)))
+
+
+@names
+def test_sums_may_begin_with_any_float32_number(name):
+    """A continued sum; the kernel may exchange the operands, as for the second product."""
+    unit = get_accumulator(name)
+    a, b = (
+        side._replace(
+            elements=side.elements[rows], scales=None if side.scales is None else side.scales[rows]
+        )
+        for side, rows in zip(
+            operands(unit, unit.step + 5 if unit.step > 1 else 12),
+            (slice(None, None, 3), slice(1, None, 2)),
+            strict=True,
+        )
+    )
+    start = first_sums((a.elements.shape[0], b.elements.shape[0]))
+    expected = bits(defined(a, b, unit, start))
+    flat_a, flat_b, start = a.flat(), b.flat(), start[None]
+    assert torch.equal(bits(by_reference(flat_a, flat_b, unit, start)[0]), expected)
+    assert torch.equal(bits(multiply(flat_a, flat_b, unit, start=start)[0]), expected)
+    assert torch.equal(bits(multiply(flat_b, flat_a, unit, start=start.mT)[0].T), expected)
 
 
 @names
@@ -106,9 +132,9 @@ def test_operands_may_be_views_with_any_strides(monkeypatch):
 def test_the_kernel_is_what_large_products_get(monkeypatch):
     calls = []
 
-    def recorded(*arguments):
+    def recorded(*arguments, **settings):
         calls.append(arguments)
-        return multiply(*arguments)
+        return multiply(*arguments, **settings)
 
     monkeypatch.setattr(numba_accumulate_launch, "multiply", recorded)
     dispatch._cpu_multiplication.cache_clear()

@@ -67,12 +67,12 @@ def refusal(fmt, name: str) -> str | None:
     return None
 
 
-def taken_apart(x: Tensor, name: str | None, axis: int, unit: str):
+def taken_apart(x: Tensor, name: str | None, axis: int, unit: str, amax: Tensor | None = None):
     """Return elements, block scales (or None) and the factor of the sums, decoded from codes."""
     x = x.detach()
     if name is None:
         return x.movedim(axis, -1).float(), None, torch.ones(()), str(x.dtype)[6:]
-    packed = quantize(x, name, axis)
+    packed = quantize(x, name, axis, amax=amax)
     fmt, codes = packed.format, packed.codes
     count = x.shape[axis]
     if fmt.element.bits <= 4:

@@ -41,7 +41,7 @@ from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tiled_attention import tiled_attention
 from megatron.fake_quant.tiled_forward import Tile, TiledAttention
-from megatron.fake_quant.tiled_matmul import TiledMatmul, TileOperand
+from megatron.fake_quant.tiled_matmul import AnyOperand, TiledMatmul
 from megatron.fake_quant.tiling import CAUSAL, KeyMask
 from megatron.tensor_record import PAIRWISE
 
@@ -264,7 +264,7 @@ class _Moved(TiledAttention):
     The scores of tiles are float32. Sums of products in another order differ by several units.
     """
 
-    def scores(self, query: TileOperand, key: TileOperand, tile: Tile) -> Tensor:
+    def scores(self, query: AnyOperand, key: AnyOperand, tile: Tile) -> Tensor:
         """Return the changed scores of a tile."""
         scores_BMN = super().scores(query, key, tile)
         generator = torch.Generator().manual_seed(tile.number)

@@ -2,8 +2,8 @@
 
 Otherwise the run would train in high precision, or in another format, without the user's knowledge.
 The check finds rules that match no module, rules that never apply because earlier rules take
-precedence, formats for operations that the modules do not have, Hadamard transforms that do not
-fit, and accumulators of units that do not multiply tensors of the model's dtype.
+precedence, formats for operations that the modules do not have, Hadamard transforms and tiles that
+do not fit, and accumulators of units that do not multiply tensors of the model's dtype.
 
 A transform of size d applies to whole groups of d values along the reduction axis of a GEMM. The
 reduction axis of a weight gradient is the token axis. Its length depends on the data, so it is
@@ -22,8 +22,9 @@ from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
 from megatron.fake_quant import policy
 from megatron.fake_quant.accumulate.element_types import check_accepted
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.recipe import Recipe, Rule
+from megatron.fake_quant.tile_checks import misfits
 from megatron.fake_quant.unit_operands import element_name
 
 #: Names of the reduction axes of the GEMMs fprop and dgrad, keyed by operation.
@@ -141,14 +142,17 @@ def _complaint(
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
     """Yield a message for each setting that does not fit a module.
 
-    These are tiles of an attention that cannot run in tiles, Hadamard transforms whose size does
-    not divide the reduction axis, and accumulators of units that do not multiply the model's dtype.
+    These are tiles of an attention that cannot run in tiles, tiles that cut the blocks of a format,
+    Hadamard transforms whose size does not divide the reduction axis, and accumulators of units
+    that do not multiply the model's dtype.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
         seq_length: number of tokens in a whole sequence, also with context parallelism.
     """
     assert module.identity is not None
+    if "pv" in module.operations:
+        yield from _cut_blocks(module)
     for operation in module.operations:
         sizes = dict(zip(("fprop", "dgrad"), _sizes(module, operation, seq_length), strict=True))
         axes = dict(zip(sizes, AXES[operation], strict=True))
@@ -169,6 +173,25 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
                         f"{sizes[gemm]} {axes[gemm]}{_shard_note(module, operation)}; choose a "
                         "size that does, or leave this module out"
                     )
+
+
+def _cut_blocks(module: Quantized) -> Iterator[str]:
+    """Yield a message for each operand of QK^T whose blocks the tiles of a recipe cut.
+
+    A recipe's own formats are checked when it is read. Here, a flag sets the format of QK^T.
+    """
+    assert module.identity is not None
+    qk = module.plan_of("qk").fixed
+    if qk is None:
+        return
+    operands = {slot: getattr(qk, slot) for slot in SLOTS}
+    for formats, source in module.plan_of("pv").of_all_times():
+        if formats.tiling is not None:
+            for message in misfits("qk", operands, formats.tiling.tile):
+                yield (
+                    f"{source}: {module.identity.name}: attention in {formats.tiling}: the "
+                    f"format of QK^T that a flag sets: {message}"
+                )
 
 
 def _other_dtypes(

@@ -14,7 +14,6 @@ import torch
 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.tile_checks import NO_ACCUMULATORS
 from megatron.fake_quant.tiled_attention import default_tiling
 from megatron.fake_quant.tiling import KeyMask, Tiling
 from megatron.tensor_record import CODES
@@ -75,8 +74,6 @@ def tiling_of(
             _log(f"attention in {'whole matrices' if tiling is None else tiling}: {why}")
         return tiling
     reason = refusal(attention)
-    if any(formats is not None and formats.simulated for formats in matmuls.values()):
-        reason = NO_ACCUMULATORS
     if reason:
         raise ValueError(f"attention in {pv.tiling}: {reason}, or remove the tiles from the recipe")
     return pv.tiling

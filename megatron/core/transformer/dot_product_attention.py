@@ -187,7 +187,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
             watch=watch,
         )
         if capture is not None and capture.wants(*PAIRWISE):
-            matrices = attention.prepared().pairwise(*operands[:2])
+            matrices = attention.pairwise(*operands[:2])
             scores, probs = (x.view(-1, heads, *x.shape[1:]) for x in matrices)
             capture.save("attention_scores", scores, dims=DIMS["qk"][2], phase="post")
             names = operand_names(matmuls["pv"], "fprop_a", "wgrad_a")

@@ -77,16 +77,29 @@ def accumulated_matmul(
     return multiply(operands[0], operands[1], accumulator)
 
 
-def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
-    """Return A B^T for operands that need no check; the accumulator must be a simulated one."""
+def multiply(
+    a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor | None = None
+) -> Tensor:
+    """Return A B^T + `start` for operands that need no check.
+
+    The accumulator must be a simulated one. Each sum begins with its value of `start`, a float32
+    tensor of the result's shape, or with zero; see `scalar.dot`.
+    """
     leading = a.elements.shape[:-2]
     flat_a, flat_b = a.flat(), b.flat()
     shape = (*leading, a.elements.shape[-2], b.elements.shape[-2])
+    if start is not None:
+        start = start.reshape(flat_a.elements.shape[0], *shape[-2:])
     kernel = dispatch.find_multiplication(flat_a.elements, flat_b.elements)
     if kernel is not None:
-        return kernel(flat_a, flat_b, accumulator).reshape(shape)
+        return kernel(flat_a, flat_b, accumulator, start=start).reshape(shape)
     products = [
-        reference.summed(flat_a.batch(index), flat_b.batch(index), accumulator)
+        reference.summed(
+            flat_a.batch(index),
+            flat_b.batch(index),
+            accumulator,
+            start=None if start is None else start[index],
+        )
         for index in range(flat_a.elements.shape[0])
     ]
     return torch.stack(products).reshape(shape) if products else a.elements.new_zeros(shape)

@@ -27,8 +27,10 @@ _PRODUCTS_AT_ONCE = 1 << 20
 _FLOAT64_BIAS, _FLOAT64_MANTISSA_BITS = 1023, 52
 
 
-def summed(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
-    """Return A B^T, `[M, N]` in float32, for operands `[M, K]` and `[N, K]`."""
+def summed(
+    a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor | None = None
+) -> Tensor:
+    """Return A B^T + `start`, `[M, N]` in float32, for operands `[M, K]` and `[N, K]`."""
     rows, columns = a.elements.shape[0], b.elements.shape[0]
     result = a.elements.new_zeros(rows, columns)
     at_once = max(1, _PRODUCTS_AT_ONCE // max(1, columns * accumulator.step))
@@ -36,17 +38,18 @@ def summed(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
         part = slice(first, first + at_once)
         scales = None if a.scales is None else a.scales[part]
         left = a._replace(elements=a.elements[part], scales=scales)
-        result[part] = _summed_rows(left, b, accumulator)
+        addends = result if start is None else start
+        result[part] = _summed_rows(left, b, accumulator, start=addends[part])
     return result
 
 
-def _summed_rows(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
-    """Return the product of two operands, in float64, with all rows of `a` at once."""
+def _summed_rows(
+    a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor
+) -> Tensor:
+    """Return `start` plus the product of two operands, in float64, with all rows of `a` at once."""
     length, interval = a.elements.shape[1], accumulator.promote_every
-    running = torch.zeros(
-        a.elements.shape[0], b.elements.shape[0], dtype=torch.float64, device=a.elements.device
-    )
-    promoted = running
+    promoted = start.double()
+    running = torch.zeros_like(promoted) if interval else promoted
     for first in range(0, length, accumulator.step):
         last = min(first + accumulator.step, length)
         running = _step((a, b), range(first, last), running, accumulator)

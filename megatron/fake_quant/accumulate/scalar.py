@@ -66,12 +66,14 @@ def dot(
         smallest: exponents of the smallest normal numbers of the two element types.
         scales: scales of the blocks of `a` and of `b`, if `accumulator` has block scales; None if
             all are 1.
-        start: value of the running sum before the first step, a number of its type.
+        start: float32 number to which the products are added (C in D = A B + C). The second sum
+            begins with it if there is one, and otherwise the running sum. Its bits need not fit
+            the type of the sum: the first step truncates it like any other term.
     """
     assert accumulator.simulated, accumulator.name
     interval = accumulator.promote_every
     inside = scales is not None and accumulator.scales in ("exponents", "significands")
-    running, promoted = start, 0.0
+    running, promoted = (0.0, start) if interval else (start, 0.0)
     for first in range(0, len(a), accumulator.step):
         last = min(first + accumulator.step, len(a))
         factors = [

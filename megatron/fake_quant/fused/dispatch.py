@@ -29,7 +29,20 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings import kernel_roundings
 
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
-Multiplication = Callable[[UnitOperand, UnitOperand, Accumulator], Tensor]
+
+
+class Multiplication(Protocol):
+    """Function that multiplies two operands with an accumulator; see `accumulate.matmul`."""
+
+    def __call__(
+        self,
+        a: UnitOperand,
+        b: UnitOperand,
+        accumulator: Accumulator,
+        *,
+        start: Tensor | None = None,
+    ) -> Tensor:
+        """Return A B^T + `start`, `[batch, M, N]`; see `accumulate.matmul.multiply`."""
 
 
 class Kernel(Protocol):

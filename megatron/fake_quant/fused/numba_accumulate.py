@@ -396,6 +396,7 @@ def sums(
     panels: Any,
     factors: Any,
     out: Any,
+    continued: Any,
     spans: Any,
     start: Any,
     stop: Any,
@@ -409,6 +410,7 @@ def sums(
         scales: scales of A that the unit itself applies, `[batch, M, blocks]`.
         panels: operand B, converted.
         factors: scales of both operands for each promotion, `[batch, interval, row]`.
+        continued: True if the sums begin with the values in `out`, False if with zero.
     """
     height, depth = elements.shape[1], panels.values.shape[1]
     tiles, width = -(-height // ROWS), -(-out.shape[2] // LANES)
@@ -432,6 +434,11 @@ def sums(
             columns = out[batch, :, number * LANES : (number + 1) * LANES]
             running[:] = 0
             second[:] = 0
+            result = second if rule.interval > 0 else running
+            if continued:
+                for row in range(rows):
+                    for j in range(columns.shape[1]):
+                        result[row, j] = columns[top_row + row, j]
             steps, interval = 0, 0
             for first in range(0, depth, rule.step):
                 for row in range(rows):
@@ -443,7 +450,6 @@ def sums(
                         factor = factors[0][batch, interval, top_row + row]
                         promote(running[row], second[row], factor, shared, rule.promoted)
                     steps, interval = 0, interval + 1
-            result = second if rule.interval > 0 else running
             for row in range(rows):
                 for j in range(columns.shape[1]):
                     value = np.float32(result[row, j])

@@ -38,16 +38,21 @@ _RULES: dict[str, type[Rule]] = {"fused": Fused, "grouped": Grouped, "two_stage"
 Floats = NDArray[np.float32]
 
 
-def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
-    """Return A B^T, `[batch, M, N]`, for operands `[batch, M, K]` and `[batch, N, K]`.
+def multiply(
+    a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor | None = None
+) -> Tensor:
+    """Return A B^T + `start`, `[batch, M, N]`, for operands `[batch, M, K]` and `[batch, N, K]`.
 
     The result is that of `accumulate/reference.py`, bit for bit.
     """
     batches, rows, depth = a.elements.shape
     columns = b.elements.shape[1]
     if _better_as_panels(rows, columns):
-        return multiply(b, a, accumulator).transpose(1, 2).contiguous()
+        start = None if start is None else start.transpose(1, 2)
+        return multiply(b, a, accumulator, start=start).transpose(1, 2).contiguous()
     out = torch.empty(batches, rows, columns)
+    if start is not None:
+        out.copy_(start)
     if out.numel() == 0:
         return out
     rule = make_rule(accumulator)
@@ -65,6 +70,7 @@ def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor
         panels,
         (_factors(a, accumulator), _factors(b, accumulator)),
         _array(out),
+        start is not None,
         spans,
     )
     numba_threads.run(work, tiles * spans, -(-_LEAST_PRODUCTS // per_item))

@@ -180,16 +180,27 @@ def truncated_sum(
 
 
 @compiled
+def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
+    """Return significands, at FLOAT32_BITS bits, exponents and alignment exponents of sums.
+
+    A number below the smallest normal number of the sum's type, 2^SMALLEST, is aligned by SMALLEST.
+    Its significand keeps all bits of a float32 number, which the value before the first step has.
+    """
+    start, unit = decode(running, -126, FLOAT32_BITS)
+    return start, unit, tl.where(start == 0, ZERO, tl.maximum(unit, SMALLEST))
+
+
+@compiled
 def with_running(
-    total: tl.tensor, start: tl.tensor, own: tl.tensor, top: tl.tensor, ALIGN: tl.constexpr
+    total: tl.tensor, start: tl.tensor, unit: tl.tensor, top: tl.tensor, ALIGN: tl.constexpr
 ) -> tl.tensor:
     """Add a running sum, truncated, to a sum at ALIGN bits and return the result in float64.
 
-    start: significand of the running sum; `own` is its exponent.
+    start: significand of the running sum; `unit` is its exponent.
     """
     UP: tl.constexpr = max(ALIGN - FLOAT32_BITS, 0)
     DOWN: tl.constexpr = max(FLOAT32_BITS - ALIGN, 0)
-    total += truncated(start.to(tl.int64) << UP, top - own + DOWN, 63)
+    total += truncated(start.to(tl.int64) << UP, top - unit + DOWN, 63)
     return total.to(tl.float64) * power(top - ALIGN)
 
 
@@ -202,6 +213,7 @@ def fused_step(
     smallest: tl.tensor,
     left: tl.tensor,
     start: tl.tensor,
+    unit: tl.tensor,
     own: tl.tensor,
     shift: tl.tensor,
     STEP: tl.constexpr,
@@ -210,11 +222,12 @@ def fused_step(
 ) -> tl.tensor:
     """Return the sum of a step of the design "fused" before it is rounded.
 
+    start, unit, own: the running sum; see `decode_sum`.
     shift: exponents of the block scales, which a step has no more than one of per operand.
     """
     top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP)
     total = truncated_sum(a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS)
-    return with_running(total, start, own, top + shift, ALIGN)
+    return with_running(total, start, unit, top + shift, ALIGN)
 
 
 @compiled
@@ -242,6 +255,7 @@ def grouped_step(
     strides: tl.tensor,
     left: tl.tensor,
     start: tl.tensor,
+    unit: tl.tensor,
     own: tl.tensor,
     STEP: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -270,7 +284,7 @@ def grouped_step(
         term = group_sum(x_first, y_first, inside, strides, left - first)
         term = (term * (x[:, None] * y[None, :])) << (ALIGN - HALVES - 2 * SCALE_BITS)
         total += truncated(term, top - (p[:, None] + q[None, :]), 63)
-    return with_running(total, start, own, top, ALIGN)
+    return with_running(total, start, unit, top, ALIGN)
 
 
 @compiled
@@ -282,6 +296,7 @@ def two_stage_step(
     smallest: tl.tensor,
     left: tl.tensor,
     start: tl.tensor,
+    unit: tl.tensor,
     own: tl.tensor,
     STEP: tl.constexpr,
     PARTS: tl.constexpr,
@@ -301,7 +316,7 @@ def two_stage_step(
         total = floored(total, both - top) + floored(addend, both - first)
         top = both
     both = tl.maximum(top, own)
-    kept = floored(start.to(tl.int64) << (RUNNING_BITS - FLOAT32_BITS), both - own)
+    kept = floored(start.to(tl.int64) << (RUNNING_BITS - FLOAT32_BITS), both - unit)
     if PARTS > 1:  # A running sum that is too small is lost, also if it is negative.
         kept = tl.where(own < both - (RUNNING_BITS + 1), 0, kept)
     total = floored(total << (STAGE_BITS - ALIGN), both - top)
@@ -370,6 +385,7 @@ def sums(
     SECOND_SMALLEST: tl.constexpr,
     SECOND_LARGEST: tl.constexpr,
     SECOND_NEAREST: tl.constexpr,
+    CONTINUED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ) -> tl.tensor:
@@ -386,6 +402,7 @@ def sums(
         SCALES: use of the block scales; see `Accumulator.scales`. There is a promotion after BLOCK
             products if it is "promotion".
         BLOCK: elements per block scale; 1 if there are none.
+        CONTINUED: True if the sums begin with the values in `out`, False if with zero.
     """
     tiles_n = tl.cdiv(width, TILE_N)
     tile = tl.program_id(0) // tiles_n
@@ -403,8 +420,16 @@ def sums(
     flags = tl.max(tl.load(flags_a + batch * height + m, mask=inside[0], other=0), axis=0)
     flags |= tl.max(tl.load(flags_b + batch * width + n, mask=inside[1], other=0), axis=0)
 
+    places = (batch * height + m)[:, None] * width + n[None, :]
+    within = inside[0][:, None] & inside[1][None, :]
     running = tl.zeros([TILE_M, TILE_N], tl.float32)
     second = tl.zeros([TILE_M, TILE_N], tl.float32)
+    if CONTINUED:
+        first = tl.load(out + places, mask=within, other=0.0)
+        if SCALES == "promotion":
+            second = first
+        else:
+            running = first
     for done in range(0, depth, STEP):
         left, block = depth - done, done // BLOCK
         scales = (scales_a + block * height, scales_b + block * width)
@@ -414,18 +439,18 @@ def sums(
             special, overflow = special_sums(a, b, inside, strides, left, running, STEP)
             if DESIGN == "two_stage":
                 special = tl.where(undefined(special), special, overflow)
-        start, own = decode(running, SMALLEST, FLOAT32_BITS)
+        start, unit, own = decode_sum(running, SMALLEST)
         if DESIGN == "chained":
             x = tl.load(a, mask=inside[0], other=0.0).to(tl.float64)
             y = tl.load(b, mask=inside[1], other=0.0).to(tl.float64)
             value = sum_to_odd(running.to(tl.float64), x[:, None] * y[None, :])
         elif DESIGN == "two_stage":
             value = two_stage_step(
-                a, b, inside, strides, smallest, left, start, own, STEP, PARTS, ALIGN, BITS
+                a, b, inside, strides, smallest, left, start, unit, own, STEP, PARTS, ALIGN, BITS
             )
         elif DESIGN == "grouped":
             value = grouped_step(
-                a, b, scales, shifts, inside, strides, left, start, own, STEP, ALIGN, BLOCK
+                a, b, scales, shifts, inside, strides, left, start, unit, own, STEP, ALIGN, BLOCK
             )
         else:
             shift = tl.zeros([TILE_M, TILE_N], tl.int32)
@@ -433,7 +458,7 @@ def sums(
                 p = tl.load(shifts[0], mask=inside[0], other=0)
                 shift = p[:, None] + tl.load(shifts[1], mask=inside[1], other=0)[None, :]
             value = fused_step(
-                a, b, inside, strides, smallest, left, start, own, shift, STEP, ALIGN, BITS
+                a, b, inside, strides, smallest, left, start, unit, own, shift, STEP, ALIGN, BITS
             )
         usual = rounded(value, MANTISSA, SMALLEST, LARGEST, NEAREST)
         if DESIGN != "two_stage":
@@ -460,5 +485,4 @@ def sums(
         b += STEP * width
     result = second if SCALES == "promotion" else running
     result = as_float(tl.where(result != result, NAN, as_bits(result)))
-    places = (batch * height + m)[:, None] * width + n[None, :]
-    tl.store(out + places, result, mask=inside[0][:, None] & inside[1][None, :])
+    tl.store(out + places, result, mask=within)

@@ -25,16 +25,20 @@ _NARROW, _WIDE = 10, 23
 _LARGE = 2.0 ** (OVERFLOW_EXPONENT // 2)  #: products of smaller elements do not overflow
 
 
-def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor:
-    """Return A B^T, `[batch, M, N]`, for operands `[batch, M, K]` and `[batch, N, K]`.
+def multiply(
+    a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor | None = None
+) -> Tensor:
+    """Return A B^T + `start`, `[batch, M, N]`, for operands `[batch, M, K]` and `[batch, N, K]`.
 
     The result is that of `accumulate/reference.py`, bit for bit.
     """
     batches, rows, depth = a.elements.shape
     columns = b.elements.shape[1]
     out = a.elements.new_empty(batches, rows, columns)
+    if start is not None:
+        out.copy_(start)
     if out.numel() == 0 or depth == 0:
-        return out.zero_()
+        return out.zero_() if start is None else out
     sides = [_side(operand, accumulator) for operand in (a, b)]
     programs = batches * -(-rows // TILE_M) * -(-columns // TILE_N)
     tensors = [tensor for pair in zip(*sides, strict=True) for tensor in pair]
@@ -46,6 +50,7 @@ def multiply(a: UnitOperand, b: UnitOperand, accumulator: Accumulator) -> Tensor
             *numbers,
             a.smallest_exponent,
             b.smallest_exponent,
+            CONTINUED=start is not None,
             **constants(accumulator),
             **OPTIONS,
         )
