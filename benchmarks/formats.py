@@ -205,14 +205,19 @@ def show(event: peer_process.Event, bar: tqdm) -> None:
             bar.update()
 
 
-def machine(options: argparse.Namespace, plan: peer_process.Event) -> str:
-    """Describe the machine, the software releases and the settings that affect the results."""
+def processor() -> str:
+    """Return the name of the processor."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
         cpuinfo = ""
     named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    cpu = named.group(1) if named else platform.processor() or platform.machine()
+    return named.group(1) if named else platform.processor() or platform.machine()
+
+
+def machine(options: argparse.Namespace, plan: peer_process.Event) -> str:
+    """Describe the machine, the software releases and the settings that affect the results."""
+    cpu = processor()
     device = f"{plan['device_name']}, beside a {cpu}" if plan["device_name"] else cpu
     releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
     rows, columns = options.shape

@@ -10,7 +10,8 @@ compares the products with those of the saved operands.
     candidates     what is studied: number formats and recipes
     passes         find the operands of each matmul in a dump
     operands       load them, and recompute the operands of attention that are not saved
-    gemm_errors    quantize, multiply and compare
+    gemm_results   quantize and multiply them, as a run does
+    gemm_errors    compare the products with those of the saved operands
     engine         run the study on threads, and keep the results of an interrupted one
     accumulator_errors  do the same with the sums of simulated matrix units
     proposal       choose a format per layer under a bit budget, and write it as a recipe

@@ -35,7 +35,8 @@ from torch import Tensor
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study.candidates import HIGH_PRECISION, Candidate
-from megatron.analysis.study.gemm_errors import Row, references
+from megatron.analysis.study.gemm_errors import Row
+from megatron.analysis.study.gemm_results import SIDES, references
 from megatron.analysis.study.operands import Matmul, matmuls
 from megatron.analysis.study.passes import Pass, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
@@ -57,12 +58,6 @@ from megatron.fake_quant.unit_operands import (
 #: Quantiles of the errors over the positions of a result.
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 QUARTERS = 4  #: number of parts of the rows and of the columns
-#: Operand (A, B or C, the gradient of the result) and reduction axis of both sides of each GEMM.
-_SIDES = (
-    (("a", -1), ("b", -1)),
-    (("c", -1), ("b", -2)),
-    (("c", -2), ("a", -2)),
-)
 
 
 @dataclass
@@ -205,7 +200,7 @@ def _products(
     slots = list(GEMM_SLOTS.values())[index]
     tensors = {"a": matmul.a, "b": matmul.b, "c": matmul.c}
     sides: list[UnitMatrix] = []
-    for slot, (name, axis) in zip(slots, _SIDES[index], strict=True):
+    for slot, (name, axis) in zip(slots, SIDES[index], strict=True):
         x, fmt = tensors[name], getattr(formats, slot).format
         assert x is not None
         drawn = derive_seed(seed, slot)

@@ -33,11 +33,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,22 +50,22 @@ from megatron.analysis.stats.kernels.product_errors import (
     E,
     product_error_sums,
 )
-from megatron.analysis.study.candidates import (
-    HIGH_PRECISION,
-    Candidate,
-    describe,
-    operand_bits,
+from megatron.analysis.study.candidates import Candidate, describe, operand_bits
+from megatron.analysis.study.gemm_results import (
+    SeparateGemm,
+    independent,
+    only,
+    references,
+    results,
 )
 from megatron.analysis.study.operands import Matmul
-from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
-from megatron.fake_quant.scalings.tensor_scale import local_amax
 
 Row = dict[str, Any]
+Numbers = dict[str, float]  #: error metrics by column
 #: Last columns of both tables.
 _SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
 #: Slots that are quantized to measure operands alone, and the operands (0 or 1 of each GEMM) that
@@ -111,41 +110,6 @@ def errors_of(
         yield candidate, *_of_formats(matmul, candidate, formats, reference, settings=settings)
 
 
-def references(matmul: Matmul) -> list[Tensor]:
-    """Return the products of the operands in float32, in the order of the GEMMs."""
-    a, b = matmul.a.float(), matmul.b.float()
-    products = [torch.matmul(a, b.transpose(-2, -1))]
-    if matmul.c is not None:
-        c = matmul.c.float()
-        products += [torch.matmul(c, b), torch.matmul(c.transpose(-2, -1), a)]
-    return products if matmul.alpha == 1.0 else [x.mul_(matmul.alpha) for x in products]
-
-
-def results(matmul: Matmul, formats: GemmFormats, *, seed: int) -> list[Tensor]:
-    """Return the results of the GEMMs in the given formats, as a run computes them."""
-
-    def own_amax(slot: str, x: Tensor, fmt: Format) -> Tensor:
-        return local_amax(x)
-
-    backward = matmul.c is not None
-    a, b = (x.detach().requires_grad_(backward) for x in (matmul.a, matmul.b))
-    unnormalized = None
-    if formats.unnormalized and matmul.unnormalized is not None:
-        unnormalized = matmul.unnormalized()
-    result = quantized_matmul(
-        a,
-        b,
-        formats,
-        alpha=matmul.alpha,
-        seed=seed,
-        unnormalized=unnormalized,
-        amax_of=own_amax,
-    )
-    if matmul.c is None:
-        return [result]
-    return [result.detach(), *torch.autograd.grad(result, (a, b), matmul.c)]
-
-
 def _of_formats(
     matmul: Matmul,
     candidate: Candidate,
@@ -157,7 +121,7 @@ def _of_formats(
     """Return the rows of one candidate; see `errors_of`."""
     row = matmul.row
     seed = derive_seed("study", row.module, matmul.operation, int(row.iteration), row.micro_batch)
-    measured = _measured(matmul, formats, reference, seed, draws=settings.draws)
+    measured, alone = _measured(matmul, formats, reference, seed, settings=settings)
     place = {
         "iteration": int(row.iteration),
         "layer_idx": int(row.layer_idx),
@@ -185,13 +149,10 @@ def _of_formats(
         }
         average = float(np.dot(values, bits)) / sum(values)
         rows.append(place | of_format | numbers | {"bits": average, "values": sum(values)} | more)
-    if not settings.budget:
-        return rows, []
-    alone = _alone(matmul, formats, reference, seed)
     budgets = [
         budget
-        for index, (_, names) in enumerate(gemms)
-        for budget in _budgets(rows[index], names, alone[index])
+        for row_of_gemm, (_, names), of_operands in zip(rows, gemms, alone, strict=False)
+        for budget in _budgets(row_of_gemm, names, of_operands)
     ]
     return rows, budgets
 
@@ -209,31 +170,85 @@ def _measured(
     reference: Sequence[Tensor],
     seed: int,
     *,
+    settings: Settings,
+) -> tuple[list[Numbers], list[list[float]]]:
+    """Return the errors of each GEMM, as columns of the table, and those of the operands alone.
+
+    The latter are squared relative errors if only one operand of the GEMM is quantized.
+    """
+    draws = settings.draws if formats.random else 1
+    if not independent(formats):
+        return _measured_by_run(matmul, formats, reference, seed, draws, budget=settings.budget)
+    numbers, alone = [], []
+    for index, exact in enumerate(reference):
+        gemm = SeparateGemm(matmul, formats, index)
+        total = _Draws(exact)
+        for draw in range(draws):
+            budget = settings.budget and draw == 0  # operands alone are drawn once
+            products = gemm.products(derive_seed(seed, draw), budget=budget)
+            whole = next(products)
+            of_whole = product_error_sums(whole, exact)
+            if budget:
+                sums = (of_whole if y is whole else product_error_sums(y, exact) for y in products)
+                alone.append([_squared(each) for each in sums])
+            total.add(whole, of_whole, keep=draws > 1)
+        numbers.append(total.numbers())
+    return numbers, alone
+
+
+def _measured_by_run(
+    matmul: Matmul,
+    formats: GemmFormats,
+    reference: Sequence[Tensor],
+    seed: int,
     draws: int,
-) -> list[dict[str, float]]:
-    """Return the errors of each GEMM, as columns of the table."""
-    count = draws if formats.random else 1
-    total: list[Tensor] = []
-    sums: list[NDArray[np.float64]] = []
-    for draw in range(count):
+    *,
+    budget: bool,
+) -> tuple[list[Numbers], list[list[float]]]:
+    """Return what `_measured` returns, from whole forward and backward passes."""
+    totals = [_Draws(exact) for exact in reference]
+    for draw in range(draws):
         drawn = results(matmul, formats, seed=derive_seed(seed, draw))
-        each = [product_error_sums(y, x) for y, x in zip(drawn, reference, strict=True)]
-        sums = [a + b for a, b in zip(sums, each, strict=True)] if sums else each
-        if count > 1:
-            wide = [y.float() for y in drawn]
-            total = [a.add_(b) for a, b in zip(total, wide, strict=True)] if total else wide
-    if count == 1:
-        return [numbers_of(each) for each in sums]
-    means = [product_error_sums(y.div_(count), x) for y, x in zip(total, reference, strict=True)]
-    return [
-        numbers_of(each / count, of_mean=mean, draws=count)
-        for each, mean in zip(sums, means, strict=True)
-    ]
+        for total, y, exact in zip(totals, drawn, reference, strict=True):
+            total.add(y, product_error_sums(y, exact), keep=draws > 1)
+        del drawn
+    numbers = [total.numbers() for total in totals]
+    alone = _alone(matmul, formats, reference, seed) if budget else []
+    return numbers, alone
+
+
+class _Draws:
+    """Sums of the errors of a GEMM's results over all draws, and the sum of the results."""
+
+    def __init__(self, exact: Tensor):
+        self._exact = exact
+        self._count = 0
+        self._sums = np.zeros(0)
+        self._total: Tensor | None = None
+
+    def add(self, result: Tensor, sums: NDArray[np.float64], *, keep: bool) -> None:
+        """Add the result of one draw; `keep` says whether there are more draws."""
+        self._count += 1
+        self._sums = sums if self._count == 1 else self._sums + sums
+        if keep:
+            wide = result.float()
+            self._total = wide if self._total is None else self._total.add_(wide)
+
+    def numbers(self) -> Numbers:
+        """Return the error metrics over all draws."""
+        if self._total is None:
+            return numbers_of(self._sums)
+        of_mean = product_error_sums(self._total.div_(self._count), self._exact)
+        return numbers_of(self._sums / self._count, of_mean=of_mean, draws=self._count)
+
+
+def _squared(sums: NDArray[np.float64]) -> float:
+    return numbers_of(sums)["relative_error"] ** 2
 
 
 def numbers_of(
     sums: NDArray[np.float64], *, of_mean: NDArray[np.float64] | None = None, draws: int = 1
-) -> dict[str, float]:
+) -> Numbers:
     """Return the error metrics for the sums of `product_error_sums`; see the module's docstring.
 
     Args:
@@ -268,28 +283,8 @@ def _alone(
         part = only(formats, slots)
         drawn = results(matmul, part, seed=derive_seed(seed, 0))
         for index, (y, x) in enumerate(zip(drawn, reference, strict=True)):
-            alone[index][operands[index]] = (
-                numbers_of(product_error_sums(y, x))["relative_error"] ** 2
-            )
+            alone[index][operands[index]] = _squared(product_error_sums(y, x))
     return alone
-
-
-def only(formats: GemmFormats, slots: Sequence[str]) -> GemmFormats:
-    """Return the formats with all operands but those in `slots` in high precision.
-
-    Hadamard transforms stay, because the two operands of a GEMM need the same one. Simulated
-    accumulators are left out, because their units multiply only quantized operands.
-    """
-    if formats == HIGH_PRECISION:
-        return formats
-    rest: dict[str, Any] = {
-        slot: replace(getattr(formats, slot), format=None, source="original", split="none")
-        for slot in SLOTS
-        if slot not in slots
-    }
-    unnormalized = formats.unnormalized and "fprop_a" in slots
-    rest |= dict.fromkeys(ACCUMULATOR_FIELDS)
-    return replace(formats, **rest, unnormalized=unnormalized)
 
 
 def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float]) -> list[Row]:

@@ -46,8 +46,8 @@ def kernel_compiler(
         folder: folder that contains the kernels; its `__pycache__` holds the cache unless
             `NUMBA_CACHE_DIR` is set.
         sources: function that returns the source files from which the kernels are compiled.
-        reorder_sums: whether sums of float32 numbers may be computed in any order, in several lanes
-            of a vector register.
+        reorder_sums: whether sums of floating-point numbers may be computed in any order, in
+            several lanes of a vector register.
     """
 
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}

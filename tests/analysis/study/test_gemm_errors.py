@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,13 @@ import torch
 from megatron.analysis.stats.kernels.product_errors import product_error_sums
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study import candidates_of, study
+from megatron.analysis.study.gemm_results import SeparateGemm, independent, only, results
+from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.quant_type import gemm_formats
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 from tests.analysis.study import small_dump
@@ -75,6 +81,38 @@ def test_errors_are_those_of_a_live_quantized_run(folder, result, operation):
             assert numbers["mean_error"] == pytest.approx(float(e.mean()) / rms, abs=1e-5)
             assert numbers["variance"] == 0, "rounding to nearest is the same in every draw"
             assert numbers["bias"] == numbers["relative_error"]
+
+
+@pytest.mark.parametrize("operation", small_dump.GEMMS)
+def test_operands_that_are_quantized_once_give_the_results_of_whole_runs(folder, operation):
+    """Compare bit by bit, with both operands quantized and with only one of them."""
+    matmul = Matmul(None, operation, *small_dump.operands(folder)[operation])
+    rotated = Operand(get_format("nvfp4"), Hadamard(16))
+    cases = [gemm_formats(operation, get_format(name)) for name in (*FORMATS, RANDOM)]
+    cases.append(replace(cases[0], wgrad_c=rotated, wgrad_a=rotated, fprop_b=Operand()))
+    cases.append(replace(cases[0], fprop_a=Operand(get_format("mxfp4"), split="mean")))
+    for formats in cases:
+        assert independent(formats)
+        whole = results(matmul, formats, seed=5)
+        for index, slots in enumerate(GEMM_SLOTS.values()):
+            expected = [whole[index]]
+            expected += [results(matmul, only(formats, [slot]), seed=5)[index] for slot in slots]
+            computed = list(SeparateGemm(matmul, formats, index).products(5, budget=True))
+            for y, x in zip(computed, expected, strict=True):
+                assert torch.equal(y, x), (formats, index)
+
+
+def test_gemms_that_depend_on_each_other_are_computed_as_one_run():
+    fmt = get_format("mxfp4")
+    one = Operand(fmt)
+    assert independent(GemmFormats.uniform(fmt))
+    dependent = [
+        GemmFormats(one, one, straight_through=True),
+        GemmFormats(one, one, dgrad_b=Operand(fmt, source="dequantized")),
+        replace(GemmFormats.uniform(fmt), unnormalized=True),
+        GemmFormats(Operand(fmt, Hadamard(16, "random")), Operand(fmt, Hadamard(16, "random"))),
+    ]
+    assert not any(independent(formats) for formats in dependent)
 
 
 def test_bf16_shows_only_the_rounding_of_the_result(result):
