@@ -104,6 +104,11 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", type=whole, metavar="N", help="number of this machine, from 0 (0)")
     add("--master-addr", metavar="HOST", help="host name of the first machine")
     add("--master-port", type=positive, metavar="N", help="free port of the first machine (6000)")
+    add_parallel_sizes(group)
+
+
+def add_parallel_sizes(group: argparse._ArgumentGroup) -> None:
+    """Add the options that set the tensor, pipeline, context and expert parallel sizes."""
     for short, flag, text in (
         ("tp", "tensor", "ranks that share each layer"),
         ("pp", "pipeline", "ranks that share the layers"),
@@ -111,7 +116,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         ("ep", "expert", "ranks that share the experts"),
     ):
         long = f"--{flag}-model-parallel-size" if short != "cp" else "--context-parallel-size"
-        add(f"--{short}", long, dest=short, type=positive, metavar="N", help=text)
+        group.add_argument(f"--{short}", long, dest=short, type=positive, metavar="N", help=text)
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,192 @@
+"""Make the tables of a study: its runs, the gaps to the baseline, and their correlation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from loss_gaps.configurations import BASELINE
+from loss_gaps.offline import ERRORS, Pair
+from loss_gaps.run_log import COMPLETE, DIVERGED, RunLog
+from megatron.analysis.stats.paired import Interval, mean_interval, spearman, standard_error
+
+Runs = Mapping[tuple[str, int], RunLog]  #: results by the name of a configuration and the seed
+LAST = 10  #: one part in `LAST` of the iterations, at the end, gives the last training loss
+ENOUGH = 20  #: number of configurations from which a correlation says something
+
+
+def run_table(runs: Runs) -> pd.DataFrame:
+    """Return one row per run: its status, losses and gradient norms."""
+    rows = []
+    for (name, seed), log in runs.items():
+        losses, norms = pd.Series(log.losses), pd.Series(log.gradient_norms)
+        window = max(1, len(losses) // LAST)
+        rows.append(
+            {
+                "configuration": name,
+                "seed": seed,
+                "status": log.status,
+                "iterations": len(losses),
+                "first_loss": losses.iloc[0] if len(losses) else math.nan,
+                "last_loss": losses.iloc[-window:].mean() if len(losses) else math.nan,
+                "held_out_loss": log.held_out_loss,
+                "mean_grad_norm": norms.mean() if len(norms) else math.nan,
+                "largest_grad_norm": norms.max() if len(norms) else math.nan,
+                "seconds": log.seconds,
+                "message": log.message,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def curve_table(runs: Runs) -> pd.DataFrame:
+    """Return one row per run and iteration: the loss and the gradient norm."""
+    return pd.DataFrame(
+        [
+            (name, seed, iteration, loss, log.gradient_norms.get(iteration, math.nan))
+            for (name, seed), log in runs.items()
+            for iteration, loss in log.losses.items()
+        ],
+        columns=["configuration", "seed", "iteration", "loss", "grad_norm"],
+    )
+
+
+def difference(runs: Runs, name: str, other: str = BASELINE) -> list[float]:
+    """Return the held-out losses of a configuration minus those of another, by common seed."""
+    return [
+        log.held_out_loss - runs[other, seed].held_out_loss
+        for (each, seed), log in runs.items()
+        if each == name
+        and log.status == COMPLETE
+        and (other, seed) in runs
+        and runs[other, seed].status == COMPLETE
+    ]
+
+
+def gap_table(runs: Runs, errors: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per configuration besides the baseline, in ascending order of the gap.
+
+    The gap of a configuration with a diverged run is infinite.
+
+    Args:
+        runs: results of all runs.
+        errors: offline errors and bits by configuration.
+    """
+    names = dict.fromkeys(name for name, _ in runs if name != BASELINE)
+    baseline = [
+        log.held_out_loss
+        for (name, _), log in runs.items()
+        if name == BASELINE and log.status == COMPLETE
+    ]
+    mean_loss = sum(baseline) / len(baseline) if baseline else math.nan
+    rows = []
+    for name in names:
+        states = [log.status for (each, _), log in runs.items() if each == name]
+        gaps = difference(runs, name)
+        interval = mean_interval(gaps)
+        if DIVERGED in states:
+            interval = Interval(math.inf)
+        rows.append(
+            {
+                "configuration": name,
+                "gap": interval.value,
+                "standard_error": standard_error(gaps) if DIVERGED not in states else math.nan,
+                "low": interval.low,
+                "high": interval.high,
+                "gap_percent": 100 * interval.value / mean_loss,
+                "seeds": len(gaps),
+                "diverged": states.count(DIVERGED),
+                "failed": len(states) - states.count(DIVERGED) - states.count(COMPLETE),
+                **{
+                    column: errors[column].get(name, math.nan)
+                    for column in (*ERRORS, "bits")
+                    if column in errors
+                },
+            }
+        )
+    columns = [*(rows[0] if rows else ("configuration", "gap"))]
+    return pd.DataFrame(rows, columns=columns).sort_values("gap", kind="stable", ignore_index=True)
+
+
+def correlation(gaps: pd.DataFrame, column: str = ERRORS[0]) -> tuple[Interval, int]:
+    """Return Spearman's correlation of an offline error and the gap, and the number of pairs."""
+    known = gaps.dropna(subset=[column, "gap"])
+    return spearman(list(known[column]), list(known["gap"])), len(known)
+
+
+def verdict(gaps: pd.DataFrame, runs: Runs, pairs: Sequence[Pair]) -> list[str]:
+    """Return sentences that answer the questions of the study, from the numbers alone."""
+    interval, count = correlation(gaps)
+    sentences = [_predicts(interval, count), _visible(gaps)]
+    sentences += [_compared(pair, runs) for pair in pairs]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _predicts(interval: Interval, count: int) -> str:
+    if math.isnan(interval.value):
+        return (
+            f"Offline error and gap are known for {count} configuration{'s' * (count != 1)}, which "
+            "is too few for a rank correlation."
+        )
+    numbers = (
+        f"Spearman's rank correlation over {count} configurations is {interval.value:.2f} (95 % "
+        f"bootstrap interval {interval.low:.2f} to {interval.high:.2f})"
+    )
+    few = "" if count >= ENOUGH else f"; fewer than {ENOUGH} configurations prove little"
+    if interval.low > 0:
+        return f"In these runs, the offline error predicts the order of the gaps: {numbers}{few}."
+    return f"These runs do not show that the offline error predicts the gap: {numbers}{few}."
+
+
+def _visible(gaps: pd.DataFrame) -> str:
+    if gaps.empty:
+        return ""
+    worse = gaps[(gaps["low"] > 0) | (gaps["gap"] == math.inf)]
+    better = gaps[gaps["high"] < 0]
+    text = f"The gap of {len(worse)} of {len(gaps)} configurations is above zero"
+    if len(finite := worse[worse["gap"] < math.inf]):
+        least, most = finite.iloc[0], finite.iloc[-1]
+        text += (
+            f", from {least['gap']:+.4f} ({least['configuration']}) to {most['gap']:+.4f} nats per "
+            f"token ({most['configuration']})"
+        )
+    if diverged := list(gaps.loc[gaps["gap"] == math.inf, "configuration"]):
+        text += f"; {', '.join(diverged)} diverged"
+    rest = len(gaps) - len(worse) - len(better)
+    text += f"; the interval of {rest} contains zero"
+    if len(better):
+        text += f", and that of {', '.join(better['configuration'])} is below it"
+    return text + "."
+
+
+def _compared(pair: Pair, runs: Runs) -> str:
+    """Return a sentence that compares a proposed recipe with its uniform counterpart."""
+    head = (
+        f"The recipe proposed for {pair.budget:g} bits ({pair.bits:.4g} bits per value) and "
+        f"{pair.uniform.name} ({pair.uniform_bits:.4g} bits)"
+    )
+    if pair.proposed.recipe and pair.uniform.recipe and _same_rules(pair):
+        return f"{head} are the same: no mixture of the formats has a smaller offline error."
+    interval = mean_interval(difference(runs, pair.proposed.name, pair.uniform.name))
+    if math.isnan(interval.low):
+        return f"{head} cannot be compared, because fewer than two seeds have both runs."
+    found = "the difference is not visible"
+    if interval.excludes_zero:
+        found = f"the recipe's loss is {'lower' if interval.value < 0 else 'higher'}"
+    equal = "" if pair.equal_bits else ", which are not equal bits"
+    return (
+        f"{head}{equal}: {found}, {interval.value:+.4f} nats per token (95 % interval "
+        f"{interval.low:+.4f} to {interval.high:+.4f})."
+    )
+
+
+def _same_rules(pair: Pair) -> bool:
+    """Return whether both recipes differ only in their descriptions."""
+    first, second = (
+        path.read_text(encoding="utf-8").partition("\n")[2]
+        for path in (pair.proposed.recipe, pair.uniform.recipe)
+        if path is not None
+    )
+    return first == second

@@ -1,0 +1,155 @@
+"""Start training runs and offline studies, in forks of this process or as new processes.
+
+The imports of torch and megatron-core take several seconds. On a CPU, with one process per run,
+this process therefore imports them once, and each run is a fork of it. A fork cannot use a CUDA
+device that its parent has initialized, so runs on GPUs and of several ranks are new processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NoReturn
+
+from collect.process_tree import ProcessTree
+from configs.launch import training_environment
+from loss_gaps.run_log import ending
+
+GRACE = 15.0  #: seconds from the request to end until a process is killed
+#: Module of the analysis; any other program is `pretrain_gpt.py`.
+ANALYSIS = "megatron.analysis"
+
+
+class Launcher:
+    """Runner of one program at a time, whose output goes to a log."""
+
+    def __init__(self, words: Sequence[str], *, forks: bool):
+        """Create a launcher.
+
+        Args:
+            words: command that starts `pretrain_gpt.py`, up to and including this file.
+            forks: whether to fork this process instead.
+        """
+        self._words, self._forks = list(words), forks
+        self._imported = False
+
+    def train(self, arguments: Sequence[str], log: Path, head: str) -> int:
+        """Run `pretrain_gpt.py` and return its exit status; write the line `head` to the log."""
+        return self._run([*self._words, *arguments], arguments, log, head)
+
+    def analyze(self, arguments: Sequence[str], log: Path) -> int:
+        """Run `python -m megatron.analysis` and return its exit status."""
+        return self._run([sys.executable, "-m", ANALYSIS, *arguments], arguments, log, "")
+
+    def _run(self, command: list[str], arguments: Sequence[str], log: Path, head: str) -> int:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        with log.open("wb") as out:
+            out.write(head.encode())
+            out.flush()
+            run = self._fork if self._forks else self._start
+            status = run(command, arguments, out)
+            if head:
+                out.write(ending(status, time.monotonic() - started).encode())
+        return status
+
+    def _start(self, command: list[str], arguments: Sequence[str], out: IO[bytes]) -> int:
+        tree = ProcessTree(command, output=out, environment=environment())
+        try:
+            while (status := tree.wait(1.0)) is None:
+                pass
+            return status
+        finally:
+            tree.stop(GRACE)
+
+    def _fork(self, command: list[str], arguments: Sequence[str], out: IO[bytes]) -> int:
+        if not self._imported:
+            _import()
+            self._imported = True
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become(command, arguments, out)
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except BaseException:
+            _end(pid)
+            raise
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a run, without the variables that set formats."""
+    return {name: text for name, text in training_environment().items() if "QUANT" not in name}
+
+
+def _import() -> None:
+    """Import what every run needs. No import may start a thread, because a fork has only one."""
+    import megatron.analysis.__main__
+    import megatron.analysis.store
+    import megatron.analysis.study
+    import megatron.core.tokenizers.text.libraries
+    import megatron.training.checkpointing.save_load
+    import megatron.training.training  # noqa: F401
+
+
+def _become(command: Sequence[str], arguments: Sequence[str], out: IO[bytes]) -> NoReturn:
+    """Turn this fork into the program, and exit with its status."""
+    status = 1
+    try:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        kept = environment()
+        for name in os.environ.keys() - kept.keys():
+            del os.environ[name]
+        os.environ.update(kept)
+        if ANALYSIS in command:
+            from megatron.analysis.__main__ import main
+        else:
+            from megatron.training.main import main
+        status = main(list(arguments))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end(pid: int) -> None:
+    """Ask a fork to end, kill it if it does not, and wait for it."""
+    # The process is gone if it ended, and was waited for, while the signal arrived.
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
+            os.kill(pid, number)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    return
+                time.sleep(0.05)
+
+
+@contextmanager
+def locked(folder: Path):
+    """Hold the lock of an output folder, also for the runs that outlive this process.
+
+    Raises:
+        ValueError: if another study, or a run that it has left, holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        os.set_inheritable(file.fileno(), True)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another study writes to {folder}; wait for it, or give another --output-dir"
+            ) from None
+        yield

@@ -1,0 +1,165 @@
+"""Measure the offline errors of configurations, and propose a recipe under a bit budget.
+
+The operands of all matmuls of one iteration are collected from a bf16 run, and the command `study`
+of `megatron.analysis` recomputes the matmuls under each configuration. The offline error of a
+configuration is the root mean square of the relative errors of all GEMM results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from loss_gaps.configurations import BASELINE, Configuration, write_recipe
+from loss_gaps.launcher import Launcher
+from megatron.analysis.study.proposal import (
+    Option,
+    Place,
+    Proposal,
+    places_of,
+    propose,
+    recipe_text,
+)
+from megatron.analysis.study.verdict import candidate_names
+
+SAME_BITS = 0.01  #: largest difference of bits per value that counts as equal
+#: Modules that a quantization type leaves in high precision; a recipe can quantize them.
+ALWAYS_HIGH = r"output_layer|.*\.router"
+HIGH_BITS = 16.0  #: bits per value of an operand in high precision
+#: columns with offline errors: of all GEMMs, and of those of the forward and the backward pass
+ERRORS = ("offline_error", "offline_error_forward", "offline_error_backward")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Recipe under a bit budget, and the uniform format with which it is compared."""
+
+    budget: float
+    proposed: Configuration
+    bits: float  #: mean bits per value of the proposed recipe
+    uniform: Configuration
+    uniform_bits: float
+
+    @property
+    def equal_bits(self) -> bool:
+        """Return whether both have the same mean bits."""
+        return abs(self.bits - self.uniform_bits) <= SAME_BITS
+
+
+def study_dump(
+    launcher: Launcher, dump: Path, configurations: Sequence[Configuration], folder: Path
+) -> pd.DataFrame:
+    """Run the offline study of a dump, and return its table.
+
+    Results of earlier calls are reused.
+
+    Raises:
+        RuntimeError: if the study fails; its log has the reason.
+    """
+    formats = [each.name for each in configurations if each.recipe is None]
+    recipes = [str(each.recipe) for each in configurations if each.recipe is not None]
+    words = ["study", str(dump), "--formats", BASELINE, *formats, "--output-dir", str(folder)]
+    words += ["--no-budget", *(["--recipes", *recipes] if recipes else [])]
+    log = folder / "study.log"
+    if (status := launcher.analyze(words, log)) != 0:
+        raise RuntimeError(f"the offline study ended with status {status}; see {log}")
+    return pd.read_csv(folder / "study.csv", dtype={"accumulator": str, "recipe": str})
+
+
+def errors_of(table: pd.DataFrame, recipes: Collection[str] = ()) -> pd.DataFrame:
+    """Return the offline errors and the bits of each configuration, by name.
+
+    Squared relative errors are averaged over iterations, micro-batches and ranks, and then over
+    all GEMM results. An error is NaN if a result is not finite, or if some of the GEMMs could not
+    be studied under the configuration.
+
+    Args:
+        table: table of the offline study.
+        recipes: names of configurations that are recipes. The others are quantization types, which
+            leave the LM head and the routers of experts in high precision.
+    """
+    table = table.assign(
+        configuration=candidate_names(table),
+        squared=(table["relative_error"] ** 2).where(table["nonfinite"] == 0),
+    )
+    high = table["module"].str.fullmatch(ALWAYS_HIGH) & ~table["configuration"].isin([*recipes])
+    table.loc[high, "squared"] = 0.0
+    table.loc[high, "bits"] = HIGH_BITS
+    table = table.assign(weighted=table["bits"] * table["values"])
+    keys = ["layer_idx", "module", "operation", "gemm"]
+    grouped = table.groupby(["configuration", *keys], sort=False)
+    results = grouped["squared"].agg(lambda values: values.mean(skipna=False)).reset_index()
+    everything = len(results[keys].drop_duplicates())
+    rows = {}
+    for name, part in results.groupby("configuration", sort=False):
+        forward = part["gemm"] == "fprop"
+        own = table[table["configuration"] == name]
+        rows[name] = {
+            column: _root_mean(part.loc[chosen, "squared"]) if len(part) == everything else math.nan
+            for column, chosen in zip(ERRORS, (forward | ~forward, forward, ~forward), strict=True)
+        } | {"bits": own["weighted"].sum() / own["values"].sum()}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _root_mean(squares: pd.Series) -> float:
+    return math.sqrt(squares.mean(skipna=False)) if len(squares) else math.nan
+
+
+def pairs_of(table: pd.DataFrame, budgets: Iterable[float], folder: Path, dump: str) -> list[Pair]:
+    """Propose a recipe for each bit budget, and write it and its uniform counterpart to a folder.
+
+    Both recipes set formats for the same matmuls, so that their mean bits can be compared. The
+    counterpart has the format with the smallest offline error among those with the most bits
+    within the budget.
+
+    Raises:
+        ValueError: if the cheapest formats exceed a budget.
+    """
+    places = places_of(table)
+    pairs = []
+    for budget in budgets:
+        proposal = propose(places, budget)
+        name, bits = _uniform(places, budget)
+        uniform = Proposal(budget, tuple((place, option_of(place, name)) for place in places), None)
+        recipes = []
+        for stem, choice in (
+            (f"proposed_{budget:g}_bits", proposal),
+            (f"layers_{name.replace(':', '-')}", uniform),
+        ):
+            path = folder / f"{stem}.yaml"
+            write_recipe(path, recipe_text(choice, dump))
+            recipes.append(Configuration(stem, path, is_type=False))
+        pairs.append(Pair(budget, recipes[0], proposal.bits, recipes[1], bits))
+    return pairs
+
+
+def option_of(place: Place, name: str) -> Option:
+    """Return the option of a matmul with the given format."""
+    return next(option for option in place.options if option.format == name)
+
+
+def _uniform(places: Sequence[Place], budget: float) -> tuple[str, float]:
+    """Return the uniform format for a budget, and its mean bits per value.
+
+    Raises:
+        ValueError: if no format has finite results within the budget in all places.
+    """
+    names = set.intersection(*({option.format for option in place.options} for place in places))
+    total = sum(place.values for place in places)
+    choices = []
+    for name in sorted(names):
+        options = [(place.values, option_of(place, name)) for place in places]
+        bits = sum(values * option.bits for values, option in options) / total
+        if bits <= budget + SAME_BITS:
+            choices.append((-round(bits, 2), sum(option.error for _, option in options), name))
+    if not choices:
+        raise ValueError(
+            f"--bits is {budget:g}, but no format of --formats has finite results within it; give "
+            "more bits or a smaller format"
+        )
+    bits, _, name = min(choices)
+    return name, -bits

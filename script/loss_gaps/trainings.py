@@ -1,0 +1,276 @@
+"""Train the runs of a study: the bf16 model, the run that collects operands, and all pairs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs import launch, resolve
+from configs.lookup import ConfigError, number
+from configs.resolve import REPO, say
+from configs.run_names import Formats
+from loss_gaps.configurations import BASELINE, Configuration
+from loss_gaps.held_out import cut
+from loss_gaps.launcher import Launcher
+from loss_gaps.run_log import COMPLETE, RunLog, parse_log, read_log
+from megatron.training import device
+
+START_SEED = 1234  #: seed of the bf16 model from which all configurations continue
+#: Evaluation interval with which a run is evaluated only at its end.
+NEVER = 1 << 30
+#: Flags of the matrix's training command that the study replaces.
+REPLACED = ("--data-path", "--split", "--tensorboard-dir", "--eval-iters", "--eval-interval")
+
+
+class Trainings:
+    """All training runs of a study, with their sizes and files."""
+
+    def __init__(self, options: argparse.Namespace):
+        """Find or make the data, and build the command that all runs share.
+
+        Args:
+            options: options of script/study.py.
+
+        Raises:
+            ConfigError: if an option does not fit, or a file is missing.
+        """
+        device.prepare()  # before the first import of megatron-core
+        self.options, self.folder = options, options.output_dir.resolve()
+        matrix, python = self._matrix(), sys.executable
+        if options.text or options.held_out_text:
+            tokenizer = options.tokenizer_path or resolve.make_corpus(python).tokenizer
+            matrix.tokenizer_path = tokenizer
+            if options.text:
+                matrix.data_path = tokenized(options.text, tokenizer, self.folder / "data")
+            if options.held_out_text:
+                text = options.held_out_text
+                matrix.valid_data_path = tokenized(text, tokenizer, self.folder / "data")
+        selection = launch.select(matrix, python)
+        plain = launch.experiment(selection, "study", Formats(name="", flags=()), (), python)
+        experiment = dataclasses.replace(plain.settled(), flags=options.flags)
+        sizes = experiment.sizes
+        self.tokens = sizes.global_batch_size * sizes.seq_length  #: tokens per iteration
+        self.held_out_tokens = options.eval_iters * self.tokens
+        files = launch.files_of(selection, python)
+        # The last token is only predicted.
+        length = self.held_out_tokens + 1
+        parts = cut(files.data, matrix.valid_data_path, length, self.folder / "data")
+        words = experiment.command(python, files)
+        at = words.index(str(REPO / "pretrain_gpt.py")) + 1
+        self.flags = [
+            *without(words[at:], REPLACED),
+            *("--train-data-path", parts.train, "--valid-data-path", parts.held_out),
+            *("--eval-interval", str(NEVER), "--eval-iters", str(options.eval_iters)),
+        ]
+        forks = sys.platform == "linux" and experiment.parallelism.world == 1
+        forks = forks and resolve.cuda_devices(python) == 0
+        self.launcher = Launcher(words[:at], forks=forks)
+
+    def _matrix(self) -> argparse.Namespace:
+        """Return the options with which train_config.py would start such a run."""
+        matrix = argparse.Namespace(**vars(self.options))
+        matrix.training_config, matrix.dataset, matrix.dtype = "default", None, "bf16"
+        matrix.checkpoint_path, matrix.tensorboard_path = launch.NOTHING, "none"
+        matrix.train_iters, matrix.dry_run = self.iterations, False
+        matrix.nnodes = matrix.node_rank = matrix.master_addr = matrix.master_port = None
+        return matrix
+
+    @property
+    def iterations(self) -> int:
+        """Return the number of iterations of each compared run."""
+        return int(self.options.from_scratch or self.options.continue_iterations)
+
+    @property
+    def start(self) -> Path:
+        """Return the folder of the checkpoint from which all configurations continue."""
+        return (self.options.load or self.folder / "start" / "checkpoint").resolve()
+
+    def train_start(self) -> RunLog | None:
+        """Train the bf16 model from which all configurations continue, and return the result.
+
+        The result is None if there is no such run.
+
+        Raises:
+            RuntimeError: if the run fails.
+        """
+        if self.options.load or self.options.from_scratch:
+            return None
+        iterations = self.options.start_iterations
+        flags = ["--seed", str(START_SEED), "--train-iters", str(iterations)]
+        flags += ["--lr-decay-style", "constant", "--save", str(self.start)]
+        return self._needed("start", flags, iterations, self.start)
+
+    def collect(self) -> Path:
+        """Collect the operands for the offline study, and return the folder of the dump.
+
+        They are those of the first iteration after the checkpoint, or of the last one from scratch.
+
+        Raises:
+            RuntimeError: if the run fails.
+        """
+        if self.options.dump is not None:
+            return Path(self.options.dump)
+        iterations = self.iterations if self.options.from_scratch else 1
+        dump = self.folder / "operands"
+        # A run that collects ends with the collection, before any evaluation.
+        flags = [*self._run_flags(1, iterations), "--eval-iters", "0", "--save-tensors"]
+        flags += ["--tensor-save-dir", str(dump), "--collect-iterations", str(iterations)]
+        self._needed("operands", flags, iterations, dump, evaluated=False)
+        return dump
+
+    def _needed(
+        self,
+        name: str,
+        flags: Sequence[str],
+        iterations: int,
+        output: Path,
+        *,
+        evaluated: bool = True,
+    ) -> RunLog:
+        """Return the result of a bf16 run that others need; do it first unless it is complete.
+
+        Args:
+            name: name of the run and its log.
+            flags: flags of the run besides those of all runs.
+            iterations: number of iterations.
+            output: folder that the run writes, and that is removed before it.
+            evaluated: whether the run ends with an evaluation.
+
+        Raises:
+            RuntimeError: if the run fails.
+        """
+        log = self.folder / f"{name}.log"
+        arguments = [*self.flags, "--custom-quant-type", BASELINE, *flags]
+        head = _head(arguments)
+        result = None
+        if output.is_dir():
+            result = read_log(log, head, iterations, evaluated=evaluated)
+        if result is None:
+            say(f"bf16 run {name!r}, {iterations} iterations; log in {log}")
+            shutil.rmtree(output, ignore_errors=True)
+            self.launcher.train(arguments, log, head)
+            result = _result(log, head, iterations, evaluated=evaluated)
+        if result.status != COMPLETE:
+            raise RuntimeError(f"the run {name!r} {result.status}: {result.message}; see {log}")
+        return result
+
+    def _run_flags(self, seed: int, iterations: int) -> list[str]:
+        """Return the flags of a run that is compared with others, except for its formats."""
+        flags = ["--seed", str(seed), "--train-iters", str(iterations)]
+        if not self.options.from_scratch:
+            flags += ["--load", str(self.start), "--finetune"]
+            if (rate := self.options.continue_lr) is not None:
+                flags += ["--lr", number(rate), "--min-lr", number(rate / 10)]
+        return flags
+
+    def compare(self, configurations: Sequence[Configuration]) -> dict[tuple[str, int], RunLog]:
+        """Train all configurations with all seeds, and return the results.
+
+        With `--report-only`, only return those of complete runs.
+        """
+        runs: dict[tuple[str, int], RunLog] = {}
+        missing: list[tuple[Configuration, int, list[str], Path, str]] = []
+        for seed in range(1, self.options.seeds + 1):
+            for each in configurations:
+                log = self.folder / "runs" / f"{each.file_name}_seed{seed}.log"
+                arguments = [*self.flags, *each.flags, *self._run_flags(seed, self.iterations)]
+                head = _head(arguments, each.digest)
+                if (result := read_log(log, head, self.iterations)) is not None:
+                    runs[each.name, seed] = result
+                else:
+                    missing.append((each, seed, arguments, log, head))
+        total = len(runs) + len(missing)
+        say(f"{len(runs)} of {total} runs were trained earlier; logs in {self.folder / 'runs'}")
+        for done, (each, seed, arguments, log, head) in enumerate(missing, 1):
+            if self.options.report_only:
+                break
+            self.launcher.train(arguments, log, head)
+            result = _result(log, head, self.iterations)
+            runs[each.name, seed] = result
+            left = [configuration.name for configuration, *_ in missing[done:]]
+            say(
+                f"[{len(runs)}/{total}] {each.name}, seed {seed}: {outcome(result)} "
+                f"({result.seconds:.1f} s){remaining(runs, left)}"
+            )
+        order = {each.name: at for at, each in enumerate(configurations)}
+        return dict(sorted(runs.items(), key=lambda item: (order[item[0][0]], item[0][1])))
+
+
+def _result(log: Path, head: str, iterations: int, *, evaluated: bool = True) -> RunLog:
+    """Return the result of a run that has ended."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    result = parse_log(text, head, iterations, evaluated=evaluated)
+    assert result is not None, "the launcher has written both ends of the log"
+    return result
+
+
+def _head(arguments: Sequence[str], digest: str = "") -> str:
+    """Return the first line of a run's log, which differs between different runs."""
+    recipe = f" # recipe {digest}" if digest else ""
+    return f"pretrain_gpt.py {shlex.join(arguments)}{recipe}\n"
+
+
+def outcome(result: RunLog) -> str:
+    """Return the held-out loss of a run, or why it has none."""
+    if result.status == COMPLETE:
+        return f"held-out loss {result.held_out_loss:.4f}"
+    return f"{result.status}: {result.message}"
+
+
+def remaining(runs: dict[tuple[str, int], RunLog], left: Sequence[str]) -> str:
+    """Return `; about N min remain`, estimated from the durations of earlier runs.
+
+    Args:
+        runs: results of earlier runs.
+        left: names of the configurations of the runs that remain.
+    """
+    seconds: dict[str, list[float]] = {}
+    for (name, _), result in runs.items():
+        seconds.setdefault(name, []).append(result.seconds)
+    everything = [value for values in seconds.values() for value in values]
+    total = 0.0
+    for name in left:
+        values = seconds.get(name, everything)
+        total += sum(values) / len(values)
+    if not left:
+        return ""
+    return (
+        f"; about {total / 60:.0f} min remain" if total >= 90 else f"; about {total:.0f} s remain"
+    )
+
+
+def tokenized(text: Path, tokenizer: str, folder: Path) -> str:
+    """Tokenize a text, unless this was done before, and return the prefix of the tokens.
+
+    Raises:
+        ConfigError: if the text cannot be tokenized; the reason was printed.
+    """
+    status = text.stat()
+    state = f"{text.resolve()} {status.st_size} {status.st_mtime_ns} {Path(tokenizer).resolve()}"
+    prefix = folder / f"{text.stem}_{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    data = f"{prefix}_text_document"
+    if not resolve.has_data(data):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
+        command += ["--input", text, "--tokenizer-model", tokenizer, "--output-prefix", prefix]
+        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+            raise ConfigError(f"{text} cannot be tokenized; the reason is above")
+    return data
+
+
+def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return words without the flags in `names` and their values."""
+    rest: list[str] = []
+    before = ""
+    for word in words:
+        if word not in names and before not in names:
+            rest.append(word)
+        before = word
+    return rest
