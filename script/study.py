@@ -215,10 +215,13 @@ def study(options: argparse.Namespace) -> int:
     dump = trainings.collect()
     offline = folder / "offline"
     table = study_dump(trainings.launcher, dump, configurations, offline)
-    pairs = pairs_of(table, options.bits, folder / "recipes", dump.name)
-    if pairs:
-        proposed = {each.name: each for pair in pairs for each in (pair.proposed, pair.uniform)}
-        configurations += proposed.values()
+    pairs = pairs_of(
+        table, options.bits, folder / "recipes", dump=dump.name, whole=options.dump is None
+    )
+    new = [pair.proposed for pair in pairs if not pair.same] + [pair.uniform for pair in pairs]
+    known = {each.name for each in configurations}
+    if new := [each for each in dict.fromkeys(new) if each.name not in known]:
+        configurations += new
         table = study_dump(trainings.launcher, dump, configurations, offline)
     runs = trainings.compare([Configuration(BASELINE), *configurations])
     gaps = gap_table(

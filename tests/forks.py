@@ -22,7 +22,10 @@ from pathlib import Path
 from tests.subprocesses import REPO, TIMEOUT, environment
 
 SERVER = Path(__file__).with_name("fork_server.py")
-TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training", REPO / "script" / "data")
+TRAINING = (
+    *(REPO / "pretrain_gpt.py", REPO / "tests" / "training"),
+    *(REPO / "script" / "data", REPO / "script" / "study.py"),
+)
 VISUALIZATION = REPO / "script" / "visualization"
 #: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
 AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")

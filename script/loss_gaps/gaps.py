@@ -167,7 +167,7 @@ def _compared(pair: Pair, runs: Runs) -> str:
         f"The recipe proposed for {pair.budget:g} bits ({pair.bits:.4g} bits per value) and "
         f"{pair.uniform.name} ({pair.uniform_bits:.4g} bits)"
     )
-    if pair.proposed.recipe and pair.uniform.recipe and _same_rules(pair):
+    if pair.same:
         return f"{head} are the same: no mixture of the formats has a smaller offline error."
     interval = mean_interval(difference(runs, pair.proposed.name, pair.uniform.name))
     if math.isnan(interval.low):
@@ -180,13 +180,3 @@ def _compared(pair: Pair, runs: Runs) -> str:
         f"{head}{equal}: {found}, {interval.value:+.4f} nats per token (95 % interval "
         f"{interval.low:+.4f} to {interval.high:+.4f})."
     )
-
-
-def _same_rules(pair: Pair) -> bool:
-    """Return whether both recipes differ only in their descriptions."""
-    first, second = (
-        path.read_text(encoding="utf-8").partition("\n")[2]
-        for path in (pair.proposed.recipe, pair.uniform.recipe)
-        if path is not None
-    )
-    return first == second

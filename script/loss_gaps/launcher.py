@@ -22,6 +22,7 @@ from collect.process_tree import ProcessTree
 from configs.launch import training_environment
 from loss_gaps.run_log import ending
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 15.0  #: seconds from the request to end until a process is killed
 #: Module of the analysis; any other program is `pretrain_gpt.py`.
 ANALYSIS = "megatron.analysis"
@@ -75,10 +76,14 @@ class Launcher:
             self._imported = True
         sys.stdout.flush()
         sys.stderr.flush()
+        # Python swallows an exception that a signal handler raises in the middle of a fork.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         pid = os.fork()
         if pid == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             _become(command, arguments, out)
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         except BaseException:
             _end(pid)

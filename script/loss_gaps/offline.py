@@ -43,6 +43,7 @@ class Pair:
     bits: float  #: mean bits per value of the proposed recipe
     uniform: Configuration
     uniform_bits: float
+    same: bool  #: whether the recipe has the uniform format everywhere
 
     @property
     def equal_bits(self) -> bool:
@@ -109,12 +110,21 @@ def _root_mean(squares: pd.Series) -> float:
     return math.sqrt(squares.mean(skipna=False)) if len(squares) else math.nan
 
 
-def pairs_of(table: pd.DataFrame, budgets: Iterable[float], folder: Path, dump: str) -> list[Pair]:
-    """Propose a recipe for each bit budget, and write it and its uniform counterpart to a folder.
+def pairs_of(
+    table: pd.DataFrame, budgets: Iterable[float], folder: Path, *, dump: str, whole: bool
+) -> list[Pair]:
+    """Propose a recipe for each bit budget, and write it to a folder.
 
-    Both recipes set formats for the same matmuls, so that their mean bits can be compared. The
-    counterpart has the format with the smallest offline error among those with the most bits
-    within the budget.
+    The counterpart of a recipe has the format with the smallest offline error among those with the
+    most bits within the budget. Both set formats for the same matmuls, so that their mean bits can
+    be compared: if only a part of the matmuls was studied, the counterpart is a recipe, too.
+
+    Args:
+        table: table of the offline study.
+        budgets: mean bits per value.
+        folder: folder for the recipes.
+        dump: name of the studied dump, for the descriptions.
+        whole: whether all matmuls were studied that a quantization type quantizes.
 
     Raises:
         ValueError: if the cheapest formats exceed a budget.
@@ -124,17 +134,22 @@ def pairs_of(table: pd.DataFrame, budgets: Iterable[float], folder: Path, dump: 
     for budget in budgets:
         proposal = propose(places, budget)
         name, bits = _uniform(places, budget)
-        uniform = Proposal(budget, tuple((place, option_of(place, name)) for place in places), None)
-        recipes = []
-        for stem, choice in (
-            (f"proposed_{budget:g}_bits", proposal),
-            (f"layers_{name.replace(':', '-')}", uniform),
-        ):
-            path = folder / f"{stem}.yaml"
-            write_recipe(path, recipe_text(choice, dump))
-            recipes.append(Configuration(stem, path, is_type=False))
-        pairs.append(Pair(budget, recipes[0], proposal.bits, recipes[1], bits))
+        choices = tuple((place, option_of(place, name)) for place in places)
+        proposed = _recipe(f"proposed_{budget:g}_bits", proposal, folder, dump)
+        uniform = Configuration(name)
+        if not whole:
+            stem = f"layers_{uniform.file_name}"
+            uniform = _recipe(stem, Proposal(budget, choices, None), folder, dump)
+        same = [option.format for _, option in proposal.choices] == [name] * len(places)
+        pairs.append(Pair(budget, proposed, proposal.bits, uniform, bits, same))
     return pairs
+
+
+def _recipe(name: str, proposal: Proposal, folder: Path, dump: str) -> Configuration:
+    """Write a proposal as a recipe, and return its configuration."""
+    path = folder / f"{name}.yaml"
+    write_recipe(path, recipe_text(proposal, dump))
+    return Configuration(name, path, is_type=False)
 
 
 def option_of(place: Place, name: str) -> Option:

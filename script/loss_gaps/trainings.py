@@ -252,9 +252,11 @@ def tokenized(text: Path, tokenizer: str, folder: Path) -> str:
     Raises:
         ConfigError: if the text cannot be tokenized; the reason was printed.
     """
-    status = text.stat()
-    state = f"{text.resolve()} {status.st_size} {status.st_mtime_ns} {Path(tokenizer).resolve()}"
-    prefix = folder / f"{text.stem}_{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256()
+    for path in (text, Path(tokenizer)):
+        state = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        digest.update(path.read_bytes() if path.is_file() else state.encode())
+    prefix = folder / f"{text.stem}_{digest.hexdigest()[:12]}"
     data = f"{prefix}_text_document"
     if not resolve.has_data(data):
         folder.mkdir(parents=True, exist_ok=True)

@@ -223,15 +223,20 @@ def test_types_leave_the_lm_head_in_high_precision():
 
 
 def test_a_proposal_is_paired_with_the_uniform_format_of_the_same_bits(tmp_path):
-    [pair] = pairs_of(offline_table(), [4.5], tmp_path, "operands")
+    part = {"dump": "operands", "whole": False}
+    [pair] = pairs_of(offline_table(), [4.5], tmp_path, **part)
     assert pair.proposed.name == "proposed_4.5_bits"
     assert pair.uniform.name == "layers_nvfp4"
     assert pair.equal_bits
     both = [load_recipe(each.recipe) for each in (pair.proposed, pair.uniform)]
     assert all(recipe.rules for recipe in both)
     runs = runs_of(**{pair.uniform.name: (5.1, 5.2, 5.3), "bf16": (5.0, 5.1, 5.2)})
+    assert pair.same
     assert "are the same" in gaps._compared(pair, runs), "no mixture fits 4.5 bits better"
-    [mixed] = pairs_of(offline_table(), [6.25], tmp_path, "operands")
+    [mixed] = pairs_of(offline_table(), [6.25], tmp_path, **part)
+    [whole] = pairs_of(offline_table(), [6.25], tmp_path, dump="operands", whole=True)
+    assert whole.uniform == Configuration("nvfp4")
+    assert not mixed.same
     assert (mixed.bits, mixed.uniform_bits) == (6.25, 4.5)
     runs = runs_of(**{mixed.uniform.name: (5.1, 5.2, 5.3), mixed.proposed.name: (5.0, 5.11, 5.19)})
     text = gaps._compared(mixed, runs)
@@ -239,7 +244,7 @@ def test_a_proposal_is_paired_with_the_uniform_format_of_the_same_bits(tmp_path)
     runs = runs_of(**{mixed.uniform.name: (5.1,), mixed.proposed.name: (5.0,)})
     assert "cannot be compared" in gaps._compared(mixed, runs)
     with pytest.raises(ValueError, match=r"cheapest of the formats take 4\.25 bits"):
-        pairs_of(offline_table(), [4.0], tmp_path, "operands")
+        pairs_of(offline_table(), [4.0], tmp_path, **part)
 
 
 def test_types_with_a_prefix_become_recipes(tmp_path):
