@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 
 import numpy as np
 import pandas as pd
@@ -14,6 +16,7 @@ from loss_gaps.configurations import Configuration, configurations_of
 from loss_gaps.offline import errors_of, pairs_of
 from loss_gaps.run_log import COMPLETE, DIVERGED, FAILED, RunLog, ending, parse_log, read_log
 from megatron.fake_quant.recipe import load_recipe
+from tests.subprocesses import REPO
 
 HEAD = "pretrain_gpt.py --seed 1\n"
 LOG = """{head} > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 1000
@@ -314,6 +317,21 @@ def test_the_page_begins_with_the_answer_and_states_tokens_per_parameter():
     assert "initial weights and order of the data" in scratch
     given = page.page(table, runs, [], setting(start_iterations=None, start_loss=math.nan))
     assert "continues from a given checkpoint" in given
+
+
+def test_the_commands_of_the_page_are_accepted():
+    import study
+
+    text = (REPO / "docs" / "study.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    [command] = re.findall(r"^python script/study.py (.*)$", text, re.M)
+    options = study.parse(shlex.split(command))
+    assert (options.seeds, options.bits) == (5, [4.5])
+    assert all((REPO / path).is_file() for path in options.recipes)
+    explained = {"--load", "--from-scratch", "--dump", "--report-only", "--bits", "--seeds"}
+    assert explained <= set(study.build_parser().all_options())
+    for file in ("study.md", "study.png", "gaps.csv", "runs.csv", "curves.csv"):
+        assert file in text
+        assert file in study.__doc__
 
 
 def test_contradictions_and_own_flags_are_refused(tmp_path):
