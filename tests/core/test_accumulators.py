@@ -1,6 +1,7 @@
 """Accumulators in a real run: recipes, the flag, the audit, the records and their verification."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.recorded_formats import of_card
 from megatron.core.low_precision import matmul_audit
-from megatron.fake_quant import policy
+from megatron.fake_quant import get_format, policy
 from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy import resolve
@@ -100,6 +101,16 @@ def test_the_audit_shows_the_accumulators_and_is_read_back(tmp_path, recipe):
         quantization = {"quantization": [{"iteration": 1} | card]}
         for operation, formats in config.items():
             assert of_card(quantization, "decoder.layers.0.x", operation, 1) == formats
+
+
+def test_without_an_audit_the_accumulators_of_attention_come_from_the_records():
+    from megatron.analysis.verification.results import _attention_formats
+
+    fields = {"iteration": 1, "module": "m", "quant_type": "FA_fp8_e4m3", "format": "fp8_e4m3"}
+    row = SimpleNamespace(**fields, accumulate=QK, global_shape=[16, 1, 2, 8])
+    formats = _attention_formats([dict.fromkeys(("query", "key", "value"), row)], {})
+    assert {f"qk_{gemm}": unit.name for gemm, unit in formats.qk.accumulators.items()} == QK
+    assert formats.pv == GemmFormats.uniform(get_format("fp8_e4m3"))
 
 
 def test_the_flag_applies_to_what_the_unit_multiplies():

@@ -22,7 +22,7 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.quantize import checked
 from tests.subprocesses import environment, run
 
-from .accumulator_operands import ACCUMULATOR_NAMES, by_reference, operands
+from .accumulator_operands import ACCUMULATOR_NAMES, by_reference, first_sums, operands
 from .accumulator_operands import bits as number_bits
 from .inputs import random_bits_at_every_scale
 from .kernel_inputs import CPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
@@ -223,9 +223,9 @@ def test_on_a_gpu_an_accumulator_has_the_bits_of_the_reference(name):
     ]
     kernel = dispatch.find_multiplication(on_gpu[0].elements, on_gpu[1].elements)
     assert kernel is not None
-    assert torch.equal(
-        number_bits(kernel(*on_gpu, unit).cpu()), number_bits(by_reference(a, b, unit))
-    )
+    for start in (None, first_sums((1, a.elements.shape[1], b.elements.shape[1]))):
+        ours = kernel(*on_gpu, unit, start=None if start is None else start.cuda())
+        assert torch.equal(number_bits(ours.cpu()), number_bits(by_reference(a, b, unit, start)))
 
 
 def same_on_gpu(x, name, axis, amax=None):

@@ -235,11 +235,14 @@ def _attention_formats(by_rank: list[dict[str, Any]], card: Mapping[str, Any]) -
     if str(first.quant_type).startswith("recipe_"):
         raise NotCheckedError("attention under a recipe without the run card's audit")
     formats = []
-    for name in ("key", "value"):
+    for operation, name in (("qk", "key"), ("pv", "value")):
         row = records.get(name)
         operand = None if row is None or row.format is None else row.format
-        candidates = recorded_formats.of_records(operand, operand, operand)
-        formats.append(None if operand is None else candidates[0])
+        accumulators = recorded_formats.of_accumulate(first.accumulate, operation)
+        candidates = recorded_formats.of_records(
+            operand, operand, operand, accumulators=accumulators
+        )
+        formats.append(candidates[0] if operand or accumulators else None)
     qk, pv = formats
     keys, _, _, _ = records["query"].global_shape if "query" in records else (0, 0, 0, 0)
     tiling, _ = default_tiling({"qk": qk, "pv": pv}, keys // len(by_rank), keys)
