@@ -143,6 +143,8 @@ def _predicts(interval: Interval, count: int) -> str:
 def _visible(gaps: pd.DataFrame) -> str:
     if gaps.empty:
         return ""
+    if gaps["low"].isna().all() and not (gaps["gap"] == math.inf).any():
+        return "A gap has an interval only with two complete seeds or more."
     worse = gaps[(gaps["low"] > 0) | (gaps["gap"] == math.inf)]
     better = gaps[gaps["high"] < 0]
     text = f"The gap of {len(worse)} of {len(gaps)} configurations is above zero"
@@ -154,8 +156,8 @@ def _visible(gaps: pd.DataFrame) -> str:
         )
     if diverged := list(gaps.loc[gaps["gap"] == math.inf, "configuration"]):
         text += f"; {', '.join(diverged)} diverged"
-    rest = len(gaps) - len(worse) - len(better)
-    text += f"; the interval of {rest} contains zero"
+    rest = gaps[(gaps["low"] <= 0) & (gaps["high"] >= 0)]
+    text += f"; the interval of {len(rest)} contains zero"
     if len(better):
         text += f", and that of {', '.join(better['configuration'])} is below it"
     return text + "."

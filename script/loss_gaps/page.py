@@ -62,7 +62,8 @@ class Setting:
             )
         size = "" if self.parameters is None else f"The model has {self.parameters:,} parameters. "
         pairs = (
-            f"Runs with the same of {self.seeds} seeds have the same "
+            f"Each configuration has {self.seeds} run{'s' * (self.seeds > 1)}, with one seed each. "
+            f"Runs with the same seed have the same "
             f"{'initial weights and ' if self.from_scratch else ''}order of the data. The gap is "
             "the held-out loss of a run, evaluated in its own formats, minus that of the bf16 run "
             f"with the same seed. The held-out text is the same {self.held_out_tokens:,} tokens "

@@ -152,6 +152,11 @@ class Trainings:
         result = None
         if output.is_dir():
             result = read_log(log, head, iterations, evaluated=evaluated)
+        if result is None and self.options.report_only:
+            raise RuntimeError(
+                f"the bf16 run {name!r} is not complete, so there is nothing to report; leave out "
+                "--report-only"
+            )
         if result is None:
             say(f"bf16 run {name!r}, {iterations} iterations; log in {log}")
             shutil.rmtree(output, ignore_errors=True)

@@ -123,6 +123,10 @@ def test_lost_runs_are_counted_and_a_diverged_one_makes_the_gap_infinite():
     assert table.loc["nvfp4", "gap"] == pytest.approx(0.2)
     assert math.isnan(table.loc["nvfp4", "low"]), "one pair has no interval"
     assert table.loc["mxfp8", "seeds"] == 2, "bf16 has no third seed"
+    one = gaps.gap_table(runs_of(bf16=(5.0,), mxfp4=(5.1,)), errors(mxfp4=0.3))
+    assert gaps.verdict(one, {}, [])[1] == (
+        "A gap has an interval only with two complete seeds or more."
+    )
     statuses = gaps.run_table(runs).set_index(["configuration", "seed"])["status"]
     assert statuses["mxfp4", 2] == DIVERGED
     assert statuses["nvfp4", 2] == FAILED
