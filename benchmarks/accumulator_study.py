@@ -31,6 +31,7 @@ import pandas as pd
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from megatron.analysis.stats.paired import mean_interval  # noqa: E402
 from megatron.analysis.store import TensorStore  # noqa: E402
 from megatron.analysis.study import candidates_of  # noqa: E402
 from megatron.analysis.study.accumulator_errors import study_accumulators  # noqa: E402
@@ -42,8 +43,6 @@ RUNS = ("fp32", "hopper_fp8_promote128", "hopper_fp8", "fda:l32:f10:m10:rz")
 BITS = tuple(range(10, 24))
 INTERVALS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LAST = 50  #: number of iterations whose mean is the final loss
-#: two-sided 95 % quantiles of Student's t distribution, by the number of seeds
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4"),
     *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
@@ -136,10 +135,10 @@ def loss_table(losses: dict[str, dict[int, pd.Series]]) -> str:
     }
     for name, by_seed in finals.items():
         apart = [value - finals["fp32"][seed] for seed, value in by_seed.items()]
-        mean, count, interval = statistics.mean(apart), len(apart), "-"
-        if count in STUDENT and name != "fp32":
-            half = STUDENT[count] * statistics.stdev(apart) / count**0.5
-            interval = f"{mean - half:+.3f} to {mean + half:+.3f}"
+        mean, interval = statistics.mean(apart), "-"
+        if len(apart) > 1 and name != "fp32":
+            ends = mean_interval(apart)
+            interval = f"{ends.low:+.3f} to {ends.high:+.3f}"
         seeds = ", ".join(f"{value:+.3f}" for value in apart)
         final = statistics.mean(by_seed.values())
         lines.append([f"`{name}`", f"{final:.3f}", f"{mean:+.3f}", interval, seeds])
