@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from megatron.analysis.statistics_history import OPERAND
+
 WINDOW = 32  #: number of previous values whose range is the band
 ENOUGH = 8  #: number of previous values without which there is no band
 #: smallest distance of a band's ends from the range of the previous values, by statistic
 LEAST = {"amax": 2.0, "rms": 2.0, "sqnr_db": 6.0}
-OPERAND = ["rank", "layer_idx", "module", "operation", "gemm", "tensor", "format"]
 
 
 def excursions(table: pd.DataFrame) -> pd.DataFrame:

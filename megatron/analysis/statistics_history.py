@@ -5,6 +5,11 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet
 
+from megatron.fake_quant.gradient_rule import GRADIENTS, THRESHOLD
+
+#: columns that identify an operand
+OPERAND = ["rank", "layer_idx", "module", "operation", "gemm", "tensor", "format"]
+
 
 def read_statistics(folder: str | Path) -> pd.DataFrame:
     """Return the statistics of all operands: one row per iteration, rank and operand.
@@ -24,6 +29,21 @@ def read_statistics(folder: str | Path) -> pd.DataFrame:
 def read_iterations(folder: str | Path) -> pd.DataFrame:
     """Return loss and gradient norm: one row per iteration, under the conditions above."""
     return _read(Path(folder), "iterations")
+
+
+def gradients_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the quantized gradients with their ratio to the quantization noise.
+
+    `megatron.fake_quant.gradient_rule` defines the ratio and its threshold. The column `flagged` is
+    true where the ratio is below it. A gradient that is not finite is not flagged.
+
+    Args:
+        table: the statistics, from `read_statistics`.
+    """
+    gradient = table["tensor"].astype(str) == table["operation"].astype(str).map(GRADIENTS)
+    chosen = table[gradient & table["sqnr_db"].notna()]
+    ratios = 10 ** (chosen["sqnr_db"].astype(float) / 20)
+    return chosen.assign(gradient_to_noise=ratios, flagged=ratios < THRESHOLD)
 
 
 def _read(folder: Path, name: str) -> pd.DataFrame:

@@ -22,6 +22,7 @@ from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
 )
+from megatron.fake_quant.gradient_rule import GRADIENTS, ratio_of_sqnr
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.data import datasets
 from megatron.training.data.batch import forward_step
@@ -208,6 +209,8 @@ def operand_scalars(iteration: int) -> dict[str, float]:
         for name in ("amax", "rms", "sqnr_db", "underflow"):
             if (value := getattr(numbers, name)) is not None:
                 values[f"{name}/{operand}"] = value
+        if place.tensor == GRADIENTS[place.operation] and numbers.sqnr_db is not None:
+            values[f"gradient_to_noise/{operand}"] = ratio_of_sqnr(numbers.sqnr_db)
     return values
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.bands import ENOUGH, excursions
+from megatron.analysis.statistics_history import gradients_of
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.statistics.history import (
     OPERAND_COLUMNS,
@@ -137,6 +138,32 @@ def test_the_command_says_that_too_few_iterations_were_measured(tmp_path, capsys
     written(tmp_path, made_up(ENOUGH))
     assert main(["history", str(tmp_path)]) == 0
     assert f"Only {ENOUGH} of them were measured" in capsys.readouterr().out
+
+
+def gradients(sqnr_db) -> pd.DataFrame:
+    """Return statistics of a gradient per module, each with its SQNR in all iterations."""
+    table = made_up(4).assign(tensor="grad_output", gemm="wgrad")
+    return table.assign(sqnr_db=[sqnr_db[layer] for layer in table.layer_idx])
+
+
+def test_gradients_below_the_threshold_are_named(tmp_path, capsys):
+    """An SQNR of 10 log10(3) dB is a ratio of sqrt(3), which is the threshold."""
+    limit = 10 * math.log10(3)
+    written(tmp_path, gradients([limit + 0.001, limit - 0.001, 0.0]))
+    assert main(["history", str(tmp_path), "--most", "1"]) == 0, "only bands set the status"
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 of 3 gradients are too noisy (ratio to noise < sqrt(3)):" in lines
+    worst = "decoder.layers.2.mlp.linear_fc1 (mxfp4, rank 0): ratio 1, in 4 of 4 iterations"
+    assert f"  grad_output of linear wgrad in {worst}" in lines
+    assert "  and 1 more" in lines
+
+
+def test_gradients_above_the_threshold_are_counted(tmp_path, capsys):
+    table = gradients([math.inf, 5.0, math.nan])
+    written(tmp_path, table)
+    assert main(["history", str(tmp_path)]) == 0
+    assert "No gradient is too noisy: in all 2, the rms is at least" in capsys.readouterr().out
+    assert gradients_of(made_up(2)).empty, "an input is no gradient"
 
 
 def test_a_folder_without_statistics_is_refused(tmp_path, capsys):

@@ -47,6 +47,11 @@ def test_the_statistics_are_those_of_the_saved_tensors_and_change_no_bit(run_qui
         assert row.rms == pytest.approx(float(tensor.double().square().mean().sqrt()), rel=1e-5)
         tag = f"amax/{row.module}/{row.operation}_{row.gemm}_{row.tensor}"
         assert tags[tag][row.iteration] == row.amax
+        ratios = tags.get(tag.replace("amax", "gradient_to_noise", 1))
+        assert (ratios is not None) == (row.tensor == "grad_output")
+        if ratios is not None:
+            expected = 10 ** (row.sqnr_db / 20)
+            assert ratios[row.iteration] == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_unquantized_run_is_measured_without_saving_tensors(run_quickly, tmp_path):

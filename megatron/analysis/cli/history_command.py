@@ -11,12 +11,16 @@ from megatron.console import ArgumentParser
 
 DESCRIPTION = """\
 Show the statistics that --tensor-statistics wrote during a run: the first tensors that left their
-bands, and a figure with the loss, the gradient norm and the number of such tensors per iteration.
+bands, the gradients that are too noisy, and a figure with the loss, the gradient norm, the number
+of tensors outside their bands and the smallest ratio of a gradient to its noise.
 
 The band of an amax, an rms or an SQNR is the range of its last 32 values, widened on both sides by
 its own width, or by at least a factor of 4 (6 dB). It takes 8 measured iterations. A single batch
 with large gradients may leave the bands, too. If the loss jumps in iteration 101, --since 95 leaves
 out what happened long before.
+
+A quantized gradient is too noisy if its rms is below sqrt(3) times that of its quantization error
+(arXiv 2505.19115). Such gradients do not change the exit status.
 """
 EXAMPLES = """\
 Exit status: 0 no tensor left its band; 1 a tensor did; 2 there are no statistics.
@@ -54,7 +58,11 @@ def add_options(parser: ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the first tensors that left their bands, draw the figure, return the exit status."""
     from megatron.analysis.bands import ENOUGH, excursions
-    from megatron.analysis.statistics_history import read_iterations, read_statistics
+    from megatron.analysis.statistics_history import (
+        gradients_of,
+        read_iterations,
+        read_statistics,
+    )
 
     if arguments.most < 1:
         raise ValueError(f"--most is {arguments.most}; give 1 or more")
@@ -68,8 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     found = excursions(table)
     found = found[found.iteration >= arguments.since]
+    gradients = gradients_of(table[table.iteration >= arguments.since])
     output = arguments.output or folder / "history.png"
-    draw(losses, found, output)
+    draw(losses, found, gradients, path=output)
     lines = described(found)
     if lines:
         print(f"The first tensor that left its band: {lines[0]}")
@@ -85,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"Only {measured} of them were measured, and a band takes {ENOUGH} earlier ones: "
                 "this finds no more than values that are not finite."
             )
+    for line in noisy(gradients, arguments.most):
+        print(line)
     print(f"The figure is {output}")
     return 1 if lines else 0
 
@@ -99,11 +110,52 @@ def described(found: pd.DataFrame) -> list[str]:
     ]
 
 
-def draw(losses: pd.DataFrame, found: pd.DataFrame, path: Path) -> None:
-    """Draw the loss, the gradient norm and the number of tensors outside their bands."""
+def noisy(gradients: pd.DataFrame, most: int) -> list[str]:
+    """Return the lines about the gradient rule; none if no quantized gradient was measured.
+
+    Args:
+        gradients: result of `gradients_of`.
+        most: maximum number of gradients to name; the noisiest ones come first.
+    """
+    if gradients.empty:
+        return []
+    from megatron.analysis.statistics_history import OPERAND
+
+    places = gradients.groupby(OPERAND, sort=False, dropna=False)
+    summary = places.agg(
+        smallest=("gradient_to_noise", "min"),
+        flagged=("flagged", "sum"),
+        measured=("flagged", "size"),
+    )
+    bad = summary[summary["flagged"] > 0].sort_values("smallest", kind="stable").reset_index()
+    if bad.empty:
+        return [
+            f"No gradient is too noisy: in all {len(summary)}, the rms is at least sqrt(3) times "
+            "that of the quantization error."
+        ]
+    lines = [f"{len(bad)} of {len(summary)} gradients are too noisy (ratio to noise < sqrt(3)):"]
+    for row in bad.head(most).itertuples():
+        lines.append(
+            f"  {row.tensor} of {row.operation} {row.gemm} in {row.module} ({row.format}, rank "
+            f"{row.rank}): ratio {row.smallest:.3g}, in {row.flagged} of {row.measured} iterations"
+        )
+    if len(bad) > most:
+        lines.append(f"  and {len(bad) - most} more")
+    return lines
+
+
+def draw(losses: pd.DataFrame, found: pd.DataFrame, gradients: pd.DataFrame, *, path: Path) -> None:
+    """Draw the loss, the gradient norm and the number of tensors outside their bands.
+
+    If there are quantized gradients, the smallest ratio to their noise is drawn below.
+    """
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(3, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    from megatron.fake_quant.gradient_rule import THRESHOLD
+
+    rows = 3 + (not gradients.empty)
+    size = (8, 1 + 2 * rows)
+    figure, axes = plt.subplots(rows, 1, figsize=size, sharex=True, layout="constrained")
     for ax, column, label in zip(
         axes, ("loss", "grad_norm"), ("Loss", "Gradient norm"), strict=False
     ):
@@ -117,7 +169,13 @@ def draw(losses: pd.DataFrame, found: pd.DataFrame, path: Path) -> None:
     axes[2].bar(counts.index, counts.to_numpy(), color="#e07a5f", width=1.0)
     axes[2].set_ylim(0, max(1, counts.max()) * 1.05 if len(counts) else 1)
     axes[2].yaxis.get_major_locator().set_params(integer=True)
-    axes[2].set(xlabel="Iteration", ylabel="Operands outside\ntheir bands")
+    axes[2].set(ylabel="Operands outside\ntheir bands")
+    if not gradients.empty:
+        smallest = gradients.groupby("iteration")["gradient_to_noise"].min()
+        axes[3].plot(smallest.index, smallest.to_numpy(), color="#2a6f97", linewidth=1.2)
+        axes[3].axhline(THRESHOLD, color="#e07a5f", linestyle="--", linewidth=1)
+        axes[3].set(ylabel="Smallest gradient\n/ its noise", yscale="log")
+    axes[-1].set(xlabel="Iteration")
     if len(found):
         first = found.iloc[0]
         for ax in axes:

@@ -26,11 +26,12 @@ another format adds only its own work.
 """
 EXAMPLES = """\
 Files in the output folder:
-  study.html, study.png        the verdict: three sentences, bits against error, the weakest places
+  study.html, study.png        the verdict in words, bits against error, the weakest places
   budget.png                   the error if only one operand is quantized
   recipe.yaml                  with --bits: the best format per matmul and layer
   study.parquet, study.csv     one row per layer, GEMM and candidate: SQNR, gain, bias, variance ...
   budget.parquet, budget.csv   one row per operand: the error if only this operand is quantized
+  gradients.parquet, .csv      one row per gradient, layer and candidate: its ratio to its noise
   accumulators.parquet, .csv   with --accumulators: one row per GEMM, format and accumulator
 
 Exit status: 0 every pass was studied; 2 an option or the folder is wrong; 3 files that could not be

@@ -15,7 +15,8 @@ compares the products with those of the saved operands.
     engine         run the study on threads, and keep the results of an interrupted one
     accumulator_errors  do the same with the sums of simulated matrix units
     proposal       choose a format per layer under a bit budget, and write it as a recipe
-    verdict        say in three sentences what the numbers show
+    gradients      find the gradients that are small beside their quantization noise
+    verdict        say in a few sentences what the numbers show
     pictures, page draw them
     outputs        write all files
 """

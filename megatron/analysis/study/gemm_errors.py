@@ -10,6 +10,7 @@ Y with the reference X and the error E = Y - X, with norms over all values:
     gain             sum(X Y) / sum(X²) - 1
     cosine           sum(X Y) / (||X|| ||Y||)
     mean_error       mean(E) / rms(X)
+    gradient_to_noise  ||X|| / ||E|| of the results that are gradients; see `gradients.py`
     bias, variance   relative_error² = bias² + variance
 
 The bias is the relative error of the mean result over all draws of the random numbers, and the
@@ -60,6 +61,7 @@ from megatron.analysis.study.gemm_results import (
 )
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.gradient_rule import gradient_to_noise
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
@@ -147,8 +149,13 @@ def _of_formats(
             "format": _format_name(candidate, formats, index),
             "recipe": None if candidate.recipe is None else candidate.name,
         }
-        average = float(np.dot(values, bits)) / sum(values)
-        rows.append(place | of_format | numbers | {"bits": average, "values": sum(values)} | more)
+        error = numbers["relative_error"]
+        sizes_and_rule = {
+            "bits": float(np.dot(values, bits)) / sum(values),
+            "values": sum(values),
+            "gradient_to_noise": gradient_to_noise(error) if index else math.nan,
+        }
+        rows.append(place | of_format | numbers | sizes_and_rule | more)
     budgets = [
         budget
         for row_of_gemm, (_, names), of_operands in zip(rows, gemms, alone, strict=False)

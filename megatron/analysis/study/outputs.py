@@ -9,10 +9,11 @@ import pandas as pd
 
 from megatron.analysis.outputs.atomic_write import write, write_keeping
 from megatron.analysis.study.engine import Study
+from megatron.analysis.study.gradients import gradients_of
 from megatron.analysis.study.page import page
 from megatron.analysis.study.pictures import draw_budget, draw_verdict
 from megatron.analysis.study.proposal import places_of, propose, recipe_text
-from megatron.analysis.study.verdict import verdict
+from megatron.analysis.study.verdict import cells, verdict
 from megatron.analysis.text_table import csv_cell
 
 
@@ -51,10 +52,16 @@ def write_outputs(
 
 
 def write_tables(result: Study, folder: Path) -> list[Path]:
-    """Write `study` and, if it was measured, `budget` in both forms, and return the paths."""
+    """Write `study`, and `budget` and `gradients` if they were measured; return the paths.
+
+    Each table is written in both forms.
+    """
     paths = []
-    for name, table in (("study", result.rows), ("budget", result.budgets)):
-        if table.empty and name == "budget":
+    tables = {"study": result.rows, "budget": result.budgets}
+    if not result.rows.empty:
+        tables["gradients"] = gradients_of(cells(result.rows))
+    for name, table in tables.items():
+        if table.empty and name != "study":
             continue
         paths += write_table(table, folder, name)
     return paths

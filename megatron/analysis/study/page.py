@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.analysis import report
 from megatron.analysis.study.engine import Study
+from megatron.analysis.study.gradients import gradients_of
 from megatron.analysis.study.verdict import by_candidate, cells
 from megatron.analysis.text_table import shown
 
@@ -35,7 +36,7 @@ def page(
             f'<img alt="{html.escape(caption)}" style="max-width: 100%" '
             f'src="data:image/png;base64,{encoded}"></div>'
         )
-    parts += ["<h2>All places</h2>", _table(result)]
+    parts += ["<h2>All places</h2>", _table(result), *_gradients(result)]
     notes = [f"{count} {shown(reason)}" for reason, count in sorted(result.left_out.items())]
     notes += [str(problem) for problem in result.problems]
     if notes:
@@ -63,12 +64,41 @@ def _table(result: Study) -> str:
         bits=("bits", "mean"),
     )
     rows = sorted(grouped.itertuples(), key=lambda row: order[row.Index[1]])
-    lines = [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells_of_row) + "</tr>"
-        for cells_of_row in (
+    return _markup(
+        _COLUMNS,
+        [
             (*row.Index, str(row.layers), f"{row.median:.1f}", f"{row.lowest:.1f}", f"{row.bits:g}")
             for row in rows
-        )
+        ],
+    )
+
+
+def _gradients(result: Study) -> list[str]:
+    """Return the section on the gradient rule; empty if the study has no gradients.
+
+    The table has one row per candidate, gradient and layer that the rule flags.
+    """
+    if result.rows.empty or (gradients := gradients_of(cells(result.rows))).empty:
+        return []
+    flagged = gradients[gradients["flagged"]].sort_values("gradient_to_noise", kind="stable")
+    parts = [
+        '<h2 id="gradients">Gradients against quantization noise</h2>',
+        f"<p>{len(flagged)} of {len(gradients)} gradients have an rms below √3 times that of their "
+        "quantization noise (arXiv 2505.19115).</p>",
     ]
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    return f'<div class="scroll tall"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+    if len(flagged):
+        rows = [
+            (row.place, row.candidate, str(row.layer_idx), f"{row.gradient_to_noise:.2f}")
+            for row in flagged.itertuples()
+        ]
+        parts.append(_markup(("gradient", "candidate", "layer", "gradient / noise"), rows))
+    return parts
+
+
+def _markup(head: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table as HTML."""
+    lines = [
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    ]
+    names = "".join(f"<th>{name}</th>" for name in head)
+    return f'<div class="scroll tall"><table><tr>{names}</tr>{"".join(lines)}</table></div>'

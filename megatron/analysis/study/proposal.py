@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -232,3 +232,10 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def layers_text(numbers: Iterable[int]) -> str:
+    """Return the numbers of layers as text, such as `layers 0 to 3, 8`."""
+    distinct = sorted({int(number) for number in numbers})
+    text = ranges(distinct).replace("-", " to ").replace(",", ", ")
+    return f"layer{'s' * (len(distinct) > 1)} {text}"

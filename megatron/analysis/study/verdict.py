@@ -1,8 +1,9 @@
-"""Say in three sentences what the numbers of a study show.
+"""Say in a few sentences what the numbers of a study show.
 
 Each sentence states only what the numbers contain, for any number of layers and candidates: first
 the SQNR of all candidates, then where the weakest one loses most, then which formats are worth
-their bits, or the proposal under a bit budget.
+their bits, or the proposal under a bit budget, and last which gradients drown in their noise, if
+the study has gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import pandas as pd
 from megatron.analysis.figures.figure_data import short_module
 from megatron.analysis.stats.errors import decibels
 from megatron.analysis.study.engine import Study
-from megatron.analysis.study.proposal import Proposal, ranges
+from megatron.analysis.study.gradients import gradients_of, rule
+from megatron.analysis.study.proposal import Proposal, layers_text
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 
 STANDS_OUT = 1.0  #: distance from the median from which a result stands out, in dB
@@ -116,14 +118,16 @@ def weakest(summary: pd.DataFrame) -> str:
 
 
 def verdict(result: Study, proposal: Proposal | None = None) -> list[str]:
-    """Return the three sentences; fewer if nothing was measured."""
+    """Return the sentences; the one on gradients only if there are any."""
     if result.rows.empty:
         return ["No matmul of the dump could be studied."]
     table = cells(result.rows)
     summary = by_candidate(table)
     name = weakest(summary)
     third = _front(summary) if proposal is None else _proposed(proposal)
-    return [_ranking(table, summary, result.rows), _losses(table, result.budgets, name), third]
+    sentences = [_ranking(table, summary, result.rows), _losses(table, result.budgets, name), third]
+    gradients = gradients_of(table)
+    return sentences if gradients.empty else [*sentences, rule(gradients)]
 
 
 def _ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> str:
@@ -157,7 +161,7 @@ def _losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
         places = []
         for place in list(dict.fromkeys(apart["place"]))[:_NAMED]:
             part = apart[apart["place"] == place]
-            places.append(f"{place} of {_layers(part['layer_idx'])} ({_span(part['sqnr_db'])})")
+            places.append(f"{place} of {layers_text(part['layer_idx'])} ({_span(part['sqnr_db'])})")
         text = f"In {name}, {_listed(places)} lose{'s' * (len(places) == 1)} most"
     operand = _operand(budgets, name)
     return f"{text}{f'; {operand}' if operand else ''}."
@@ -214,11 +218,6 @@ def _proposed(proposal: Proposal) -> str:
         f"{text}; its squared error is {100 * saved:.1f} % below that of {uniform.format} alone "
         f"({uniform.bits:.4g} bits)."
     )
-
-
-def _layers(numbers: pd.Series[int]) -> str:
-    text = ranges([int(number) for number in numbers]).replace("-", " to ").replace(",", ", ")
-    return f"layer{'s' * (numbers.nunique() > 1)} {text}"
 
 
 def _span(values: pd.Series[float]) -> str:

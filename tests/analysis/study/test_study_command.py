@@ -58,6 +58,11 @@ def test_it_writes_tables_verdict_pictures_and_recipe(folder, capsys):
     assert load_recipe(out / "recipe.yaml").rules
     for name in ("study.png", "budget.png", "study.html", "budget.parquet", "budget.csv"):
         assert (out / name).stat().st_size > 1000
+    assert lines[3].startswith("By the gradient rule (a gradient's rms below √3 times that of its ")
+    gradients = pd.read_parquet(out / "gradients.parquet")
+    assert len(gradients) == 2 * 6 * 3, "layers, backward GEMMs and candidates"
+    assert len(pd.read_csv(out / "gradients.csv")) == len(gradients)
+    assert "Gradients against quantization noise" in (out / "study.html").read_text("utf-8")
 
 
 def test_an_interrupted_study_continues(folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""The three sentences: true for any input."""
+"""The sentences of the verdict: true for any input."""
 
 from __future__ import annotations
 
