@@ -18,7 +18,7 @@ Operands carry the values of the low-precision format, which are not rounded to 
 (see `unrounded.py`). Products are accumulated as in a matmul of that dtype (in fp32 for bf16 on
 every device), and the result has that dtype. If `GemmFormats` names an accumulator for a GEMM, a
 simulation of this accumulator adds up the products instead, in the order of the tensor core (see
-`unit_operands.py`).
+`accumulate/product.py`).
 
 Shape suffixes: M for the rows of A, N for the rows of B, K for the axis that they share. Leading
 batch dimensions are omitted.
@@ -31,14 +31,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import operators
 from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.product import accumulated_product
+from megatron.fake_quant.accumulate.unit_matrix import unit_matrix
 from megatron.fake_quant.autocast import autocast_of
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import AS_IT_IS, Operand
+from megatron.fake_quant.operator_rules import derive_seeds, drawn, is_direct, seed_tensor
 from megatron.fake_quant.products import (
     Matmul,
     matmul,
@@ -47,7 +49,6 @@ from megatron.fake_quant.products import (
     product_dtype,
 )
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
-from megatron.fake_quant.unit_operands import accumulated_product, unit_matrix
 from megatron.fake_quant.unrounded import quantize_parts
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
@@ -263,10 +264,10 @@ class _Call:
     def _derived(self, name: str, x: Tensor) -> int | Tensor:
         """Return a seed for the slot or GEMM `name`, as an int if `x` is a plain tensor."""
         if self.seed is None:
-            return draw_seed(None) if operators.is_direct(x) else operators.drawn(None)
-        if operators.is_direct(x):
+            return draw_seed(None) if is_direct(x) else drawn(None)
+        if is_direct(x):
             return derive_seed(int(self.seed), name)
-        derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), name)
+        derived: Tensor = derive_seeds(seed_tensor(self.seed), name)
         return derived
 
     def gradient(self, gemm: str, left: SplitMatrix, right: SplitMatrix) -> Tensor:
@@ -344,7 +345,7 @@ def quantized_matmul(
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
     # Both operands and both passes need the same random signs, so draw their seed once.
     if seed is None and formats.random_signs:
-        seed = draw_seed(None) if operators.is_direct(a_MK) else operators.drawn(None)
+        seed = draw_seed(None) if is_direct(a_MK) else drawn(None)
     tensor_seed, int_seed = (seed, None) if isinstance(seed, Tensor) else (None, seed)
     call = _Call(formats, alpha, int_seed, observe, amax_of)
     results: tuple[Tensor, ...] = _QuantizedMatmul.apply(  # type: ignore[no-untyped-call]

@@ -7,12 +7,12 @@ and multiplies whole matrices with these formats; `tiled_attention.py` multiplie
 from dataclasses import dataclass
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.block_scaling import AmaxSource
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.tile_checks import check_probabilities
 from megatron.fake_quant.tiling import Tiling
-from megatron.fake_quant.unit_operands import check_operands
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 #: Slots of the left and the right operand of each GEMM.

@@ -23,8 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import operators
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.operator_rules import (
+    NAMESPACE,
+    batch_first,
+    is_direct,
+    seed_tensor,
+    without_gradient,
+)
 from megatron.fake_quant.random_bits import SEEDS, check_seed
 from megatron.fake_quant.reference import store
 from megatron.fake_quant.rounding import check_tensor
@@ -145,7 +151,7 @@ class Hadamard:
                 f"of shape {tuple(x.shape)}; choose a size that does, or another axis"
             )
         x = x.detach()
-        if operators.is_direct(x):
+        if is_direct(x):
             if seed is not None:
                 check_seed(seed)
             transform = self if seed is None else self.drawn(int(seed))
@@ -153,7 +159,7 @@ class Hadamard:
         axis = axis % x.ndim - x.ndim
         result: Tensor
         if self.random and seed is not None:
-            result = _rotate_at_random(x, self.size, operators.seed_tensor(seed), axis, inverse)
+            result = _rotate_at_random(x, self.size, seed_tensor(seed), axis, inverse)
         else:
             result = _rotate(x, self.size, str(self.signs), axis, inverse)
         return result
@@ -176,7 +182,7 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
     return store(total.flatten(-2).movedim(-1, axis), torch.empty_like(x))
 
 
-@torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotate", mutates_args=())
 def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
     """Apply a Hadamard transform with fixed signs (a `torch.library` operator).
 
@@ -198,10 +204,10 @@ def _(
     return _rotate(x.movedim(in_dims[0], 0), size, signs, axis, inverse), 0
 
 
-_rotate.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators.constant)
+without_gradient(_rotate)
 
 
-@torch.library.custom_op(f"{operators.NAMESPACE}::rotate_at_random", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotate_at_random", mutates_args=())
 def _rotate_at_random(x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool) -> Tensor:
     """Apply a Hadamard transform with random signs (a `torch.library` operator).
 
@@ -224,9 +230,8 @@ def _(x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool) -> Tensor:
 def _(
     info: Any, in_dims: Any, x: Tensor, size: int, seeds: Tensor, axis: int, inverse: bool
 ) -> tuple[Tensor, int]:
-    x = operators.with_batch(x, in_dims[0], info.batch_size)
-    seeds = operators.with_batch(seeds, in_dims[2], info.batch_size)
+    x, seeds = batch_first(info, in_dims, {0: x, 2: seeds})
     return _rotate_at_random(x, size, seeds, axis, inverse), 0
 
 
-_rotate_at_random.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators.constant)
+without_gradient(_rotate_at_random)

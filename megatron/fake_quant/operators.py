@@ -1,24 +1,6 @@
-"""Register quantization as `torch.library` operators, for code that torch traces or transforms.
+"""Register quantization as operators that torch can trace and transform.
 
-A compiled kernel needs the address of real memory. Under `torch.compile`, `torch.export`,
-`make_fx`, `torch.func`, `FakeTensorMode` and for tensor subclasses there is no such address,
-because torch records or transforms the operations instead. In these cases each public function of
-this package calls one operator, which has
-
-    a fake rule   returns shape, dtype and strides of the result for tracing, and computes nothing
-    a vmap rule   makes one call with one more batch dimension, so that graphs contain no loop
-    a gradient    is zero, as in eager mode, because rounding is piecewise constant
-
-An operator's implementation is the code that eager mode runs, so the bits are the same. Eager mode
-calls the kernels directly (see `is_direct`), because dispatching an operator takes longer than some
-of the kernels.
-
-`batch` is the number of leading dimensions that `vmap` has added. The result is the same as from a
-loop over the samples: each sample has its own tensor scale, and random bits depend on a value's
-position within its sample. `seeds` is an int64 tensor with one seed per sample, or None for formats
-without stochastic rounding. `amax` is a float32 tensor with one number per sample, from which the
-scale of the whole sample is computed, or None if it is computed from the sample. Axes are counted
-from the end, so that batch dimensions do not shift them.
+`operator_rules.py` explains when they are called, and their arguments `batch`, `seeds` and `amax`.
 """
 
 from collections.abc import Sequence
@@ -27,33 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import random_bits, reference
+from megatron.fake_quant import reference
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import from_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.operator_rules import (
+    NAMESPACE,
+    batch_first,
+    samples,
+    stacked,
+    without_gradient,
+)
 from megatron.fake_quant.packing_parts import Parts, check_values, empty_parts, packed, unpacked
 from megatron.fake_quant.rounding import check_tensor
-
-NAMESPACE = "megatron_fake_quant"
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def is_direct(x: Tensor) -> bool:
-    """Return whether `x` is a plain tensor and neither a tracer nor a transform is active.
-
-    The call takes less than a microsecond. It checks, in this order: whether Dynamo traces; whether
-    the tensor has a class of its own (FakeTensor, DTensor); whether a transform of `torch.func` or
-    a dispatch mode (FakeTensorMode, make_fx, selective checkpointing) is active; whether
-    `torch.jit.trace` records; whether the tensor is a lazy negation or has no memory (meta).
-    """
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return False  # make_fx and export keep their pre-dispatch tracing modes on another stack
-    return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 
 def compute(
@@ -64,70 +33,9 @@ def compute(
     return kernel(x, fmt, layout, seed, amax=amax)
 
 
-# Seeds
-
-
-def seed_tensor(seed: int | Tensor) -> Tensor:
-    """Convert a seed to the form that operators take: an int64 tensor without dimensions."""
-    random_bits.check_seed(seed)
-    if isinstance(seed, Tensor):
-        return seed
-    return torch.full((), seed, dtype=torch.int64, device="cpu")
-
-
-def drawn(generator: torch.Generator | None) -> Tensor:
-    """Draw a seed as a tensor; `vmap`'s argument `randomness` decides whether samples share it."""
-    device = torch.device("cpu") if generator is None else generator.device
-    return torch.randint(0, 1 << 62, (), generator=generator, device=device)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::derive_seed", mutates_args=())
-def derive_seed(seed: Tensor, slot: str) -> Tensor:
-    """Return seeds for the operand `slot` of a matmul, one per element of `seed`.
-
-    See `random_bits.derive_seed`.
-    """
-    derived = [random_bits.derive_seed(each, slot) for each in seed.flatten().tolist()]
-    return torch.tensor(derived, dtype=torch.int64, device=seed.device).view(seed.shape)
-
-
-@derive_seed.register_fake
-def _(seed: Tensor, slot: str) -> Tensor:
-    return seed.new_empty(seed.shape)
-
-
-@derive_seed.register_vmap
-def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
-    return derive_seed(seed, slot), in_dims[0]
-
-
-# Batches
-
-
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
     """Return whether samples need separate calls, because of their seeds or their tensor scales."""
     return seeds is not None or fmt.has_tensor_scale or fmt.one_block
-
-
-def samples(
-    x: Tensor, seeds: Tensor | None, batch: int, amax: Tensor | None
-) -> list[tuple[Tensor, int | None, Tensor | None]]:
-    """Return each sample of a batch with its seed and its amax; either is None if not given."""
-    samples = x.flatten(0, batch - 1).unbind(0) if batch else (x,)
-    none = [None] * len(samples)
-    each_seed = none if seeds is None else seeds.flatten().tolist()
-    each_amax = none if amax is None else amax.flatten().unbind(0)
-    return list(zip(samples, each_seed, each_amax, strict=True))
-
-
-def stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
-    """Stack the results of the samples along the batch dimensions of `x`."""
-    return torch.stack(list(parts)).view(*x.shape[:batch], *parts[0].shape) if batch else parts[0]
-
-
-def with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return `x` with its `vmap` dimension first; if `dim` is None, add one of size `size`."""
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
@@ -137,11 +45,6 @@ def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockL
     return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)
 
 
-def constant(ctx: Any, inputs: Any, output: Any) -> None:
-    """Tell autograd that the results of an operator are not differentiable."""
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-
-
 # Operators that quantize and dequantize a tensor in one step
 
 
@@ -149,10 +52,7 @@ def constant(ctx: Any, inputs: Any, output: Any) -> None:
 def fake_quantize(
     x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
 ) -> Tensor:
-    """Quantize and dequantize `x`; see `megatron.fake_quant.fake_quantize`.
-
-    The module's docstring explains the arguments.
-    """
+    """Quantize and dequantize `x`; see `megatron.fake_quant.fake_quantize`."""
     known, layout = _checked(x, fmt, axis, batch)
     out = torch.empty_like(x)
     if x.numel() == 0:
@@ -186,15 +86,11 @@ def _(
     batch: int,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    x = with_batch(x, in_dims[0], info.batch_size)
-    if seeds is not None:
-        seeds = with_batch(seeds, in_dims[3], info.batch_size)
-    if amax is not None:
-        amax = with_batch(amax, in_dims[5], info.batch_size)
+    x, seeds, amax = batch_first(info, in_dims, {0: x, 3: seeds, 5: amax})
     return fake_quantize(x, fmt, axis, seeds, batch + 1, amax), 0
 
 
-fake_quantize.register_autograd(lambda ctx, grad: (None,) * 6, setup_context=constant)
+without_gradient(fake_quantize)
 
 
 # Operators that convert a tensor to codes and scales, and back; see `packing_parts.py`
@@ -244,11 +140,7 @@ def _(
     batch: int,
     amax: Tensor | None = None,
 ) -> tuple[Parts, tuple[int | None, ...]]:
-    x = with_batch(x, in_dims[0], info.batch_size)
-    if seeds is not None:
-        seeds = with_batch(seeds, in_dims[3], info.batch_size)
-    if amax is not None:
-        amax = with_batch(amax, in_dims[5], info.batch_size)
+    x, seeds, amax = batch_first(info, in_dims, {0: x, 3: seeds, 5: amax})
     known = from_text(fmt)
     out_dims = (
         0,
@@ -258,7 +150,7 @@ def _(
     return quantize(x, fmt, axis, seeds, batch + 1, amax), out_dims
 
 
-quantize.register_autograd(lambda ctx, *grads: (None,) * 6, setup_context=constant)
+without_gradient(quantize)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dequantize", mutates_args=())
@@ -320,11 +212,16 @@ def _(
     dtype: torch.dtype,
     batch: int,
 ) -> tuple[Tensor, int]:
-    known, size = from_text(fmt), info.batch_size
-    codes = with_batch(codes, in_dims[0], size)
-    blocks = with_batch(blocks, in_dims[1], size) if known.block_size is not None else blocks
-    whole = with_batch(whole, in_dims[2], size) if known.has_outer_scale else whole
+    known = from_text(fmt)
+    parts = {
+        0: codes,
+        1: blocks if known.block_size is not None else None,
+        2: whole if known.has_outer_scale else None,
+    }
+    codes, batched_blocks, batched_whole = batch_first(info, in_dims, parts)
+    blocks = blocks if batched_blocks is None else batched_blocks
+    whole = whole if batched_whole is None else batched_whole
     return dequantize(codes, blocks, whole, fmt, shape, axis, dtype, batch + 1), 0
 
 
-dequantize.register_autograd(lambda ctx, grad: (None,) * 8, setup_context=constant)
+without_gradient(dequantize)

@@ -23,7 +23,7 @@ from megatron.fake_quant import operators
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.operators import is_direct
+from megatron.fake_quant.operator_rules import is_direct
 from megatron.fake_quant.packing_parts import check_values, packed, unpacked
 from megatron.fake_quant.quantize import checked, seed_for, seeds_for
 from megatron.fake_quant.scales import Scales

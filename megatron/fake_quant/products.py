@@ -27,9 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import operators
 from megatron.fake_quant.autocast import autocast_of, no_autocast
 from megatron.fake_quant.mean_split import SplitMatrix
+from megatron.fake_quant.operator_rules import (
+    NAMESPACE,
+    batch_first,
+    is_direct,
+    stacked,
+    without_gradient,
+)
 
 #: Function that returns a factor times the product of two tensors of the same dtype.
 Matmul = Callable[[Tensor, Tensor, float], Tensor]
@@ -49,7 +55,7 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
         values = a.values, b.values
         if torch.float32 in (values[0].dtype, values[1].dtype):
             return _wide(*values, a.scale, b.scale, alpha).to(dtype)
-        if operators.is_direct(values[0]) and operators.is_direct(values[1]):
+        if is_direct(values[0]) and is_direct(values[1]):
             return _scaled(*values, a.scale, b.scale, alpha)
         result: Tensor = _scaled_product(*values, a.scale, b.scale, alpha, 0)
         return result
@@ -121,7 +127,7 @@ def matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
     return _times(torch.matmul(left, right), alpha)
 
 
-@torch.library.custom_op(f"{operators.NAMESPACE}::scaled_product", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::scaled_product", mutates_args=())
 def _scaled_product(
     a: Tensor,
     b: Tensor,
@@ -130,7 +136,7 @@ def _scaled_product(
     alpha: float,
     batch: int,
 ) -> Tensor:
-    """Return what `_scaled` returns, for each sample of a batch; see `operators.py`."""
+    """Return what `_scaled` returns, for each sample of a batch; see `operator_rules.py`."""
     if not batch:
         return _scaled(a, b, scale_a, scale_b, alpha)
     count = math.prod(a.shape[:batch])
@@ -139,7 +145,7 @@ def _scaled_product(
         for part in (a, b, scale_a, scale_b)
     ]
     results = [_scaled(x, y, s, t, alpha) for x, y, s, t in zip(*samples, strict=True)]
-    return operators.stacked(results, a, batch)
+    return stacked(results, a, batch)
 
 
 @_scaled_product.register_fake
@@ -165,11 +171,8 @@ def _(
     alpha: float,
     batch: int,
 ) -> tuple[Tensor, int]:
-    parts = [
-        None if part is None else operators.with_batch(part, dim, info.batch_size)
-        for part, dim in zip((a, b, scale_a, scale_b), in_dims, strict=False)
-    ]
+    parts = batch_first(info, in_dims, {0: a, 1: b, 2: scale_a, 3: scale_b})
     return _scaled_product(*parts, alpha, batch + 1), 0
 
 
-_scaled_product.register_autograd(lambda ctx, grad: (None,) * 6, setup_context=operators.constant)
+without_gradient(_scaled_product)

@@ -8,7 +8,8 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.names import get_format
-from megatron.fake_quant.operators import compute, is_direct
+from megatron.fake_quant.operator_rules import drawn, is_direct, seed_tensor
+from megatron.fake_quant.operators import compute
 from megatron.fake_quant.random_bits import check_seed, draw_seed
 from megatron.fake_quant.rounding import check_tensor
 from megatron.fake_quant.scalings.tensor_scale import check_amax
@@ -109,4 +110,4 @@ def seeds_for(
     """Return what `seed_for` returns, but as a tensor, so that torch can trace how it is drawn."""
     if not fmt.stochastic:
         return None
-    return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)
+    return drawn(generator) if seed is None else seed_tensor(seed)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import scalings
+from megatron.fake_quant.accumulate.unit_matrix import scales_follow_values
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.tile_checks import misfits, query_step
 from megatron.fake_quant.tiled_matmul import AnyOperand, TiledMatmul
 from megatron.fake_quant.tiling import ALL_VISIBLE, KeyMask, Tiling
-from megatron.fake_quant.unit_operands import scales_follow_values
 
 MASKED = -10000.0  #: score of a hidden key, as in megatron-core
 

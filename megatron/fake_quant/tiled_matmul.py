@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.product import (
+    accumulated_product,
+    accumulated_sums,
+    scaled_sums,
+)
+from megatron.fake_quant.accumulate.unit_matrix import UnitMatrix, unit_matrix
 from megatron.fake_quant.gemm import Observer
 from megatron.fake_quant.gemm_formats import OF_FORWARD, SLOTS, GemmFormats
 from megatron.fake_quant.mean_split import SplitMatrix, with_means
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.products import matmul, matmul_then_scale, multiply
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
-from megatron.fake_quant.unit_operands import (
-    UnitMatrix,
-    accumulated_product,
-    accumulated_sums,
-    scaled_sums,
-    unit_matrix,
-)
 from megatron.fake_quant.unrounded import quantize_parts
 
 

@@ -24,13 +24,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import operators
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import Cast, ElementFormat
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.mean_split import SplitMatrix
+from megatron.fake_quant.operator_rules import (
+    NAMESPACE,
+    batch_first,
+    is_direct,
+    samples,
+    stacked,
+    without_gradient,
+)
+from megatron.fake_quant.operators import compute
 from megatron.fake_quant.packing import QuantizedTensor, dequantize
 from megatron.fake_quant.quantize import checked, fake_quantize, seed_for, seeds_for
 from megatron.fake_quant.scalings import target
@@ -132,7 +140,7 @@ def quantize_parts(
         return parts._replace(values=values, dtype=dtype)
     fmt, layout = checked(x, fmt, axis, amax)
     x = x.detach()
-    if operators.is_direct(x):
+    if is_direct(x):
         values, scale = values_and_scale(x, fmt, layout, seed_for(fmt, None, seed), amax)
     else:
         seeds = seeds_for(fmt, None, seed)
@@ -186,7 +194,7 @@ def values_and_scale(
             scale = divide_by(amax, number).reciprocal()
     else:
         scale = _row_scale(x, fmt, layout.axis)
-    return operators.compute(x, fmt.with_scale_apart(), layout, seed, amax=amax), scale
+    return compute(x, fmt.with_scale_apart(), layout, seed, amax=amax), scale
 
 
 def _row_scale(x: Tensor, fmt: Format, axis: int) -> Tensor:
@@ -198,19 +206,19 @@ def _row_scale(x: Tensor, fmt: Format, axis: int) -> Tensor:
     return encode.masked_fill_(~amax.isfinite(), torch.nan).reciprocal()
 
 
-@torch.library.custom_op(f"{operators.NAMESPACE}::quantize_apart", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::quantize_apart", mutates_args=())
 def _quantize_apart(
     x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the values of `x` in units of a scale, and the scale; see `operators.py`."""
+    """Return the values of `x` in units of a scale, and the scale; see `operator_rules.py`."""
     known = from_text(fmt)
     layout = BlockLayout.of(tuple(x.shape[batch:]), known, axis)
     results = [
         values_and_scale(sample, known, layout, seed, of_sample)
-        for sample, seed, of_sample in operators.samples(x, seeds, batch, amax)
+        for sample, seed, of_sample in samples(x, seeds, batch, amax)
     ]
     values, scales = zip(*results, strict=True)
-    return operators.stacked(values, x, batch), operators.stacked(scales, x, batch)
+    return stacked(values, x, batch), stacked(scales, x, batch)
 
 
 @_quantize_apart.register_fake
@@ -235,12 +243,8 @@ def _(
     batch: int,
     amax: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    x = operators.with_batch(x, in_dims[0], info.batch_size)
-    if seeds is not None:
-        seeds = operators.with_batch(seeds, in_dims[3], info.batch_size)
-    if amax is not None:
-        amax = operators.with_batch(amax, in_dims[5], info.batch_size)
+    x, seeds, amax = batch_first(info, in_dims, {0: x, 3: seeds, 5: amax})
     return _quantize_apart(x, fmt, axis, seeds, batch + 1, amax), (0, 0)
 
 
-_quantize_apart.register_autograd(lambda ctx, *grads: (None,) * 6, setup_context=operators.constant)
+without_gradient(_quantize_apart)

@@ -20,8 +20,8 @@ from megatron.fake_quant.tiled_forward import TiledAttention
 from megatron.fake_quant.tiled_matmul import TiledMatmul
 from megatron.fake_quant.tiling import KeyMask, Tiling
 
+from .accumulate.test_unit_matrix import taken_apart, with_accumulators
 from .test_tiled_attention import NAMES, tensors, tiled, whole
-from .test_unit_operands import taken_apart, with_accumulators
 
 ALPHA = 0.25
 

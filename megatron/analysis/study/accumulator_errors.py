@@ -41,19 +41,16 @@ from megatron.analysis.study.operands import Matmul, matmuls
 from megatron.analysis.study.passes import Pass, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.accumulate.names import get_accumulator
+from megatron.fake_quant.accumulate.product import accumulated_product
+from megatron.fake_quant.accumulate.unit_matrix import UnitMatrix, unit_matrix
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.quant_type import OPERATIONS, gemm_formats
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
-from megatron.fake_quant.unit_operands import (
-    UnitMatrix,
-    accumulated_product,
-    check_operands,
-    unit_matrix,
-)
 
 #: Quantiles of the errors over the positions of a result.
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)

@@ -33,7 +33,7 @@ from megatron.fake_quant import policy
 from megatron.fake_quant.delayed_scaling import AmaxHistories
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import SLOTS
-from megatron.fake_quant.operators import is_direct
+from megatron.fake_quant.operator_rules import is_direct
 from megatron.fake_quant.special_scalings import TensorScaling
 
 FORWARD = ("fprop_a", "fprop_b")  #: slots of the forward pass

@@ -22,10 +22,10 @@ from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
 from megatron.fake_quant import policy
 from megatron.fake_quant.accumulate.element_types import check_accepted
+from megatron.fake_quant.accumulate.format_checks import element_name
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.recipe import Recipe, Rule
 from megatron.fake_quant.tile_checks import misfits
-from megatron.fake_quant.unit_operands import element_name
 
 #: Names of the reduction axes of the GEMMs fprop and dgrad, keyed by operation.
 AXES = {

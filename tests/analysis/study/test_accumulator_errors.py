@@ -13,7 +13,7 @@ from megatron.analysis.study import candidates_of
 from megatron.analysis.study.accumulator_errors import dense, errors, study_accumulators
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.accumulate.names import get_accumulator
-from megatron.fake_quant.unit_operands import unit_matrix
+from megatron.fake_quant.accumulate.unit_matrix import unit_matrix
 from tests.analysis.study import small_dump
 
 TRUNCATED = "fda:l1:fx:m6:rz"  #: every sum is truncated to 7 significant bits

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.accumulate import ACCUMULATORS, accumulated_matmul, get_accumulator
+from megatron.fake_quant.accumulate.unit_matrix import unit_matrix, unit_matrix_of_codes
 from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.unit_operands import unit_matrix, unit_matrix_of_codes
-
-from .kernel_inputs import SEED
+from tests.fake_quant.kernel_inputs import SEED
 
 M, N, K = 12, 20, 160
 FDA = "fda:l8:f12:m12:rz"

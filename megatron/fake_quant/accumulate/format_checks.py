@@ -1,0 +1,91 @@
+"""Refuse accumulators whose unit does not multiply operands in a format.
+
+Not every format fits every unit. A combination that no unit computes is refused, for example blocks
+of 32 values in a unit that knows no block scales.
+"""
+
+import torch
+
+from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.element_types import check_accepted
+from megatron.fake_quant.block_scaling import WHOLE_AXIS
+from megatron.fake_quant.elements import HiFloat8
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.special_scalings import (
+    ChoiceScaling,
+    GroupScaling,
+    MacroScaling,
+    PairScaling,
+    TensorScaling,
+)
+
+#: Element type that stands for high-precision tensors in checks that do not know their dtype.
+ANY_HALF = "bfloat16"
+
+
+def check_operands(accumulator: Accumulator, a: Operand, b: Operand) -> None:
+    """Refuse an accumulator for a GEMM with these operands if no unit computes it so.
+
+    A high-precision operand passes if the unit multiplies any 16-bit type; see `check_dtypes`.
+
+    Raises:
+        ValueError: if it is refused; the message gives the reason.
+    """
+    if not accumulator.simulated:
+        return
+    for operand in (a, b):
+        if operand.split != "none":
+            raise ValueError(
+                f"the accumulator {accumulator.name} is for one product, and an operand with the "
+                f"split {operand.split} makes two; remove the split or the accumulator"
+            )
+        if operand.format is not None and (reason := _misfit(operand.format, accumulator)):
+            raise ValueError(
+                f"the accumulator {accumulator.name} does not go with {operand.format.name}, "
+                f"{reason}"
+            )
+    check_accepted(accumulator, (element_name(a.format), element_name(b.format)))
+
+
+def element_name(fmt: Format | None, dtype: torch.dtype | None = None) -> str:
+    """Return the name of a format's element type, or of the dtype of tensors without a format."""
+    if fmt is not None:
+        return fmt.element.name
+    return ANY_HALF if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
+    """Return the reason why a unit cannot apply the scales of a format, or None if it can."""
+    scaling = fmt.scaling
+    if isinstance(fmt.element, HiFloat8) and accumulator.elements:
+        return "because no unit that multiplies HiFloat8 is described in public; leave it at fp32"
+    if scaling is None or isinstance(scaling, TensorScaling):
+        return None
+    if isinstance(scaling, ChoiceScaling):
+        return "whose blocks choose between two element types; no unit of this kind is described"
+    if isinstance(scaling, PairScaling | GroupScaling | MacroScaling):
+        return "whose blocks have finer scales inside, which no described unit applies"
+    if fmt.outer_size not in (None, WHOLE_AXIS):
+        return (
+            "whose outer scales differ along the reduction axis; choose outer-tensor or outer-row"
+        )
+    if scaling.size == WHOLE_AXIS:
+        return None
+    size, own = accumulator.scale_block, accumulator.scale_type
+    if size is None:
+        return (
+            "which has block scales: this unit applies none; choose a unit that does (blackwell_mx "
+            "for E8M0 scales, blackwell_nvfp4 for E4M3 scales, hopper_fp8_promote128 for blocks "
+            "of 128), or a format with one scale per tensor or row"
+        )
+    if scaling.size % size:
+        return f"which has one scale per {scaling.size} values: this unit takes one per {size}"
+    if own not in ("fp32", _block_scale(fmt)):
+        return f"which has {fmt.block_scale} block scales: this unit applies {str(own).upper()}"
+    return None
+
+
+def _block_scale(fmt: Format) -> str:
+    """Return the type of a format's block scales; a headroom is applied to the sums instead."""
+    return str(fmt.block_scale).lower()
