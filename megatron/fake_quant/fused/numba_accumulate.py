@@ -2,19 +2,11 @@
 
 `accumulate/scalar.py` defines the result for one dot product; the kernels return the same bits.
 They compute in float64, which represents every intermediate number exactly: products of float32
-numbers and their scales, and integers below 2^53. A number is truncated to a multiple of 2^e by
-multiplying it by 2^-e, removing the fraction, and multiplying it by 2^e. NaN and Inf need no code
-of their own.
-
-A vector register holds the sums of several columns of the result. The rows of B that belong to
-LANES columns form a panel: two arrays `[k, lane]`, one with values and one with exponents. A tile
-of ROWS rows of A is converted in the same way. Each step is padded with zeros to a multiple of
-UNROLLED products. A padded product has the exponent of two zeros. That is below the exponent of
-every running sum, so it does not change the result.
+numbers and their scales, and integers below 2^53. `numba_float64.py` has the operations on single
+numbers. `numba_panels.py` converts the operands to panels, whose columns are computed together.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,27 +19,14 @@ from megatron.fake_quant.accumulate.accumulator import (
     STAGE_BITS,
     ZERO_EXPONENT,
 )
-from megatron.fake_quant.fused.numba_compile import called, inlined, kernel_compiler
+from megatron.fake_quant.fused.numba_compile import inlined
+from megatron.fake_quant.fused.numba_float64 import Kept, exponent, power, rounded, sum_to_odd
+from megatron.fake_quant.fused.numba_panels import LANES, ROWS, UNROLLED, Panel, fill, kernel
 
-LANES = 64  #: columns of the result per panel
-ROWS = 16  #: rows of the result per tile
-UNROLLED = 4  #: products of a dot product that are added together
-ZERO = np.int16(ZERO_EXPONENT)
 #: Exponent that no product has; below that of two zeros with scales that are zero, too.
 LOWEST = np.int16(5 * ZERO_EXPONENT)
-#: Exponent that stands for that of an infinite or undefined element, and of such a sum.
-INFINITE_ELEMENT, INFINITE_SUM = 128, 600
 OVERFLOW = 2.0**OVERFLOW_EXPONENT
 RUNNING_UNIT = 2.0 ** (STAGE_BITS - RUNNING_BITS)
-
-
-class Kept(NamedTuple):
-    """Type of a sum."""
-
-    mantissa: int  #: number of stored mantissa bits
-    smallest: int  #: exponent of the smallest normal number
-    limit: float  #: power of two at which the sum overflows
-    nearest: bool  #: True to round to nearest even, False to round toward zero
 
 
 class Rule(NamedTuple):
@@ -85,26 +64,6 @@ class TwoStage(Rule):
     __slots__ = ()
 
 
-class Packing(NamedTuple):
-    """Constants by which elements and scales are converted and placed in a panel."""
-
-    step: int  #: products per step
-    parts: int  #: parts into which the products of a step are divided
-    padded_step: int  #: products per step, padded
-    padded_part: int  #: products per part, padded
-    smallest: int  #: exponent of the smallest normal number of the element type
-    block: int  #: elements per scale that the unit itself applies; 0 if there are none
-    smallest_scale: int  #: exponent of the smallest normal scale
-    scale_alone: bool  #: True if the exponent of a scale alone is that of its products
-
-
-class Panel(NamedTuple):
-    """Rows of an operand, converted; both arrays have the shape `[k, row]`."""
-
-    values: Any  #: elements times their scales, float64
-    exponents: Any  #: exponents of elements and scales, int16
-
-
 class Scratch(NamedTuple):
     """Memory for one step; all arrays have the shape `[2, lane]`, for up to two parts of a step."""
 
@@ -112,100 +71,6 @@ class Scratch(NamedTuple):
     scale: Any  #: factor that turns the terms into integers, float64
     total: Any  #: sum of the terms as integers, float64
     extremes: Any  #: largest and smallest product, float64
-
-
-def _sources() -> list[Path]:
-    """Return the source files from which the kernels are compiled."""
-    here = Path(__file__)
-    accumulator = here.parents[1] / "accumulate" / "accumulator.py"
-    return [here, here.with_name("numba_compile.py"), accumulator]
-
-
-kernel = kernel_compiler("accumulate", Path(__file__).parent, _sources)
-
-
-# LLVM inlines the following functions into loops. If numba inlined them, compilation would take a
-# third longer.
-
-
-@called
-def power(exponent: Any) -> Any:
-    """Return 2^exponent for exponents from -1022 to 1023."""
-    return np.int64(np.int64(exponent + 1023) << 52).view(np.float64)
-
-
-@called
-def exponent_field(x: Any) -> Any:
-    """Return the exponent of a normal float64 number; 0 has -1023, and Inf and NaN have 1024."""
-    return np.int64((np.float64(x).view(np.int64) >> 52) & 2047) - 1023
-
-
-@called
-def exponent(x: Any, smallest: Any) -> Any:
-    """Return the exponent of an element, a scale or a running sum."""
-    bounded = min(max(exponent_field(x), smallest), INFINITE_SUM)
-    return np.int16(bounded) if x != 0 else ZERO
-
-
-@called
-def rounded(value: Any, kept: Any) -> Any:
-    """Return a number, rounded to the type of a sum; see `scalar._rounded`."""
-    bounded = min(max(exponent_field(value), kept.smallest), INFINITE_SUM)
-    scaled = value * power(kept.mantissa - bounded)
-    whole = np.rint(scaled) if kept.nearest else np.trunc(scaled)
-    result = whole * power(bounded - kept.mantissa)
-    return result if abs(result) < kept.limit else result * np.inf
-
-
-@called
-def sum_to_odd(x: Any, y: Any) -> Any:
-    """Return x + y; if it is inexact, return that neighbor whose last bit is 1.
-
-    Rounding the result to at most 51 bits is the same as rounding the exact sum.
-    """
-    total = x + y
-    other = total - x
-    error = (x - (total - other)) + (y - other)
-    bits = np.float64(total).view(np.int64)
-    away = np.int64(1) if (error > 0) == (total > 0) else np.int64(-1)
-    # The error of a sum that is Inf or NaN is NaN.
-    inexact = abs(error) > 0 and bits & 1 == 0
-    return np.int64(bits + away if inexact else bits).view(np.float64)
-
-
-@called
-def fill(panel: Any, rows: Any, scales: Any, packing: Any) -> None:
-    """Convert rows of an operand; columns of the panel that have no row are zero."""
-    panel.values[:] = 0
-    panel.exponents[:] = ZERO
-    factors, shifts = np.ones(len(rows)), np.zeros(len(rows), np.int16)
-    for k in range(rows.shape[1]):
-        if packing.block > 0 and k % packing.block == 0:
-            for r in range(len(rows)):
-                scale = np.float64(scales[r, k // packing.block])
-                factors[r] = scale
-                shifts[r] = min(exponent(scale, packing.smallest_scale), INFINITE_ELEMENT)
-        step = k // packing.step
-        inside = k - step * packing.step
-        place = inside // packing.parts + inside % packing.parts * packing.padded_part
-        place += step * packing.padded_step
-        values, exponents = panel.values[place], panel.exponents[place]
-        for r in range(len(rows)):
-            x = np.float64(rows[r, k])
-            values[r] = x * factors[r]
-            own = min(exponent(x, packing.smallest), INFINITE_ELEMENT)
-            exponents[r] = shifts[r] if packing.scale_alone else np.int16(own + shifts[r])
-
-
-@kernel
-def pack(elements: Any, scales: Any, packing: Any, panels: Any, start: Any, stop: Any) -> None:
-    """Convert the operand `elements` `[batch, N, K]` to the panels `start` to `stop - 1`."""
-    per_matrix = -(-elements.shape[1] // LANES)
-    for item in range(start, stop):
-        batch = item // per_matrix
-        first = (item - batch * per_matrix) * LANES
-        rows, row_scales = elements[batch, first : first + LANES], scales[batch, first:]
-        fill(Panel(panels.values[item], panels.exponents[item]), rows, row_scales, packing)
 
 
 @inlined

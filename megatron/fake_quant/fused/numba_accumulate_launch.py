@@ -15,20 +15,15 @@ from megatron.fake_quant.accumulate.accumulator import Accumulator, SumType
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
 from megatron.fake_quant.fused import numba_threads
 from megatron.fake_quant.fused.numba_accumulate import (
-    LANES,
-    ROWS,
-    UNROLLED,
     Chained,
     Fused,
     Grouped,
-    Kept,
-    Packing,
-    Panel,
     Rule,
     TwoStage,
-    pack,
     sums,
 )
+from megatron.fake_quant.fused.numba_float64 import Kept
+from megatron.fake_quant.fused.numba_panels import LANES, ROWS, UNROLLED, Packing, Panel, pack
 from megatron.fake_quant.fused.tensor_memory import bits_in_memory
 
 _LEAST_PRODUCTS = 1 << 20  #: number of products that makes an additional thread worthwhile

@@ -3,7 +3,7 @@
 This is the counterpart of `numba_accumulate.py`. A program computes one tile of the result.
 Products and their sums are integers, so that neither the order of a sum nor the fusion of a product
 and a sum can change a result. Once per step, a sum is converted to float64, which represents it
-exactly, and rounded there. Only `sum_to_odd` needs operations that are not fused.
+exactly, and rounded there. `triton_float64.py` has the operations on single numbers.
 
 An integer that stands for a number has a number of fractional bits, given below as "at ALIGN bits".
 """
@@ -11,102 +11,36 @@ An integer that stands for a number has a number of fractional bits, given below
 import triton.language as tl
 
 from megatron.fake_quant.accumulate import accumulator
-from megatron.fake_quant.fused.triton_bits import (
-    INFINITY,
-    MAGNITUDE,
-    NAN,
-    as_bits,
-    as_float,
-    compiled,
+from megatron.fake_quant.fused.triton_bits import NAN, as_bits, as_float, compiled
+from megatron.fake_quant.fused.triton_float64 import (
+    FLOAT32_BITS,
+    ZERO,
+    decode,
+    floored,
+    power,
+    rounded,
+    sum_to_odd,
+    truncated,
+    undefined,
 )
-from megatron.fake_quant.fused.triton_scales import FRACTION, SMALLEST_NORMAL
 
-ZERO = tl.constexpr(accumulator.ZERO_EXPONENT)
 LOWEST = tl.constexpr(5 * accumulator.ZERO_EXPONENT)  #: exponent below that of every product
 GROUP = tl.constexpr(accumulator.GROUP)
 STAGE_BITS = tl.constexpr(accumulator.STAGE_BITS)
 RUNNING_BITS = tl.constexpr(accumulator.RUNNING_BITS)
-#: Fractional bits of a float32 significand, of that of a scale, and of the product of two E2M1
-#: elements, which are counted in units of one half.
-FLOAT32_BITS, SCALE_BITS, HALVES = tl.constexpr(23), tl.constexpr(3), tl.constexpr(2)
+#: Fractional bits of the significand of a scale, and of the product of two E2M1 elements, which are
+#: counted in units of one half.
+SCALE_BITS, HALVES = tl.constexpr(3), tl.constexpr(2)
 
 
 @compiled
-def power(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^exponent in float64, for exponents from -1022 to 1023."""
-    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-
-
-@compiled
-def undefined(x: tl.tensor) -> tl.tensor:
-    """Return whether float32 numbers are NaN or Inf."""
-    return (as_bits(x) & MAGNITUDE) >= INFINITY
-
-
-@compiled
-def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the significands, at BITS bits, and the exponents of float32 numbers.
-
-    smallest: exponent of the smallest normal number of their type.
-    """
-    bits = as_bits(x)
-    magnitude = bits & MAGNITUDE
-    own = tl.maximum(magnitude >> 23, 1) - 127
-    exponent = tl.maximum(own, smallest)
-    whole = (magnitude & FRACTION) | tl.where(magnitude >= SMALLEST_NORMAL, SMALLEST_NORMAL, 0)
-    significand = whole >> tl.minimum(exponent - own + (FLOAT32_BITS - BITS), 31)
-    exponent = tl.where(magnitude == 0, ZERO, exponent)
-    return tl.where(bits < 0, -significand, significand), exponent
-
-
-@compiled
-def truncated(number: tl.tensor, shift: tl.tensor, LAST: tl.constexpr) -> tl.tensor:
-    """Divide integers by 2^shift, rounding toward zero. LAST: number of their bits, less 1."""
-    magnitude = tl.abs(number) >> tl.minimum(shift, LAST).to(number.dtype)
-    return tl.where(number < 0, -magnitude, magnitude)
-
-
-@compiled
-def floored(number: tl.tensor, shift: tl.tensor) -> tl.tensor:
-    """Divide int64 numbers by 2^shift, rounding down."""
-    return number >> tl.minimum(shift, 63).to(tl.int64)
-
-
-@compiled
-def rounded(
-    value: tl.tensor,
-    MANTISSA: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NEAREST: tl.constexpr,
+def loaded(
+    a: tl.tensor, b: tl.tensor, inside: tl.tensor, exists: tl.tensor, OTHER: tl.constexpr
 ) -> tl.tensor:
-    """Round finite float64 numbers to the type of a sum and return them in float32."""
-    magnitude = tl.abs(value)
-    field = (magnitude.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023
-    exponent = tl.maximum(field, SMALLEST)
-    scaled = magnitude * power(MANTISSA - exponent)
-    whole = scaled.to(tl.int64)
-    if NEAREST:
-        rest = scaled - whole.to(tl.float64)
-        up = (rest > 0.5) | ((rest == 0.5) & ((whole & 1) == 1))
-        whole += tl.where(up, 1, 0)
-    result = whole.to(tl.float64) * power(exponent - MANTISSA)
-    overflow = result >= power(tl.full([], LARGEST + 1, tl.int32))
-    result = tl.where(overflow, float("inf"), result)
-    negative = value.to(tl.int64, bitcast=True) < 0
-    return tl.where(negative, -result, result).to(tl.float32)
-
-
-@compiled
-def sum_to_odd(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """Return x + y in float64, rounded to odd; see `numba_accumulate.sum_to_odd`."""
-    total = x + y
-    other = total - x
-    error = (x - (total - other)) + (y - other)
-    bits = total.to(tl.int64, bitcast=True)
-    away = tl.where((error > 0) == (total > 0), 1, -1)
-    inexact = (tl.abs(error) > 0) & ((bits & 1) == 0)
-    return tl.where(inexact, bits + away, bits).to(tl.float64, bitcast=True)
+    """Return the numbers at pointers to both operands; OTHER where there is no row or element."""
+    x = tl.load(a, mask=inside[0] & exists, other=OTHER)
+    y = tl.load(b, mask=inside[1] & exists, other=OTHER)
+    return x, y
 
 
 @compiled
@@ -132,8 +66,7 @@ def largest_exponent(
     a += PART * strides[0]
     b += PART * strides[1]
     for i in range(PART, STEP, PARTS):
-        x = tl.load(a, mask=inside[0] & (i < left), other=0.0)
-        y = tl.load(b, mask=inside[1] & (i < left), other=0.0)
+        x, y = loaded(a, b, inside, i < left, 0.0)
         top = tl.maximum(
             top, decode(x, smallest[0], 23)[1][:, None] + decode(y, smallest[1], 23)[1][None, :]
         )
@@ -169,9 +102,10 @@ def truncated_sum(
     a += PART * strides[0]
     b += PART * strides[1]
     for i in range(PART, STEP, PARTS):
-        x, p = decode(tl.load(a, mask=inside[0] & (i < left), other=0.0), smallest[0], BITS)
-        y, q = decode(tl.load(b, mask=inside[1] & (i < left), other=0.0), smallest[1], BITS)
-        product = (x.to(TERM)[:, None] * y.to(TERM)[None, :]) << UP
+        x, y = loaded(a, b, inside, i < left, 0.0)
+        u, p = decode(x, smallest[0], BITS)
+        v, q = decode(y, smallest[1], BITS)
+        product = (u.to(TERM)[:, None] * v.to(TERM)[None, :]) << UP
         shift = top - (p[:, None] + q[None, :]) + DOWN
         total += truncated(product, shift, 31 if BITS <= 10 else 63).to(tl.int64)
         a += PARTS * strides[0]
@@ -237,9 +171,8 @@ def group_sum(
     """Return the exact sum of a group of products of E2M1 elements, as int64 at HALVES bits."""
     total = tl.zeros([a.shape[0], b.shape[0]], tl.int32)
     for i in range(GROUP):
-        x = (tl.load(a, mask=inside[0] & (i < left), other=0.0) * 2).to(tl.int32)
-        y = (tl.load(b, mask=inside[1] & (i < left), other=0.0) * 2).to(tl.int32)
-        total += x[:, None] * y[None, :]
+        x, y = loaded(a, b, inside, i < left, 0.0)
+        total += (x * 2).to(tl.int32)[:, None] * (y * 2).to(tl.int32)[None, :]
         a += strides[0]
         b += strides[1]
     return total.to(tl.int64)
@@ -269,19 +202,19 @@ def grouped_step(
     for group in tl.static_range(STEP // GROUP):
         # A group that does not exist has the scales 0, with the lowest exponent.
         exists, block = group * GROUP < left, group * GROUP // BLOCK
-        p = tl.load(shifts[0] + block * strides[0], mask=inside[0] & exists, other=ZERO)
-        q = tl.load(shifts[1] + block * strides[1], mask=inside[1] & exists, other=ZERO)
+        p_at, q_at = shifts[0] + block * strides[0], shifts[1] + block * strides[1]
+        p, q = loaded(p_at, q_at, inside, exists, ZERO)
         top = tl.maximum(top, p[:, None] + q[None, :])
     total = tl.zeros(own.shape, tl.int64)
     for group in tl.static_range(STEP // GROUP):
         first, block = group * GROUP, group * GROUP // BLOCK
         exists = first < left
-        p = tl.load(shifts[0] + block * strides[0], mask=inside[0] & exists, other=ZERO)
-        q = tl.load(shifts[1] + block * strides[1], mask=inside[1] & exists, other=ZERO)
-        x = tl.load(scales[0] + block * strides[0], mask=inside[0] & exists, other=0)
-        y = tl.load(scales[1] + block * strides[1], mask=inside[1] & exists, other=0)
-        x_first, y_first = a + first * strides[0], b + first * strides[1]
-        term = group_sum(x_first, y_first, inside, strides, left - first)
+        p_at, q_at = shifts[0] + block * strides[0], shifts[1] + block * strides[1]
+        p, q = loaded(p_at, q_at, inside, exists, ZERO)
+        x_at, y_at = scales[0] + block * strides[0], scales[1] + block * strides[1]
+        x, y = loaded(x_at, y_at, inside, exists, 0)
+        x_at, y_at = a + first * strides[0], b + first * strides[1]
+        term = group_sum(x_at, y_at, inside, strides, left - first)
         term = (term * (x[:, None] * y[None, :])) << (ALIGN - HALVES - 2 * SCALE_BITS)
         total += truncated(term, top - (p[:, None] + q[None, :]), 63)
     return with_running(total, start, unit, top, ALIGN)
@@ -342,8 +275,7 @@ def special_sums(
     special = tl.where(undefined(running), running, 0.0)
     overflow = tl.zeros(running.shape, tl.float32)
     for i in range(STEP):
-        x = tl.load(a, mask=inside[0] & (i < left), other=0.0)
-        y = tl.load(b, mask=inside[1] & (i < left), other=0.0)
+        x, y = loaded(a, b, inside, i < left, 0.0)
         product = x[:, None] * y[None, :]
         given = undefined(x)[:, None] | undefined(y)[None, :]
         special += tl.where(given, product, 0.0)
