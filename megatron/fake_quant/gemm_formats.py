@@ -1,7 +1,7 @@
 """Define the operands of the three GEMMs of a matmul, and the formats of all of them.
 
 `SLOTS` names the operands, and `GemmFormats` has one field per slot. `gemm.py` explains the GEMMs
-and multiplies whole matrices with these formats; `tiled_attention.py` multiplies tiles.
+and multiplies whole matrices with these formats; `tiles/attention.py` multiplies tiles.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.block_scaling import AmaxSource
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.tile_checks import check_probabilities
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.checks import check_probabilities
+from megatron.fake_quant.tiles.tiling import Tiling
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 #: Slots of the left and the right operand of each GEMM.

@@ -7,7 +7,7 @@ The value of an operation (`linear`, `qk`, `pv`) is a format for all six operand
     accumulate     accumulator of all three GEMMs; see `accumulate/names.py`
     probabilities  for pv: normalized (default) or unnormalized, as in a flash-attention kernel
     tile, order, scale, row_sum
-                   for pv: compute attention in tiles; see `tiling.py`
+                   for pv: compute attention in tiles; see `tiles/tiling.py`
     a GEMM's name  a format, or a mapping with its two operands, `format`, `hadamard` and
                    `accumulate` as keys
 
@@ -40,8 +40,8 @@ from megatron.fake_quant.quant_type import (
     weight_format,
 )
 from megatron.fake_quant.recipe_yaml import Node
-from megatron.fake_quant.tile_checks import misfits
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.checks import misfits
+from megatron.fake_quant.tiles.tiling import Tiling
 
 #: Formats of a layer's matmuls, by operation; the value None means high precision.
 Config = Mapping[str, GemmFormats | None]

@@ -70,7 +70,7 @@ def set_formats(module, name: str | None) -> None:
     from megatron.fake_quant import get_format
     from megatron.fake_quant.gemm_formats import GemmFormats
     from megatron.fake_quant.policy import OperationPolicy
-    from megatron.fake_quant.tiling import Tiling
+    from megatron.fake_quant.tiles.tiling import Tiling
 
     formats = None
     if name is not None:

@@ -14,7 +14,7 @@ from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.recipe import load_recipe
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.tiling import Tiling
 from tests import forks
 from tests.analysis.verification.verifying import count, verify
 from tests.core.gpt_runs import collect

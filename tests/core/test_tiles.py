@@ -12,7 +12,7 @@ from megatron.analysis.verification.recompute_attention import AttentionFormats,
 from megatron.fake_quant import get_format
 from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, GemmFormats
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.tiling import Tiling
 from tests import forks
 from tests.core.gpt_runs import collect, pick
 from tests.subprocesses import REPO, environment

@@ -78,7 +78,7 @@ def errors(ours, theirs):
 
 
 def comparisons():
-    from megatron.fake_quant.tiling import Tiling
+    from megatron.fake_quant.tiles.tiling import Tiling
 
     padding = torch.zeros(BATCH, 1, SEQ, SEQ, dtype=torch.bool)
     padding[1, ..., 50:] = True
@@ -120,14 +120,15 @@ def defaults():
     """Return what layers without a request for tiles do when whole matrices are large."""
     from megatron.core.low_precision import matmul_audit
     from megatron.core.transformer import attention_tiles
-    from megatron.fake_quant import get_format, tiled_attention
+    from megatron.fake_quant import get_format
     from megatron.fake_quant.operand import Operand
-    from megatron.fake_quant.tiling import Tiling
+    from megatron.fake_quant.tiles import attention
+    from megatron.fake_quant.tiles.tiling import Tiling
 
     lines = Lines()
     attention_tiles.logger.addHandler(lines)
     expected = results(set_formats(layer(), "mxfp8", Tiling(), unnormalized=False))
-    largest, tiled_attention.WHOLE_PAIRS = tiled_attention.WHOLE_PAIRS, SEQ * SEQ - 1
+    largest, attention.WHOLE_PAIRS = attention.WHOLE_PAIRS, SEQ * SEQ - 1
     report = {"same": same(results(set_formats(layer(), "mxfp8", unnormalized=False)), expected)}
     module = set_formats(layer(), "mxfp8", unnormalized=False)
     qk, pv = (module._plans[operation].fixed for operation in ("qk", "pv"))
@@ -135,7 +136,7 @@ def defaults():
     attention_tiles.tiling_of(module, {"qk": delayed, "pv": pv}, SEQ, SEQ)
     results(set_formats(layer(attention_dropout=0.1), "mxfp8", unnormalized=False))
     report["audit"] = str(matmul_audit._with_tiles(module, pv, SEQ, 1).tiling)
-    tiled_attention.WHOLE_PAIRS = largest
+    attention.WHOLE_PAIRS = largest
     report["small"] = str(matmul_audit._with_tiles(module, pv, SEQ, 1).tiling)
     report["lines"] = lines.lines
     return report
@@ -150,7 +151,7 @@ def message(action) -> str:
 
 
 def refusals():
-    from megatron.fake_quant.tiling import Tiling
+    from megatron.fake_quant.tiles.tiling import Tiling
 
     def refused(**options):
         return message(lambda: results(set_formats(layer(**options), "mxfp8", Tiling(32))))
@@ -173,7 +174,7 @@ def _shorter(qkv):
 def recomputation():
     """Return whether a layer whose forward pass is repeated has the results of one that is not."""
     from megatron.core import tensor_parallel
-    from megatron.fake_quant.tiling import Tiling
+    from megatron.fake_quant.tiles.tiling import Tiling
 
     report = {}
     cases = {"mxfp8:sr": "blackwell_mx", "fp8_e4m3": "hopper_fp8", "mxfp4:sr": "fp32"}
@@ -195,7 +196,7 @@ def recomputation():
 
 def logits():
     from megatron.core.transformer.attention_logits import NAME
-    from megatron.fake_quant.tiling import Tiling
+    from megatron.fake_quant.tiles.tiling import Tiling
 
     found = []
     for tiling in (None, Tiling(32), Tiling(32, "reverse")):

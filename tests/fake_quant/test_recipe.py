@@ -12,7 +12,7 @@ from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.policy import OperationPolicy, resolve
 from megatron.fake_quant.recipe import load_recipe
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.tiling import Tiling
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 MATCHER = "matchers:\n  all: {config: %s, type: glob, pattern: '*', enabled: true}\n"

@@ -39,10 +39,10 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError, Sof
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.tiled_attention import tiled_attention
-from megatron.fake_quant.tiled_forward import Tile, TiledAttention
-from megatron.fake_quant.tiled_matmul import AnyOperand, TiledMatmul
-from megatron.fake_quant.tiling import CAUSAL, KeyMask
+from megatron.fake_quant.tiles.attention import tiled_attention
+from megatron.fake_quant.tiles.forward import Tile, TiledAttention
+from megatron.fake_quant.tiles.matmul import AnyOperand, TiledMatmul
+from megatron.fake_quant.tiles.tiling import CAUSAL, KeyMask
 from megatron.tensor_record import PAIRWISE
 
 MASKED = -10000.0  #: score that Megatron assigns to a masked key

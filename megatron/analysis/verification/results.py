@@ -24,7 +24,7 @@ from megatron.analysis.verification.recompute_linear import LINEAR, Outcome, Rec
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.packing import QuantizedTensor
-from megatron.fake_quant.tiled_attention import default_tiling
+from megatron.fake_quant.tiles.attention import default_tiling
 from megatron.tensor_record import CODES, OF_ITERATION
 
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"

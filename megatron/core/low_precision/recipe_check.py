@@ -25,7 +25,7 @@ from megatron.fake_quant.accumulate.element_types import check_accepted
 from megatron.fake_quant.accumulate.format_checks import element_name
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.recipe import Recipe, Rule
-from megatron.fake_quant.tile_checks import misfits
+from megatron.fake_quant.tiles.checks import misfits
 
 #: Names of the reduction axes of the GEMMs fprop and dgrad, keyed by operation.
 AXES = {

@@ -1,6 +1,6 @@
 """Decide whether an attention layer runs in tiles, and describe its mask for the tiles.
 
-`megatron.fake_quant.tiled_attention` defines the computation. A recipe requests tiles by a key such
+`megatron.fake_quant.tiles.attention` defines the computation. A recipe requests tiles by a key such
 as `pv: {tile: 128}`. Without a request, long sequences run in tiles if a matmul has a format, since
 whole matrices of scores would not fit in memory. The log and the format audit show this. Attention
 without any format is megatron-core's own and forms whole matrices.
@@ -14,8 +14,8 @@ import torch
 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.tiled_attention import default_tiling
-from megatron.fake_quant.tiling import KeyMask, Tiling
+from megatron.fake_quant.tiles.attention import default_tiling
+from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
 from megatron.tensor_record import CODES
 
 logger = logging.getLogger(__name__)

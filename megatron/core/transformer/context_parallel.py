@@ -36,7 +36,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.fake_quant.tiling import KeyMask
+from megatron.fake_quant.tiles.tiling import KeyMask
 
 COMM_TYPE = "all_gather"  #: the only supported value of megatron-core's `cp_comm_type`
 

@@ -29,9 +29,9 @@ from megatron.core.transformer.attention_logits import note_largest, visible_mas
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import GemmFormats
-from megatron.fake_quant.tiled_attention import tiled_attention
-from megatron.fake_quant.tiled_forward import TiledAttention
-from megatron.fake_quant.tiled_matmul import TiledMatmul
+from megatron.fake_quant.tiles.attention import tiled_attention
+from megatron.fake_quant.tiles.forward import TiledAttention
+from megatron.fake_quant.tiles.matmul import TiledMatmul
 from megatron.tensor_record import PAIRWISE
 
 _upstream = shadowed(__name__)

@@ -3,7 +3,7 @@
 The unit sums the products in float32. The sums are multiplied by the factors `after` of both
 operands (see `unit_matrix.py`) and by alpha. The caller rounds them to the dtype of the tensors.
 Attention in tiles continues a sum in the next tile; it applies the factors after the last tile (see
-`tiled_matmul.py`).
+`tiles/matmul.py`).
 """
 
 from typing import Any

@@ -23,7 +23,7 @@ from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.tiling import Tiling
 
 MXFP8, MXFP4, NVFP4 = (Operand(get_format(name)) for name in ("mxfp8", "mxfp4", "nvfp4"))
 ROTATED = Operand(get_format("nvfp4"), Hadamard(16, "nvfp4"))

@@ -1,8 +1,8 @@
 """Describe, as data, how attention is computed in tiles, as in flash-attention kernels.
 
-A tile is a range of consecutive keys, together with all queries. `tiled_attention.py` computes one
+A tile is a range of consecutive keys, together with all queries. `attention.py` computes one
 tile after the other, so that no matrix of all queries and all keys exists, and defines the
-operations and their order. `tile_checks.py` refuses formats whose blocks a tile would cut.
+operations and their order. `checks.py` refuses formats whose blocks a tile would cut.
 """
 
 import re

@@ -13,7 +13,7 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
-from megatron.fake_quant.tiling import Tiling
+from megatron.fake_quant.tiles.tiling import Tiling
 
 #: Slots of both matmuls whose blocks run along the keys, and slots whose blocks may have several
 #: rows across the keys. The others have no axis of keys.

@@ -58,10 +58,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.tile_checks import misfits
-from megatron.fake_quant.tiled_backward import Backward
-from megatron.fake_quant.tiled_forward import Rows, TiledAttention
-from megatron.fake_quant.tiling import WHOLE_PAIRS, Tiling
+from megatron.fake_quant.tiles.backward import Backward
+from megatron.fake_quant.tiles.checks import misfits
+from megatron.fake_quant.tiles.forward import Rows, TiledAttention
+from megatron.fake_quant.tiles.tiling import WHOLE_PAIRS, Tiling
 
 
 class _TiledAttention(torch.autograd.Function):

@@ -15,13 +15,13 @@ from megatron.fake_quant.accumulate import get_accumulator, scalar
 from megatron.fake_quant.accumulate.element_types import smallest_exponent
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.tiled_backward import Backward
-from megatron.fake_quant.tiled_forward import TiledAttention
-from megatron.fake_quant.tiled_matmul import TiledMatmul
-from megatron.fake_quant.tiling import KeyMask, Tiling
+from megatron.fake_quant.tiles.backward import Backward
+from megatron.fake_quant.tiles.forward import TiledAttention
+from megatron.fake_quant.tiles.matmul import TiledMatmul
+from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
+from tests.fake_quant.accumulate.test_unit_matrix import taken_apart, with_accumulators
 
-from .accumulate.test_unit_matrix import taken_apart, with_accumulators
-from .test_tiled_attention import NAMES, tensors, tiled, whole
+from .test_attention import NAMES, tensors, tiled, whole
 
 ALPHA = 0.25
 

@@ -1,4 +1,4 @@
-"""Quantize and multiply the operands of attention in tiles; see `tiled_attention.py`.
+"""Quantize and multiply the operands of attention in tiles; see `attention.py`.
 
 `TiledMatmul.product` computes every product of a tile, and `TiledMatmul.quantized` quantizes every
 operand. Both do for parts of matrices what `gemm.py` does for whole matrices. If a GEMM has an

@@ -1,11 +1,11 @@
-"""Define the backward pass of attention in tiles; see `tiled_attention.py`."""
+"""Define the backward pass of attention in tiles; see `attention.py`."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.tiled_forward import Rows, Tile, TiledAttention
+from megatron.fake_quant.tiles.forward import Rows, Tile, TiledAttention
 
 
 class Backward:

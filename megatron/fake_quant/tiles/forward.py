@@ -1,4 +1,4 @@
-"""Define the settings and the forward pass of attention in tiles; see `tiled_attention.py`."""
+"""Define the settings and the forward pass of attention in tiles; see `attention.py`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron.fake_quant import scalings
 from megatron.fake_quant.accumulate.unit_matrix import scales_follow_values
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.tile_checks import misfits, query_step
-from megatron.fake_quant.tiled_matmul import AnyOperand, TiledMatmul
-from megatron.fake_quant.tiling import ALL_VISIBLE, KeyMask, Tiling
+from megatron.fake_quant.tiles.checks import misfits, query_step
+from megatron.fake_quant.tiles.matmul import AnyOperand, TiledMatmul
+from megatron.fake_quant.tiles.tiling import ALL_VISIBLE, KeyMask, Tiling
 
 MASKED = -10000.0  #: score of a hidden key, as in megatron-core
 

@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant import tiled_matmul as module
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.tiled_attention import tiled_attention
-from megatron.fake_quant.tiled_forward import TiledAttention
-from megatron.fake_quant.tiled_matmul import TiledMatmul
-from megatron.fake_quant.tiling import KeyMask, Tiling
+from megatron.fake_quant.tiles import matmul as module
+from megatron.fake_quant.tiles.attention import tiled_attention
+from megatron.fake_quant.tiles.forward import TiledAttention
+from megatron.fake_quant.tiles.matmul import TiledMatmul
+from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
 from megatron.fake_quant.unrounded import quantize_parts
 
 BATCH, SIZE, VALUE_SIZE, ALPHA = 4, 32, 48, 0.25
