@@ -9,9 +9,9 @@ and scales. `fused/` computes the same results faster, `operators.py` makes ever
 torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command line.
 
 `gemm_formats.py` names the operands of a matmul and its gradients, and `gemm.py` quantizes and
-multiplies them. `tiles/` does the same for attention in tiles, and `accumulate/` sums
-products as the matrix units of particular processors do.
-`quant_type.py`, `recipe.py` and `policy/` choose the format of each matmul of a model.
+multiplies them. `tiles/` does the same for attention in tiles, and `accumulate/` sums products as
+the matrix units of particular processors do. `quant_type.py`, `recipe.py` and `policy/` choose the
+format of each matmul of a model.
 """
 
 from megatron.fake_quant.accumulate import accumulated_matmul

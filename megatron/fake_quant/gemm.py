@@ -203,8 +203,8 @@ class _Call:
             self.prepared(slot, matrix, axis=axis)
             for slot, matrix, axis in zip(slots, (left, right), axes, strict=True)
         )
-        accumulator = self.formats.accumulator(gemm)
-        if accumulator is not None and accumulator.simulated and not (a.empty or b.empty):
+        accumulator = self.formats.simulated_accumulator(gemm)
+        if accumulator is not None and not (a.empty or b.empty):
             return _accumulated(a, b, accumulator, self.alpha), a, b
         of_a, of_b = a.quantized(), b.quantized()
         left = of_a if a.axis == -1 else of_a.t()

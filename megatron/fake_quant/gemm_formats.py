@@ -83,8 +83,8 @@ class GemmFormats:
         if self.tiling is not None:
             check_probabilities(self.tiling, self.fprop_a, unnormalized=self.unnormalized)
         for gemm in GEMM_SLOTS:
-            accumulator = self.accumulator(gemm)
-            if accumulator is not None and accumulator.simulated:
+            accumulator = self.simulated_accumulator(gemm)
+            if accumulator is not None:
                 self._check_accumulator(gemm, accumulator)
 
     def _check_accumulator(self, gemm: str, accumulator: Accumulator) -> None:
@@ -116,10 +116,10 @@ class GemmFormats:
                 f"operand; give {forward} a format, or remove the source"
             )
 
-    def accumulator(self, gemm: str) -> Accumulator | None:
-        """Return the accumulator of a GEMM (fprop, dgrad or wgrad), or None for torch's own."""
+    def simulated_accumulator(self, gemm: str) -> Accumulator | None:
+        """Return the accumulator of a GEMM (fprop, dgrad or wgrad), or None for torch.matmul's."""
         accumulator: Accumulator | None = getattr(self, f"{gemm}_accumulator")
-        return accumulator
+        return accumulator if accumulator is not None and accumulator.simulated else None
 
     @property
     def simulated(self) -> bool:
@@ -129,7 +129,7 @@ class GemmFormats:
     @property
     def accumulators(self) -> dict[str, Accumulator]:
         """Accumulators by GEMM; a GEMM that torch.matmul sums is left out, unless one is set."""
-        named = ((gemm, self.accumulator(gemm)) for gemm in GEMM_SLOTS)
+        named = ((gemm, getattr(self, f"{gemm}_accumulator")) for gemm in GEMM_SLOTS)
         return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
 
     def effective(self, slot: str) -> Operand:

@@ -90,8 +90,7 @@ def linear(
             if not first.dtype == second.dtype == saved.dtype:
                 raise NotCheckedError("operands and result have different dtypes")
             recorded = _Recorded(formats, codes or {}, amaxes or {}, saved.dtype)
-            accumulator = formats.accumulators.get(GEMM_OF[name])
-            if accumulator is not None and accumulator.simulated:
+            if formats.simulated_accumulator(GEMM_OF[name]) is not None:
                 yield name, _accumulated(saved, name, (first, second), recorded)
                 continue
             a, b = _operands(name, first, second, recorded)

@@ -108,7 +108,7 @@ class TiledAttention:
         new sum, and O is added up in float32.
         """
         fmt = self.pv.formats.fprop_a.format
-        if self.pv.simulated("fprop") is None:
+        if self.pv.formats.simulated_accumulator("fprop") is None:
             return False
         if fmt is None or not scales_follow_values(fmt):
             return True
@@ -120,7 +120,7 @@ class TiledAttention:
         Where the positions show that a query sees no key of a tile, its row is left out. Such rows
         are left out in whole blocks, so that blocks along the queries are as in whole matrices.
         """
-        units = [part.simulated("wgrad") for part in (self.qk, self.pv)]
+        units = [part.formats.simulated_accumulator("wgrad") for part in (self.qk, self.pv)]
         step = query_step(self.qk.operands, self.pv.operands, filter(None, units))
         for number, span in self.tiling.spans(keys):
             rows = slice(0, queries)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.product import (
     accumulated_product,
     accumulated_sums,
@@ -120,11 +119,6 @@ class TiledMatmul:
         formats = replace(self.formats, **operands)  # type: ignore[arg-type]
         return replace(self, formats=formats, seed=seed, dtype=dtype)
 
-    def simulated(self, gemm: str) -> Accumulator | None:
-        """Return the accumulator of a GEMM, or None if torch.matmul sums its products."""
-        accumulator = self.formats.accumulator(gemm)
-        return None if accumulator is None or not accumulator.simulated else accumulator
-
     def quantized(
         self, slot: str, x: Tensor, *, axis: int, tile: int | None = None, amax: float | None = None
     ) -> AnyOperand:
@@ -139,7 +133,7 @@ class TiledMatmul:
         """
         operand: Operand = getattr(self.formats, slot)
         parts = operand.prepared(x, axis=axis, fill=slot.startswith("wgrad"))
-        accumulator = self.simulated(slot.partition("_")[0])
+        accumulator = self.formats.simulated_accumulator(slot.partition("_")[0])
         if operand.format is None:
             if accumulator is None:
                 return TileOperand(parts, axis)
@@ -176,7 +170,7 @@ class TiledMatmul:
 
         An accumulator begins a new sum for each product.
         """
-        accumulator = self.simulated(gemm)
+        accumulator = self.formats.simulated_accumulator(gemm)
         if accumulator is not None:
             left, right = _units(a, b)
             product = accumulated_product(left, right, accumulator, self.alpha)
@@ -191,7 +185,7 @@ class TiledMatmul:
 
         The scales of rows and tensors are not applied; `finished` does this after the last tile.
         """
-        accumulator = self.simulated("fprop")
+        accumulator = self.formats.simulated_accumulator("fprop")
         assert accumulator is not None
         return accumulated_sums(*_units(a, b), accumulator, start=sums)
 
