@@ -22,7 +22,11 @@ def record_steps() -> None:
         result = train_step(*args)
         steps.append({"loss": result.losses["lm loss"], "norm": result.grad_norm})
         if os.environ.get("RANK", "0") == "0":
-            Path(os.environ["STEPS_FILE"]).write_text(json.dumps(steps))
+            # A signal may end the process here; the file must be whole.
+            path = Path(os.environ["STEPS_FILE"])
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(steps))
+            partial.replace(path)
         return result
 
     loop.train_step = recorded_step
