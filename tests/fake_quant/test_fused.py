@@ -210,8 +210,8 @@ import torch
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.fused import dispatch
 x = torch.ones(256, 256)
-assert dispatch.find(x, get_format("mxfp8")) is not None
-print(fake_quantize(x, "mxfp8").sum().item())
+assert dispatch.find(x, get_format("fp8_e4m3:pow2")) is not None
+print(fake_quantize(x, "fp8_e4m3:pow2").sum().item())
 """
     out = run(code, PATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "cache"))
     assert float(out) == 1 << 16
