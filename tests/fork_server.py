@@ -40,6 +40,12 @@ from typing import Any, NoReturn
 BACKEND = Path(__file__).resolve().parents[1] / "megatron" / "cpu_backend.py"
 CORE = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer")
 IMPORTS = {
+    # The program imports this tree and megatron-core itself, and also torch._dynamo, which reads
+    # TORCHDYNAMO_DISABLE.
+    "libraries": (
+        *("torch.distributed.tensor", "numba", "pandas", "matplotlib.pyplot"),
+        *(("triton",) if sys.platform == "linux" else ()),
+    ),
     "wheel": CORE,
     "overlay": (*CORE, "megatron.core.tensor_saver"),
     "training": (
@@ -76,13 +82,13 @@ def prepare(imports: str, lock: Path) -> None:
         sys.modules[spec.name].activate()
     elif imports in ("overlay", "analysis"):
         importlib.import_module("megatron.cpu_backend").activate()
-    else:
+    elif imports == "training":
         importlib.import_module("megatron.training.device").prepare()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the wheel about missing packages
         for name in IMPORTS[imports]:
             importlib.import_module(name)
-        if imports != "wheel":
+        if imports not in ("wheel", "libraries"):
             with locked(lock.with_name("kernels")):  # or several servers would compile the same
                 load_kernels()
     gc.freeze()
@@ -114,6 +120,9 @@ def become(request: dict[str, Any], files: list[int], variables: dict[str, str])
         os.environ.pop(name, None)
     os.environ.update(request["env"] | variables)
     os.chdir(request["cwd"])
+    if "PYTHONPATH" not in BORN_WITH:
+        path = request["env"].get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [str(Path(folder).absolute()) for folder in path if folder]
     if request["file_bytes"] is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the call fails instead
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))

@@ -63,8 +63,9 @@ def _server(imports: str) -> socket.socket:
 
 
 def _start_server(imports: str, path: Path, lock: Path) -> None:
-    env = environment() if imports == "wheel" else environment(PYTHONPATH=REPO)
-    if imports == "analysis":
+    bare = imports in ("wheel", "libraries")
+    env = environment() if bare else environment(PYTHONPATH=REPO)
+    if imports in ("analysis", "libraries"):
         env["MPLBACKEND"] = "agg"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -143,6 +144,7 @@ def start(
     env: dict[str, str] | None = None,
     file_bytes: int | None = None,
     unread: bool = False,
+    libraries_only: bool = False,
 ) -> Program:
     """Start `python WORDS...`: a script, `-c CODE` or `-m MODULE`.
 
@@ -150,10 +152,14 @@ def start(
         ranks: number of torchrun ranks; None starts a single process without torchrun.
         file_bytes: size of the largest file that can be written, as if the disk were full.
         unread: whether standard output is a pipe whose reader has ended; nothing of it is returned.
+        libraries_only: whether the program itself imports this tree and megatron-core, as a new
+            process does; only torch and other libraries are imported before.
     """
     env = environment() if env is None else env
     usual = environment()
     for name in AT_IMPORT:
+        if libraries_only and name == "TORCHDYNAMO_DISABLE":
+            continue
         if env.get(name) != usual.get(name):
             raise ValueError(f"{name} is read by imports: use tests.subprocesses")
     command = [str(word) for word in words]
@@ -166,7 +172,7 @@ def start(
         ended, end = os.pipe()  # at its end for us, too
         os.close(end)
         reads = (ended, *reads[1:])
-    server = _server(_imports(command, env))
+    server = _server("libraries" if libraries_only else _imports(command, env))
     socket.send_fds(server, [len(message).to_bytes(8, "big")], writes)
     server.sendall(message)
     for file in writes:
@@ -190,8 +196,17 @@ def run(
     env: dict[str, str] | None = None,
     file_bytes: int | None = None,
     unread: bool = False,
+    libraries_only: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as `start` does, and return its output and exit status."""
-    program = start(*words, ranks=ranks, cwd=cwd, env=env, file_bytes=file_bytes, unread=unread)
+    program = start(
+        *words,
+        ranks=ranks,
+        cwd=cwd,
+        env=env,
+        file_bytes=file_bytes,
+        unread=unread,
+        libraries_only=libraries_only,
+    )
     output, errors = program.communicate()
     return subprocess.CompletedProcess(list(words), program.returncode, output, errors)

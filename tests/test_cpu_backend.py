@@ -1,14 +1,14 @@
 """megatron-core runs without CUDA, and nothing is replaced where there is a device."""
 
-import sys
-
-from tests.subprocesses import environment, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 PREAMBLE = "import torch\nfrom megatron import cpu_backend\n"
 
 
 def python(code: str, **env: str):
-    return run([sys.executable, "-c", PREAMBLE + code], env=environment(**env))
+    env = environment(PYTHONPATH=REPO, **env)
+    return forks.run("-c", PREAMBLE + code, env=env, libraries_only=True)
 
 
 def test_every_name_has_a_reason_and_exists_in_torch():

@@ -4,11 +4,11 @@ import itertools
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 FOLDERS = ("", "examples", "script", "benchmarks", "tests")
@@ -40,12 +40,13 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
 
     def ask(path: Path) -> tuple[int, str, str]:
-        program = sys.executable if path.suffix == ".py" else "bash"
-        done = run([program, path, "--help"], cwd=elsewhere, env=env)
+        if path.suffix == ".py":
+            done = forks.run(path, "--help", cwd=elsewhere, env=env, libraries_only=True)
+        else:
+            done = run(["bash", path, "--help"], cwd=elsewhere, env=env)
         return done.returncode, done.stdout, done.stderr
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(map(name_of, scripts()), pool.map(ask, scripts()), strict=True))
+    found = {name_of(path): ask(path) for path in scripts()}
     assert not list(elsewhere.iterdir()), "asking for help writes nothing"
     return found
 

@@ -54,11 +54,11 @@ def test_from_the_root():
 
 def test_from_another_folder_with_pythonpath(tmp_path):
     env = environment(PYTHONPATH=REPO)
-    assert_overlaid(loaded(run([sys.executable, "-c", PROBE], cwd=tmp_path, env=env)))
+    assert_overlaid(loaded(forks.run("-c", PROBE, cwd=tmp_path, env=env, libraries_only=True)))
 
 
 def test_from_another_folder_without_it_the_wheel_is_untouched(tmp_path):
-    files = loaded(run([sys.executable, "-c", PROBE], cwd=tmp_path))
+    files = loaded(forks.run("-c", PROBE, cwd=tmp_path, libraries_only=True))
     assert not any(Path(files[name]).is_relative_to(REPO / "megatron") for name in OVERLAID)
 
 
@@ -67,7 +67,7 @@ def test_found_twice(tmp_path):
     (tmp_path / "link").symlink_to(REPO)
     for twice in ((REPO, tmp_path / "link"), (tmp_path / "wheel", REPO, tmp_path / "link")):
         env = environment(PYTHONPATH=os.pathsep.join(map(str, twice)))
-        assert_overlaid(loaded(run([sys.executable, "-c", PROBE], cwd=tmp_path, env=env)))
+        assert_overlaid(loaded(forks.run("-c", PROBE, cwd=tmp_path, env=env, libraries_only=True)))
 
 
 def test_by_torchrun(tmp_path):
@@ -111,7 +111,8 @@ def test_another_megatron_core_is_refused(tmp_path):
     info = other / "package_info.py"
     info.write_text(info.read_text() + '\n__version__ = "0.17.0"\n')
     env = environment(PYTHONPATH=f"{REPO}{os.pathsep}{tmp_path}")
-    result = run([sys.executable, "-c", "import megatron.core"], cwd=tmp_path, env=env)
+    code = "import megatron.core"
+    result = forks.run("-c", code, cwd=tmp_path, env=env, libraries_only=True)
     assert result.returncode != 0
     assert f"megatron-core 0.17.0 is behind this tree, in {other}" in result.stderr
     assert "pip install megatron-core==0.16.1" in result.stderr
