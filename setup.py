@@ -40,6 +40,14 @@ CLUSTER = {
     "distributed": "2026.8.0",  # the scheduler's client; also installs dask
 }
 
+# Packages for the flags --wandb-project and --mlflow-experiment, which send scalars to a service.
+TRACKING = {
+    "wandb": "0.31.0",  # client of Weights & Biases; WANDB_MODE=offline needs no account
+    "mlflow-skinny": "3.17.2",  # client of MLflow without its server and its model flavors
+    "sqlalchemy": "2.1.9",  # lets MLflow write to a local database (sqlite:///mlflow.db)
+    "alembic": "1.20.1",  # creates the tables of this database
+}
+
 # Additional packages for tests/run_tests.sh.
 TEST = {
     "pytest": "9.2.0",  # the test runner
@@ -66,6 +74,7 @@ ON_PYTHON_3_10 = {
     "pandas": "2.3.3",
     "matplotlib": "3.10.9",
     "hypothesis": "6.168.5",
+    "sqlalchemy": "2.0.58",
 }
 
 # Packages without a wheel for Python 3.13 and newer; the tests that need them are skipped there.
@@ -121,6 +130,7 @@ if __name__ == "__main__":
         extras_require={
             "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as in megatron-core 0.16.1
             "cluster": requirements(CLUSTER),
+            "tracking": requirements(TRACKING),
             "dev": requirements(TEST) + requirements(LINT),
         },
     )

@@ -299,7 +299,8 @@ FLAGS = (
         metavar="EVERY",
         help="measure all operands of the matmuls in every EVERY-th iteration (amax, rms, SQNR, "
         "underflow), and write them and the losses to Parquet files in the folder `statistics` of "
-        "--tensor-save-dir, and to --tensorboard-dir; needs no --save-tensors",
+        "--tensor-save-dir, and to TensorBoard, Weights & Biases and MLflow if these are on; needs "
+        "no --save-tensors",
         reader=Reader.STATISTICS,
     ),
 )

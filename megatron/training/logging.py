@@ -1,16 +1,13 @@
-"""Log lines in Megatron-LM's format, and the same values for TensorBoard.
+"""Log lines in Megatron-LM's format, and the same values for TensorBoard and other services.
 
 The norm of the parameters and the number of FLOPs per token are also computed here.
 """
 
 import argparse
 import math
-import sys
-import tempfile
-import threading
+import os
+import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.training import device
-from megatron.training.printing import is_last_rank, stamp
+from megatron.training.printing import stamp
 from megatron.training.train_step import StepResult
 
 
@@ -77,6 +74,7 @@ class LogValues:
     params_norm: float | None
     seconds: float  #: duration of an iteration, in seconds
     throughput: float | None = None  #: TFLOP/s per device; None without `--log-throughput`
+    memory: dict[str, int] | None = None  #: see `memory_scalars`; None if it is not logged
 
 
 def log_line(
@@ -122,118 +120,9 @@ def throughput(args: argparse.Namespace, seconds: float) -> float:
     return iteration / seconds / args.world_size / 1e12
 
 
-def event_folder_problem(args: argparse.Namespace) -> str | None:
-    """Return why this rank cannot write to `--tensorboard-dir`, or None if there is no problem.
-
-    Return None also if this rank writes no event files.
-    """
-    if args.tensorboard_dir is None or not is_last_rank():
-        return None
-    folder = Path(args.tensorboard_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\0" * 4096)
-    except OSError as error:
-        return (
-            f"--tensorboard-dir {folder} cannot be written ({error.strerror}); free disk space, "
-            "choose another folder, or remove the flag"
-        )
-    return None
-
-
-#: values that Megatron-LM does not write over the number of consumed samples
-BY_ITERATION_ONLY = ("iteration-time", "throughput", "consumed-samples", "max_attention_logit")
-
-
-class TensorBoard:
-    """A TensorBoard writer for the values of each iteration, under the names of Megatron-LM.
-
-    Only the last rank, which also prints the losses, writes event files. If writing fails,
-    training continues, and the run ends with an error.
-    """
-
-    def __init__(self, args: argparse.Namespace):
-        self.failure: str | None = None  #: why the event files are incomplete, or None
-        self._writer: Any = None
-        self._folder = args.tensorboard_dir
-        self._interval = args.tensorboard_log_interval
-        if args.tensorboard_dir is not None and is_last_rank():
-            from torch.utils.tensorboard import SummaryWriter  # this import takes a second
-
-            _silence_event_threads()
-            with self._failures("the start"):
-                Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
-                self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
-
-    def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
-        """Write the values that are not None, once per `--tensorboard-log-interval` iterations.
-
-        As in Megatron-LM, most values are also written over the number of consumed samples.
-        """
-        if iteration % self._interval:
-            return
-        values = {name: value for name, value in scalars.items() if value is not None}
-        self._add(iteration, values)
-        by_samples = {
-            f"{name} vs samples": value
-            for name, value in values.items()
-            if name not in BY_ITERATION_ONLY
-        }
-        self._add(int(values["consumed-samples"]), by_samples)
-
-    def write_operands(self, iteration: int, scalars: dict[str, float]) -> None:
-        """Write the statistics of the matmul operands, regardless of the log interval."""
-        self._add(iteration, scalars)
-
-    def write_evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        """Write the validation losses, regardless of `--tensorboard-log-interval`."""
-        self._add(iteration, {f"{name} validation": loss for name, loss in losses.items()})
-
-    def close(self) -> None:
-        """Write the queued values and close the event file."""
-        if self._writer is not None:
-            with self._failures("the end"):
-                self._writer.flush()  # also raises an error that occurred in the writing thread
-                self._writer.close()
-
-    def _add(self, iteration: int, scalars: dict[str, float]) -> None:
-        if self._writer is not None:
-            with self._failures(f"iteration {iteration}"):
-                for name, value in scalars.items():
-                    self._writer.add_scalar(name, value, iteration)
-
-    @contextmanager
-    def _failures(self, where: str) -> Iterator[None]:
-        """Catch an `OSError` in the `with` block, print a warning, and stop writing event files."""
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            reason = error.strerror or str(error)
-            self.failure = f"cannot write event files to {self._folder} at {where} ({reason})"
-            sys.stderr.write(f"[WARNING] {self.failure}: training continues without TensorBoard\n")
-            sys.stderr.flush()
-
-
-def _silence_event_threads() -> None:
-    """Suppress the traceback of a TensorBoard thread that fails to write event files.
-
-    The thread keeps its exception, and the next call to the writer raises it.
-    """
-    previous = threading.excepthook
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        from_tensorboard = type(failed.thread).__module__.startswith("tensorboard.")
-        if not (from_tensorboard and issubclass(failed.exc_type, OSError)):
-            previous(failed)
-
-    threading.excepthook = hook
-
-
 def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) -> dict[str, Any]:
     """Return the values of one iteration by their names in TensorBoard."""
-    return {
+    return (numbers.memory or {}) | {
         "learning-rate": numbers.learning_rate,
         "batch-size": get_current_global_batch_size(),
         **step.losses,
@@ -245,6 +134,26 @@ def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) ->
         "iteration-time": numbers.seconds,
         "throughput": numbers.throughput,
         "consumed-samples": progress.consumed_train_samples,
+    }
+
+
+def memory_scalars() -> dict[str, int]:
+    """Return the memory of this process by the names of Megatron-LM.
+
+    Without a CUDA device, these are the resident memory of the process and its maximum, in bytes.
+    """
+    if torch.cuda.is_available():
+        statistics = torch.cuda.memory_stats()
+        return {
+            "mem-reserved-bytes": statistics["reserved_bytes.all.current"],
+            "mem-allocated-bytes": statistics["allocated_bytes.all.current"],
+            "mem-max-allocated-bytes": statistics["allocated_bytes.all.peak"],
+            "mem-allocated-count": statistics["allocation.all.current"],
+        }
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "mem-allocated-bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "mem-max-allocated-bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

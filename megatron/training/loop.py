@@ -28,19 +28,20 @@ from megatron.training.hf.writing import save_weights
 from megatron.training.logging import (
     LogInterval,
     LogValues,
-    TensorBoard,
     TrainingProgress,
     log_line,
+    memory_scalars,
     params_norm,
     scalars,
     throughput,
 )
 from megatron.training.printing import print_rank_0, print_rank_last, stamp
+from megatron.training.scalar_writers import Scalars
 from megatron.training.train_step import StepResult, TrainingState, train_step, whole_weights
 
 
 class TrainingLoop:
-    """The training loop of a run, with its batches, counters and TensorBoard writer."""
+    """The training loop of a run, with its batches, counters and scalars."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class TrainingLoop:
         self.loss_spikes = LossSpikeDetector(
             replace(jumps, vocabulary=run.args.padded_vocab_size), progress.levels
         )
-        self.tensorboard = TensorBoard(run.args)
+        self.scalars = Scalars(run.args)
         self.interval = LogInterval()
         self.started = time.monotonic()
         self.plotted_at: int | None = None
@@ -99,8 +100,10 @@ class TrainingLoop:
                 print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
             self._save()
             self._export(early=reason is not None)
-        finally:
-            self.tensorboard.close()
+        except BaseException:
+            self.scalars.close(failed=True)
+            raise
+        self.scalars.close(failed=False)
 
     def _iterate(self) -> None:
         progress, args = self.progress, self.args
@@ -127,14 +130,14 @@ class TrainingLoop:
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
         self.progress.levels = self.loss_spikes.levels
         observe_step(step)
-        if self.args.tensorboard_dir:
+        if self.scalars.requested:
             iteration = self.progress.iteration
-            self.tensorboard.write_operands(iteration, operand_scalars(iteration))
+            self.scalars.write_operands(iteration, operand_scalars(iteration))
 
     def _log(self, step: StepResult, seconds: float) -> None:
         args, progress, interval = self.args, self.progress, self.interval
         due = progress.iteration % args.log_interval == 0
-        point = args.tensorboard_dir and progress.iteration % args.tensorboard_log_interval == 0
+        point = self.scalars.due(progress.iteration)
         unusual = not all(map(math.isfinite, step.losses.values()))
         if not (due or point or unusual):
             return
@@ -145,8 +148,9 @@ class TrainingLoop:
             params_norm=params_norm(self.state.model) if args.log_params_norm else None,
             seconds=seconds,
             throughput=throughput(args, seconds) if args.log_throughput else None,
+            memory=memory_scalars() if args.log_memory_to_tensorboard else None,
         )
-        self.tensorboard.write(progress.iteration, scalars(progress, step, numbers))
+        self.scalars.write(progress.iteration, scalars(progress, step, numbers))
         if due or unusual:
             mean = (time.perf_counter() - interval.started) / interval.iterations
             shown = LogValues(
@@ -211,7 +215,9 @@ class TrainingLoop:
             )
             # The last iteration may be evaluated twice, in `_iterate` and in `_evaluate_at_end`.
             if self.plotted_at != self.progress.iteration:
-                self.tensorboard.write_evaluation(self.progress.iteration, losses)
+                self.scalars.write_evaluation(
+                    self.progress.iteration, losses, self.progress.consumed_train_samples
+                )
             self.plotted_at = self.progress.iteration
         print_evaluation(losses, where)
         self.interval.started += time.perf_counter() - paused

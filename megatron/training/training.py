@@ -23,10 +23,10 @@ from megatron.training.hf.flags import check_vocabulary, converts, name_special_
 from megatron.training.hf.loading import check_weights
 from megatron.training.hf.writing import check_export
 from megatron.training.initialize import initialize
-from megatron.training.logging import TensorBoard, event_folder_problem
 from megatron.training.loop import TrainingLoop
 from megatron.training.low_precision import audit_model, configure_formats
 from megatron.training.printing import print_rank_0
+from megatron.training.scalar_writers import Scalars, event_folder_problem
 from megatron.training.train_step import TrainingState
 
 
@@ -85,24 +85,24 @@ def pretrain(run: RunConfig) -> None:
         tensor_saver.close(aborted=reason, interrupted=not isinstance(error, Exception))
         raise
     close_collection()
-    _check_event_files(loop.tensorboard)
+    _check_scalars(loop.scalars)
 
 
-def _check_event_files(tensorboard: TensorBoard) -> None:
-    """Raise an error if TensorBoard's event files are incomplete, at the end of a run.
+def _check_scalars(scalars: Scalars) -> None:
+    """Raise an error if a service did not receive all scalars, at the end of a run.
 
     Must be called on all ranks.
 
     Raises:
-        RunError: on every rank, if the event files are incomplete.
+        RunError: on every rank, if scalars are missing.
     """
-    try:
-        all_succeed(tensorboard.failure)
-    except UserError as error:
-        raise RunError(
-            f"training is complete, but TensorBoard's event files are not: {error}; free disk "
-            "space or choose another --tensorboard-dir"
-        ) from None
+    for kind in scalars.requested:
+        try:
+            all_succeed(scalars.failure(kind))
+        except UserError as error:
+            raise RunError(
+                f"training is complete, but {kind.incomplete}: {error}; {kind.remedy}"
+            ) from None
 
 
 def _connect(run: RunConfig, state: TrainingState) -> None:

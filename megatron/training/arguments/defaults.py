@@ -37,8 +37,12 @@ _BASICS = {
 
 
 def installed(module: str) -> bool:
-    """Return whether a module is installed, without importing it."""
-    return find_spec(module) is not None
+    """Return whether a module is installed, without importing it.
+
+    A folder without Python files, such as `wandb` for local files, does not count.
+    """
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def derive(args: argparse.Namespace) -> list[str]:

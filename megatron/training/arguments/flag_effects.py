@@ -287,9 +287,21 @@ NEEDS = (
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
     ),
     _need(
-        "--tensorboard-dir",
-        lambda args: args.tensorboard_dir is not None,
-        "tensorboard_log_interval",
+        "--tensorboard-dir, --wandb-project or --mlflow-experiment",
+        lambda args: (
+            (args.tensorboard_dir, args.wandb_project, args.mlflow_experiment) != (None, None, None)
+        ),
+        "tensorboard_log_interval log_memory_to_tensorboard",
+    ),
+    _need(
+        "--wandb-project",
+        lambda args: args.wandb_project is not None,
+        "wandb_exp_name wandb_save_dir wandb_entity",
+    ),
+    _need(
+        "--mlflow-experiment",
+        lambda args: args.mlflow_experiment is not None,
+        "mlflow_run_name mlflow_tracking_uri",
     ),
     _need("--timing-log-level above 0", lambda args: args.timing_log_level, "timing_log_option"),
     _need(

@@ -301,13 +301,43 @@ class LoggingOptions:
     log_interval: int = option(
         1, "iterations between log lines (Megatron-LM's default is 100)", type=int, minimum=1
     )
-    log_throughput: bool = option(False, "add TFLOP/s per device to the log line and TensorBoard")
+    log_throughput: bool = option(False, "add TFLOP/s per device to the log line and the scalars")
     log_params_norm: bool = option(False, "add the L2 norm of the parameters to the log line")
     tensorboard_dir: str | None = option(
         None, "folder to write TensorBoard event files to", metavar="DIR"
     )
     tensorboard_log_interval: int = option(
-        1, "iterations between values in the TensorBoard event files", type=int, minimum=1
+        1,
+        "iterations between values in the TensorBoard event files, Weights & Biases and MLflow",
+        type=int,
+        minimum=1,
+    )
+    log_memory_to_tensorboard: bool = option(
+        False,
+        "add the memory of the last rank's device to the scalars; without a CUDA device, the "
+        "resident memory of its process",
+    )
+    wandb_project: str | None = option(
+        None, "project in Weights & Biases to send the scalars to", metavar="NAME"
+    )
+    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases", metavar="NAME")
+    wandb_save_dir: str | None = option(
+        None, "folder of Weights & Biases' local files (default: wandb in --save)", metavar="DIR"
+    )
+    wandb_entity: str | None = option(
+        None, "user or team that owns the project (default: that of `wandb login`)", metavar="NAME"
+    )
+    mlflow_experiment: str | None = option(
+        None, "experiment in MLflow to send the scalars to (not in Megatron-LM)", metavar="NAME"
+    )
+    mlflow_run_name: str | None = option(
+        None, "name of the run in MLflow (default: MLflow chooses one)", metavar="NAME"
+    )
+    mlflow_tracking_uri: str | None = option(
+        None,
+        "address of the MLflow server, or of a local store (default: the environment variable "
+        "MLFLOW_TRACKING_URI)",
+        metavar="URI",
     )
     timing_log_level: int = option(
         0,

@@ -291,3 +291,24 @@ def _check_files(args: argparse.Namespace) -> None:
             "--tensorboard-dir needs the tensorboard package; run `pip install tensorboard` or "
             "remove the flag"
         )
+    _check_trackers(args)
+
+
+def _check_trackers(args: argparse.Namespace) -> None:
+    """Check that the requested services are installed, and that their run has a name and folder."""
+    for flag, given, package, wheel in (
+        ("--wandb-project", args.wandb_project, "wandb", "wandb"),
+        ("--mlflow-experiment", args.mlflow_experiment, "mlflow", "mlflow-skinny"),
+    ):
+        if given is not None and not installed(package):
+            raise UserError(
+                f"{flag} needs the {package} package; run `pip install {wheel}` or remove the flag"
+            )
+    if args.wandb_project is None:
+        return
+    if args.wandb_exp_name is None:
+        raise UserError("--wandb-project needs the name of the run; give --wandb-exp-name")
+    if args.wandb_save_dir is None and args.save is None:
+        raise UserError(
+            "--wandb-project needs a folder for its local files; give --wandb-save-dir or --save"
+        )
