@@ -1,9 +1,9 @@
-"""Measure studies for benchmarks/study.py, and report results as JSON lines.
+"""Measure studies for benchmarks/study_speed.py, and report results as JSON lines.
 
     PYTHONPATH=. python benchmarks/study_worker.py REQUEST
 
-REQUEST is a JSON object that `study.py` writes; see `python benchmarks/study.py --help` for
-examples. Standard output is reserved for the reports.
+REQUEST is a JSON object that `study_speed.py` writes; see `python benchmarks/study_speed.py --help`
+for examples. Standard output is reserved for the reports.
 """
 
 import json

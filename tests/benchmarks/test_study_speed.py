@@ -1,4 +1,4 @@
-"""Test benchmarks/study.py: both studies find the same errors, and the page states them."""
+"""Test benchmarks/study_speed.py: both studies find the same errors, and the page states them."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
-import study
 import study_plain
+import study_speed
 import study_worker
 
 sys.path.remove(str(REPO / "benchmarks"))
@@ -47,7 +47,7 @@ PLAN = {"kind": "plan", "releases": {"torch": "2.13.0", "torchao": None}}
 
 
 def page(*cases):
-    return study.page([PLAN, *cases], study.parse(["--quick"]))
+    return study_speed.page([PLAN, *cases], study_speed.parse(["--quick"]))
 
 
 def test_the_page_compares_with_the_faster_plain_study():
@@ -89,6 +89,6 @@ def test_without_torchao_only_our_side_is_measured():
 )
 def test_mistakes_are_one_line(options, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        study.parse(options)
+        study_speed.parse(options)
     assert ended.value.code
     assert re.search(rf"^\[ERROR\] .*{message}", capsys.readouterr().err, re.MULTILINE)

@@ -1,0 +1,207 @@
+"""Compare the speed of `python -m megatron.analysis study` with plain torch and torchao.
+
+    python benchmarks/study_speed.py                        # three sizes of two layers (minutes)
+    python benchmarks/study_speed.py --hidden-sizes 512 --formats mxfp8 nvfp4 --rounds 5
+    python benchmarks/study_speed.py --quick                # tiny layers; write no file
+
+For each size, the benchmark writes the operands of two layers to a dump: those of four linear
+layers and of attention, in bfloat16. Both sides study it, alternating in one process:
+
+    ours    `megatron.analysis.study.study`, which the command `study` calls
+    plain   the same study written with torchao's quantizers and torch.matmul (study_plain.py)
+
+Both load the tensors, recompute P and dS of attention, multiply the operands in float32 for the
+reference, quantize them in each format along the reduction axis of each GEMM, and compute fprop,
+dgrad and wgrad with both operands quantized and with only one of them. They return the relative
+error, gain, cosine and mean error of each result. The plain study quantizes each operand once per
+format and axis. It uses all threads for one pass after the other (intra), or one thread for each of
+several passes (inter), and is compared by the faster of the two. Neither side starts a process,
+imports modules or writes files in the measured time.
+
+A quantized operand counts once per format and GEMM: six per matmul. The errors of both sides must
+agree within 1%, because torchao rounds some values once more and torch adds in other orders.
+
+The other packages have their own environment, .venv-peers; `python benchmarks/formats.py --help`
+describes it. Writes a Markdown file.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import formats
+import peer_process
+import peers_env
+import results_page
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+
+WORKER = Path(__file__).with_name("study_worker.py")
+#: Formats that the command `study` compares by default, except hifp8, which torchao does not have.
+FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+TOLERANCE = 0.01  #: largest accepted relative difference between the errors of both sides
+GOAL = 5  #: factor by which ours should be faster
+READING = (
+    "Operands/s: quantized operands per second, six per matmul and format, in the median round. "
+    "Times as fast: operands per second of ours over those of the faster plain study, the median "
+    "of the rounds' ratios, with their range. At most: the faster plain study's time over that of "
+    "the matmuls alone, which every study has to compute. The goal is out of reach where this is "
+    "below it."
+)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        advice="see --help",
+    )
+    add = parser.add_argument
+    add("--hidden-sizes", nargs="+", type=formats.positive, metavar="N", help="multiples of 64")
+    add("--tokens", type=formats.positive, metavar="N", help="default: 512")
+    add("--formats", nargs="+", metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
+    add("--rounds", type=formats.positive, metavar="N", help="default: 3")
+    add("--threads", type=formats.positive, metavar="N", default=formats.cores())
+    add("--scratch", type=Path, metavar="FOLDER", help="folder for temporary files")
+    add("--quick", action="store_true", help="64 tokens, 1 round, no file unless named")
+    add("--output", type=Path, metavar="FILE.md", help="default: docs/results/study_speed.md")
+    add("--peers-python", type=Path, metavar="PATH", help="default: .venv-peers/bin/python")
+    options = parser.parse_args(arguments)
+    options.hidden_sizes = options.hidden_sizes or ([64] if options.quick else [256, 512, 1024])
+    options.tokens = options.tokens or (64 if options.quick else 512)
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.formats = options.formats or list(FORMATS)
+    if any(size % 64 for size in options.hidden_sizes):
+        parser.error("--hidden-sizes: give multiples of 64, the size of a head")
+    if options.tokens % 32:
+        parser.error("--tokens: give a multiple of 32, the size of a block")
+    if options.output is None and not options.quick:
+        options.output = REPO / "docs" / "results" / "study_speed.md"
+    return options
+
+
+def measure(python: Path, options: argparse.Namespace) -> list[peer_process.Event]:
+    """Run the worker, and return the events that it reports."""
+    peers_env.say(f"measuring with {python}")
+    names = ("hidden_sizes", "tokens", "formats", "rounds", "threads")
+    request = {name: getattr(options, name) for name in names}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(options.threads))
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="study_") as folder:
+        request["folder"] = folder
+        return peer_process.run_worker([python, WORKER, json.dumps(request)], threads, show)
+
+
+def show(event: peer_process.Event) -> None:
+    """Show an event of the worker; end the program if the worker refused a format."""
+    match event["kind"]:
+        case "refused":
+            raise SystemExit(f"[ERROR] --formats: {event['reason']}")
+        case "peer" if event["missing"]:
+            peers_env.say(f"without {event['name']}: {event['missing']}")
+        case "case":
+            peers_env.say(f"hidden size {event['hidden_size']}: done")
+
+
+def speeds(cases: list[peer_process.Event]) -> str:
+    """Return the table of speeds, with one row per hidden size."""
+    rows = []
+    for case in cases:
+        times, count = case["times"], case["operands"]
+        cells = [str(case["hidden_size"]), str(case["tokens"]), str(count)]
+        rates = {name: count / statistics.median(seconds) for name, seconds in times.items()}
+        cells += [f"{rates[n]:.4g}" if n in rates else "-" for n in ("ours", "intra", "inter")]
+        ratios = ratios_of(case)
+        cells.append(
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            if ratios
+            else "-"
+        )
+        cells.append(f"{bound:.2f}" if (bound := bound_of(case)) else "-")
+        rows.append(cells)
+    head = ("hidden size", "tokens", "operands", "ours, operands/s", "plain, intra")
+    return results_page.table((*head, "plain, inter", "times as fast", "at most"), rows)
+
+
+def ratios_of(case: peer_process.Event) -> list[float]:
+    """Return how many times as fast ours is in each round; empty without torchao."""
+    if (plain := faster(case, "")) is None:
+        return []
+    return [b / a for a, b in zip(case["times"]["ours"], plain, strict=True)]
+
+
+def bound_of(case: peer_process.Event) -> float | None:
+    """Return the factor by which the products alone are faster; None without torchao."""
+    plain, products = faster(case, ""), faster(case, "products, ")
+    if plain is None or products is None:
+        return None
+    return statistics.median(a / b for a, b in zip(plain, products, strict=True))
+
+
+def faster(case: peer_process.Event, prefix: str) -> list[float] | None:
+    """Return the times with intra or inter threads, whichever is faster; None without torchao."""
+    times = case["times"]
+    ways = [times[name] for name in (f"{prefix}intra", f"{prefix}inter") if name in times]
+    return min(ways, key=statistics.median) if ways else None
+
+
+def agreement(cases: list[peer_process.Event]) -> tuple[str, bool]:
+    """Return the table of differences, with one row per format, and whether all are accepted."""
+    names = list(dict.fromkeys(name for case in cases for name in case["differences"]))
+    rows, good = [], True
+    for name in names:
+        measured = [case["differences"][name] for case in cases if name in case["differences"]]
+        largest = max(value for value, _ in measured)
+        good &= largest <= TOLERANCE
+        rows.append([f"`{name}`", str(sum(count for _, count in measured)), f"{largest:.2g}"])
+    head = ("format", "results", "largest relative difference of the relative errors")
+    return results_page.table(head, rows), good
+
+
+def page(events: list[peer_process.Event], options: argparse.Namespace) -> tuple[str, bool]:
+    """Return the text of the page, and whether the errors of both sides agree."""
+    cases = [event for event in events if event["kind"] == "case"]
+    [plan] = (event for event in events if event["kind"] == "plan")
+    releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
+    table, good = agreement(cases)
+    ratios = [statistics.median(ratios) for case in cases if (ratios := ratios_of(case))]
+    bounds = [bound for case in cases if (bound := bound_of(case))]
+    result = "torchao is not installed, so only our side was measured."
+    if ratios:
+        result = (
+            f"Ours is {min(ratios):.2f} to {max(ratios):.2f} times as fast. The goal, {GOAL} times "
+            f"as fast, is met at {sum(ratio >= GOAL for ratio in ratios)} of {len(ratios)} sizes "
+            f"and out of reach at {sum(bound < GOAL for bound in bounds)}."
+        )
+    parts = [
+        "# Speed of a study",
+        f"`{results_page.quoted('study_speed.py')}`",
+        f"{formats.processor()}, {options.threads} threads, {releases}, on {formats.tree()}; "
+        f"formats {' '.join(options.formats)}; {options.rounds} rounds.",
+        result,
+        speeds(cases),
+        READING,
+        f"Both sides must find the same errors, within {TOLERANCE:.0%}:",
+        table,
+    ]
+    return "\n\n".join(parts) + "\n", good
+
+
+def main() -> int:
+    options = parse()
+    python = options.peers_python
+    python = peers_env.made() if python is None else peers_env.given(python)
+    text, good = page(measure(python, options), options)
+    results_page.publish(text, options.output)
+    if not good:
+        peers_env.say(f"[ERROR] errors of both sides differ by more than {TOLERANCE:.0%}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
