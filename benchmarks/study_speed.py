@@ -22,7 +22,7 @@ A quantized operand counts once per format and GEMM: six per matmul. The errors 
 agree within 1%, because torchao rounds some values once more and torch adds in other orders.
 
 The other packages have their own environment, .venv-peers; `python benchmarks/formats.py --help`
-describes it. Writes a Markdown file.
+describes it. Writes a Markdown file. benchmarks/study.py is a link to this file.
 """
 
 import argparse
