@@ -157,7 +157,8 @@ def _visible(gaps: pd.DataFrame) -> str:
     if diverged := list(gaps.loc[gaps["gap"] == math.inf, "configuration"]):
         text += f"; {', '.join(diverged)} diverged"
     rest = gaps[(gaps["low"] <= 0) & (gaps["high"] >= 0)]
-    text += f"; the interval of {len(rest)} contains zero"
+    if len(rest):
+        text += f"; the interval of {len(rest)} contains zero"
     if len(better):
         text += f", and that of {', '.join(better['configuration'])} is below it"
     return text + "."

@@ -109,7 +109,7 @@ def _write(ax: Axes, name: str, point: tuple[float, float], offset: tuple[float,
     """Write a name at an offset in points from a dot, which is given in pixels."""
     dx, dy = offset
     align = "left" if dx > 1e-6 else "right" if dx < -1e-6 else "center"
-    far = np.hypot(dx, dy) > _DISTANCES[1]
+    far = np.hypot(dx, dy) > 1.5 * _DISTANCES[0]
     text = ax.annotate(
         name,
         tuple(ax.transData.inverted().transform(point)),
