@@ -70,7 +70,7 @@ def losses_of(log: Path, head: str, iterations: int) -> pd.Series | None:
 
 
 def train(name: str, arguments: list[str], iterations: int, folder: Path) -> pd.Series:
-    """Return the losses of a run; do it first unless a complete log exists."""
+    """Return the losses of a run; train first unless a complete log exists."""
     arguments = [*arguments, "--train-iters", str(iterations), "--seed", name.rpartition("seed")[2]]
     log, head = folder / f"{name.replace(':', '_')}.log", f"pretrain_gpt.py {' '.join(arguments)}\n"
     if (losses := losses_of(log, head, iterations)) is None:

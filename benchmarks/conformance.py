@@ -61,7 +61,7 @@ SPELLED_OUT = (
 )
 
 
-#: By peer that can be loaded from its source: the option, its field, and the peer's name.
+#: For each peer that can be loaded from its source: the option, its field, and the peer's name.
 SOURCES = (
     ("--fouroversix", "fouroversix", "fouroversix"),
     ("--transformer-engine", "transformer_engine", "Transformer Engine"),

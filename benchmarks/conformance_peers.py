@@ -121,7 +121,7 @@ class _Quantizer:
 
 
 def transformer_engine_reference(source: Path) -> peers.Finder:
-    """Return the finder of Transformer Engine's references in plain torch, in the folder `source`.
+    """Return the finder of the plain torch references in Transformer Engine's source folder.
 
     They are NVFP4 of its custom recipes, and FP8 with float32 scales, which is part of its tests.
     """

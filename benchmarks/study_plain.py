@@ -163,7 +163,7 @@ def multiply(folder: Path, passes: Mapping[str, list[str]], formats: int, *, wor
 def on_threads(
     function: Callable[[str], Result], names: Iterable[str], workers: int
 ) -> list[Result]:
-    """Return the results of a function for all names, from this number of threads."""
+    """Return the results of a function for all names, computed on `workers` threads."""
     if workers == 1:
         return [function(name) for name in names]
     with ThreadPoolExecutor(workers) as threads:

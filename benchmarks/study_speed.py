@@ -46,7 +46,7 @@ WORKER = Path(__file__).with_name("study_worker.py")
 #: Formats that the command `study` compares by default, except hifp8, which torchao does not have.
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
 TOLERANCE = 0.01  #: largest accepted relative difference between the errors of both sides
-GOAL = 5  #: factor by which ours should be faster
+GOAL = 5  #: factor by which our study should be faster
 READING = (
     "Operands/s: quantized operands per second, six per matmul and format, in the median round. "
     "Times as fast: operands per second of ours over those of the faster plain study, the median "
@@ -129,14 +129,14 @@ def speeds(cases: list[peer_process.Event]) -> str:
 
 
 def ratios_of(case: peer_process.Event) -> list[float]:
-    """Return how many times as fast ours is in each round; empty without torchao."""
+    """Return the speed of our study over that of plain torch in each round; [] without torchao."""
     if (plain := faster(case, "")) is None:
         return []
     return [b / a for a, b in zip(case["times"]["ours"], plain, strict=True)]
 
 
 def bound_of(case: peer_process.Event) -> float | None:
-    """Return the factor by which the products alone are faster; None without torchao."""
+    """Return the time of the plain study over that of its products alone; None without torchao."""
     plain, products = faster(case, ""), faster(case, "products, ")
     if plain is None or products is None:
         return None
@@ -144,7 +144,7 @@ def bound_of(case: peer_process.Event) -> float | None:
 
 
 def faster(case: peer_process.Event, prefix: str) -> list[float] | None:
-    """Return the times with intra or inter threads, whichever is faster; None without torchao."""
+    """Return the times of the faster of two ways, "intra" and "inter"; None without torchao."""
     times = case["times"]
     ways = [times[name] for name in (f"{prefix}intra", f"{prefix}inter") if name in times]
     return min(ways, key=statistics.median) if ways else None

@@ -20,7 +20,7 @@ class Configuration:
     """Formats of all matmuls of a run, as a quantization type or as a recipe."""
 
     name: str
-    #: the recipe, or that of a type for some operations in the offline study; otherwise None
+    #: recipe file; for a type with a prefix, the recipe that the offline study uses; otherwise None
     recipe: Path | None = None
     is_type: bool = True  #: whether `name` is a quantization type
 

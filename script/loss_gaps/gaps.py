@@ -13,7 +13,7 @@ from loss_gaps.run_log import COMPLETE, DIVERGED, RunLog
 from megatron.analysis.stats.paired import Interval, mean_interval, spearman, standard_error
 
 Runs = Mapping[tuple[str, int], RunLog]  #: results by the name of a configuration and the seed
-LAST = 10  #: one part in `LAST` of the iterations, at the end, gives the last training loss
+LAST = 10  #: the last training loss is the mean over the last 1/10 of the iterations
 ENOUGH = 20  #: number of configurations from which a correlation says something
 
 

@@ -23,7 +23,7 @@ from index_file import write_index
 from megatron.training.data.indexed_data import HEADER, LENGTH, Index, read_header
 from megatron.training.data.paths import index_state
 
-LARGEST = 1 << 30  #: bytes of data that are copied to separate the held-out text from them
+LARGEST = 1 << 30  #: largest file, in bytes, that is copied to separate the held-out text
 
 
 @dataclass(frozen=True)

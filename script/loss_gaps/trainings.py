@@ -134,7 +134,7 @@ class Trainings:
         *,
         evaluated: bool = True,
     ) -> RunLog:
-        """Return the result of a bf16 run that others need; do it first unless it is complete.
+        """Return the result of a bf16 run that others need; run it first unless it is complete.
 
         Args:
             name: name of the run and its log.

@@ -32,7 +32,7 @@ class Tolerance:
 
     @property
     def of_values(self) -> bool:
-        """Return whether each value is limited."""
+        """Return whether there is a limit for each value."""
         return self.rtol is not None or self.atol is not None
 
     def __str__(self) -> str:

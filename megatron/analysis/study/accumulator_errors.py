@@ -54,7 +54,7 @@ from megatron.fake_quant.recipe_operands import GEMMS
 
 #: Quantiles of the errors over the positions of a result.
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-QUARTERS = 4  #: number of parts of the rows and of the columns
+QUARTERS = 4  #: number of parts into which the rows and the columns are divided
 
 
 @dataclass
@@ -192,7 +192,7 @@ def accumulator_rows(
 def _products(
     matmul: Matmul, index: int, candidate: Candidate, accumulator: Accumulator, seed: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Return a GEMM's result in the unit, its exact result, and the length of its sums."""
+    """Return a GEMM's result with an accumulator, the exact result, and the length of its sums."""
     formats = _formats(matmul.operation, candidate.format)
     slots = list(GEMM_SLOTS.values())[index]
     tensors = {"a": matmul.a, "b": matmul.b, "c": matmul.c}

@@ -40,7 +40,7 @@ COLUMNS = (
     "bias",
     "variance",
 )
-SHARE_OF_MEMORY = 0.5  #: default limit for the operands in memory, as a share of the physical one
+SHARE_OF_MEMORY = 0.5  #: default limit for the operands in memory, as a share of physical memory
 PERIOD = 10.0  #: seconds between two lines of progress if the output is not a terminal
 
 
@@ -162,7 +162,7 @@ def _measure(
     store: TensorStore,
     kept: KeptResults,
 ) -> _Outcome:
-    """Measure the candidates in one pass; take those that are known from `kept`."""
+    """Measure the candidates in one pass, except those whose results are in `kept`."""
     outcome = _Outcome(int(of_pass.first.counter))
     try:
         keys = {each.name: kept.key(of_pass, each, settings) for each in candidates}

@@ -70,9 +70,9 @@ Row = dict[str, Any]
 Numbers = dict[str, float]  #: error metrics by column
 #: Last columns of both tables.
 _SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
-#: Slots that are quantized to measure operands alone, and the operands (0 or 1 of each GEMM) that
-#: the results show. Slots of one tensor stay together, because some formats of the backward pass
-#: require that the forward pass quantizes the same tensor.
+#: Slots that are quantized together to measure operands alone, and which operand (0 or 1) of each
+#: of the three GEMMs this is. Slots of one tensor are quantized together, because some formats of
+#: the backward pass require that the forward pass quantizes the same tensor.
 _ALONE = (
     (("fprop_a", "dgrad_c", "wgrad_a"), (0, 0, 1)),
     (("fprop_b", "dgrad_b", "wgrad_c"), (1, 1, 0)),
@@ -85,7 +85,7 @@ class Settings:
 
     num_layers: int
     draws: int = 4  #: number of draws for formats with random numbers
-    budget: bool = True  #: whether to measure operands alone
+    budget: bool = True  #: whether to measure the error of each operand alone
 
 
 def errors_of(
@@ -191,7 +191,7 @@ def _measured(
         gemm = SeparateGemm(matmul, formats, index)
         total = _Draws(exact)
         for draw in range(draws):
-            budget = settings.budget and draw == 0  # operands alone are drawn once
+            budget = settings.budget and draw == 0  # single operands: one draw
             products = gemm.products(derive_seed(seed, draw), budget=budget)
             whole = next(products)
             of_whole = product_error_sums(whole, exact)

@@ -151,7 +151,7 @@ def unquantized(operand: Operand) -> Operand:
 
 
 def only(formats: GemmFormats, slots: Sequence[str]) -> GemmFormats:
-    """Return the formats with all operands but those in `slots` in high precision.
+    """Return the formats, changed to high precision for all operands except those in `slots`.
 
     Simulated accumulators are left out, because their units multiply only quantized operands.
     """

@@ -28,13 +28,13 @@ Rows = tuple[list[Row], list[Row]]  #: rows of the table of errors and of the ta
 
 
 class KeptResults:
-    """The results of earlier studies in a folder; None as the folder keeps nothing."""
+    """The results of earlier studies in a folder; without a folder, nothing is kept on disk."""
 
     def __init__(self, folder: Path | None):
         self.path = None if folder is None else folder / NAME
         self._rows: dict[str, Rows] = {}
         self._lock = threading.Lock()
-        self._gap = ""  #: text before the next line, which ends a line that was cut off
+        self._gap = ""  #: newline that ends a last line that was cut off; otherwise empty
         if self.path is not None and self.path.is_file():
             self._read(self.path)
 

@@ -125,7 +125,7 @@ def _of_run(records: pd.DataFrame) -> Iterator[tuple[str, tuple[dict[str, Any], 
                 first = of_rank.iloc[0]
                 shared = once.get((first["iteration"], first["module"], first["rank"]), {})
                 of_pass = {row.tensor_name: row for row in of_rank.itertuples()}
-                # the records of a pass come first, because they say which pass it is
+                # records of the pass itself come first: the first record describes the pass
                 ranks.append(of_pass | {n: r for n, r in shared.items() if n not in of_pass})
             if any(set(by_name) - {*OF_ITERATION} for by_name in ranks):
                 yield kind, tuple(ranks)

@@ -80,7 +80,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_candidate(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the median SQNR, the bits per value and the front, one row per candidate.
+    """Return the median SQNR, the bits per value and the Pareto front, one row per candidate.
 
     The column `front` is true if no other candidate has both fewer or equal bits and a higher or
     equal SQNR.

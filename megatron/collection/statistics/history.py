@@ -36,7 +36,7 @@ OPERANDS = {
     )
     for operation, gemms in GEMMS.items()
 }
-#: Operation whose operand a tensor is, and the operand's name, by the tensor's name in records.
+#: For each layer type and tensor name of a record: the operation, and the operand's name in it.
 TENSORS = {
     ("linear", "input"): ("linear", "input"),
     ("linear", "weight"): ("linear", "weight"),

@@ -84,7 +84,7 @@ class Accumulator:
 
     name: str
     design: Design = "fused"
-    step: int = 1  #: products that are added to the running sum at once
+    step: int = 1  #: number of products that are added to the running sum at once
     #: fractional bits that remain of a term below the largest exponent; None if a step is exact
     align_bits: int | None = None
     keep: SumType = FP32_NEAREST  #: type of the running sum
@@ -96,13 +96,15 @@ class Accumulator:
     scales: Scales = "after"
     scale_block: int | None = None  #: elements per scale along the reduction axis
     scale_type: ScaleType | None = None  #: number type of the block scales
-    #: products after which the running sum is added to a second sum and starts anew, or None
+    #: number of products after which the running sum is added to a second sum and starts anew;
+    #: None if there is no second sum
     promote_every: int | None = None
     promote_to: SumType = FP32_NEAREST  #: type of the second sum
     #: names of the element types that the unit multiplies; empty if it takes every type
     elements: tuple[str, ...] = ()
     mixes: bool = True  #: True if the two operands may have different element types
-    hardware: str = ""  #: processors and instructions that sum so; empty for a research accumulator
+    #: processors and instructions that sum in this way; empty for a research accumulator
+    hardware: str = ""
     measured_on: str = ""  #: GPUs whose published results the definition was compared with
 
     @property

@@ -1,7 +1,6 @@
-"""Refuse accumulators whose unit does not multiply operands in a format.
+"""Refuse combinations of a format and an accumulator that no matrix unit computes.
 
-Not every format fits every unit. A combination that no unit computes is refused, for example blocks
-of 32 values in a unit that knows no block scales.
+An example is a format with blocks of 32 values in a unit that knows no block scales.
 """
 
 import torch
@@ -25,7 +24,7 @@ ANY_HALF = "bfloat16"
 
 
 def check_operands(accumulator: Accumulator, a: Operand, b: Operand) -> None:
-    """Refuse an accumulator for a GEMM with these operands if no unit computes it so.
+    """Refuse an accumulator whose unit cannot multiply operands in these formats.
 
     A high-precision operand passes if the unit multiplies any 16-bit type; see `check_dtypes`.
 
@@ -87,5 +86,5 @@ def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
 
 
 def _block_scale(fmt: Format) -> str:
-    """Return the type of a format's block scales; a headroom is applied to the sums instead."""
+    """Return the number type of a format's block scales; its headroom is applied to the sums."""
     return str(fmt.block_scale).lower()

@@ -142,7 +142,7 @@ def _number(digits: str, lowest: int, highest: int, what: str) -> int:
 
 
 def _sum_type(text: str, rounding: SumRounding) -> SumType:
-    """Return the type that m13 or e5m10 spells."""
+    """Return the type with the given name, such as m13 or e5m10."""
     exponent, _, mantissa = text.removeprefix("e").rpartition("m")
     return SumType(
         _number(mantissa, 1, 23, "mantissa bits"),
@@ -152,6 +152,6 @@ def _sum_type(text: str, rounding: SumRounding) -> SumType:
 
 
 def _text(kept: SumType, *, full: bool = False) -> str:
-    """Return the spelling of a type, with its exponent bits unless these are 8 and not `full`."""
+    """Return the name of a type. 8 exponent bits are left out unless `full` is True."""
     exponent = f"e{kept.exponent_bits}" if full or kept.exponent_bits != 8 else ""
     return f"{exponent}m{kept.mantissa_bits}"

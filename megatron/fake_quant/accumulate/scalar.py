@@ -91,7 +91,7 @@ def dot(
 def _at(
     scales: tuple[Sequence[float], Sequence[float]] | None, k: int, accumulator: Accumulator
 ) -> tuple[float, float]:
-    """Return the scales of the blocks that contain the elements with the number `k`."""
+    """Return the scales of the blocks that contain the elements at index `k`."""
     assert scales is not None
     assert accumulator.scale_block is not None, accumulator.name
     block = k // accumulator.scale_block
@@ -123,9 +123,10 @@ def _step(
 
 
 def _special(numbers: list[float]) -> float | None:
-    """Return the sum of numbers if it is NaN or Inf, otherwise None; finite ones do not overflow.
+    """Return the sum of numbers if any of them is NaN or Inf, otherwise None.
 
-    The sum is NaN if a number is NaN or if there are infinities of both signs.
+    The sum is NaN if a number is NaN or if there are infinities of both signs. A sum of finite
+    numbers does not overflow.
     """
     infinities = {number for number in numbers if math.isinf(number)}
     if len(infinities) == 2 or any(map(math.isnan, numbers)):

@@ -60,7 +60,7 @@ class UnitMatrix(NamedTuple):
         )
 
     def columns(self, index: slice, block: int | None) -> "UnitMatrix":
-        """Return a part of the reduction axis, which begins with a whole block of `block` values.
+        """Return a slice of the operand along the reduction axis; it begins where a block begins.
 
         `block` is the number of elements per scale; it is not used if there are no scales.
         """
@@ -124,7 +124,7 @@ def unit_matrix_of_codes(quantized: QuantizedTensor, accumulator: Accumulator) -
 
 
 def _factors_of(fmt: Format) -> tuple[bool, bool]:
-    """Return whether a format has scales that a unit applies, and factors of the sums."""
+    """Return whether a format has scales that a unit applies, and whether its sums have factors."""
     scaling = fmt.scaling
     blocks = isinstance(scaling, BlockScaling | AbsmaxScaling)
     in_unit = blocks and fmt.block_size != WHOLE_AXIS
@@ -138,7 +138,7 @@ def scales_follow_values(fmt: Format) -> bool:
 
 
 def _has_headroom(fmt: Format) -> bool:
-    """Return whether all values of a format have a common factor, its headroom's inverse."""
+    """Return whether a format has a headroom, by which all sums have to be divided."""
     scaling = fmt.scaling
     return isinstance(scaling, BlockScaling) and scaling.scale == "e8m0" and scaling.headroom != "1"
 

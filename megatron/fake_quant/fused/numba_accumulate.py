@@ -23,7 +23,7 @@ from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.fused.numba_float64 import Kept, exponent, power, rounded, sum_to_odd
 from megatron.fake_quant.fused.numba_panels import LANES, ROWS, UNROLLED, Panel, fill, kernel
 
-#: Exponent that no product has; below that of two zeros with scales that are zero, too.
+#: Exponent below that of every product, even that of 0 * 0 with scales of 0.
 LOWEST = np.int16(5 * ZERO_EXPONENT)
 OVERFLOW = 2.0**OVERFLOW_EXPONENT
 RUNNING_UNIT = 2.0 ** (STAGE_BITS - RUNNING_BITS)
@@ -32,8 +32,8 @@ RUNNING_UNIT = 2.0 ** (STAGE_BITS - RUNNING_BITS)
 class Rule(NamedTuple):
     """Constants of an accumulator; the class of the object selects the code of a step."""
 
-    step: int  #: products per step, padded
-    part: int  #: products per part of a step, padded
+    step: int  #: products per step, including padding
+    part: int  #: products per part of a step, including padding
     align: int  #: fractional bits of a term below the largest exponent
     interval: int  #: steps between promotions; 0: no promotion
     keep: Kept  #: type of the running sum
@@ -41,13 +41,13 @@ class Rule(NamedTuple):
 
 
 class Fused(Rule):
-    """Constants of the design "fused" whose terms are truncated."""
+    """Constants of the design "fused", if terms are truncated."""
 
     __slots__ = ()
 
 
 class Chained(Rule):
-    """Constants of the design "fused" with one product per step and no truncation of terms."""
+    """Constants of the design "fused", if a step has one product and no term is truncated."""
 
     __slots__ = ()
 
@@ -67,10 +67,10 @@ class TwoStage(Rule):
 class Scratch(NamedTuple):
     """Memory for one step; all arrays have the shape `[2, lane]`, for up to two parts of a step."""
 
-    top: Any  #: largest exponent of the terms, int16
-    scale: Any  #: factor that turns the terms into integers, float64
-    total: Any  #: sum of the terms as integers, float64
-    extremes: Any  #: largest and smallest product, float64
+    top: Any  #: int16: largest exponent of the terms
+    scale: Any  #: float64: factor that turns the terms into integers
+    total: Any  #: float64: sum of these integers
+    extremes: Any  #: float64: largest and smallest product
 
 
 @inlined

@@ -73,7 +73,7 @@ def multiply(
 
 
 def _better_as_panels(rows: int, columns: int) -> bool:
-    """Return whether A, with `rows` rows, is better converted to panels than B.
+    """Return whether to convert A `[rows, K]` to panels, rather than B `[columns, K]`.
 
     Panels should be full. Of two operands with full panels, the smaller one needs less memory.
     """

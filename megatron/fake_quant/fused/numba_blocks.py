@@ -41,7 +41,8 @@ class Tiling(NamedTuple):
     width: int  #: columns per block
     columns: int  #: columns per tile, a multiple of `width`
     strips: int  #: number of parts into which the columns are cut, for more threads
-    along_rows: bool  #: True if blocks run along the last axis, which orders the sums of a search
+    #: True if blocks run along the last axis; a search sums errors in an order that depends on it
+    along_rows: bool
     #: An outer scale applies to 2^shift rows or columns of a matrix.
     row_shift: int = 0
     column_shift: int = 0

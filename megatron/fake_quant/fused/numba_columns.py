@@ -76,7 +76,7 @@ def twice(values: Any, out: Any, count: Any) -> Any:
 
 @called
 def expand(blocks: Any, columns: Any, scratch: Any, width: Any, count: Any) -> Any:
-    """Copy the number of each block to all its columns, as far as the array `columns` reaches."""
+    """Write the value of each block to all its columns in `columns`, up to the end of the array."""
     width = min(width, TILE)
     rest = width
     while rest & 3 == 0:

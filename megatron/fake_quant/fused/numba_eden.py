@@ -37,7 +37,7 @@ from megatron.fake_quant.fused.numba_tiles import (
 )
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 
-PARTS = EDEN_GROUP // DEPTH  #: number of columns with the values of a group
+PARTS = EDEN_GROUP // DEPTH  #: number of columns that a group has in a tile
 
 
 class Rule(NamedTuple):

@@ -12,7 +12,7 @@ from megatron.fake_quant.accumulate.accumulator import ZERO_EXPONENT
 from megatron.fake_quant.fused.numba_compile import called
 
 ZERO = np.int16(ZERO_EXPONENT)
-#: Exponent that stands for that of an infinite or undefined element, and of such a sum.
+#: Exponents that stand for those of Inf and NaN: in elements and in sums, respectively.
 INFINITE_ELEMENT, INFINITE_SUM = 128, 600
 
 

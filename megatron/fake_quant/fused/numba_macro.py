@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     """Constants of a format."""
 
     carry_from: np.int32  #: mantissa of a block's maximum from which the block's scale is doubled
-    together: int  #: number of columns with the values of a block
+    together: int  #: number of columns that a block has in a tile
     stochastic: bool  #: True for stochastic rounding, False for rounding to nearest
 
 

@@ -17,7 +17,7 @@ from megatron.fake_quant.fused.numba_float64 import INFINITE_ELEMENT, ZERO, expo
 
 LANES = 64  #: columns of the result per panel
 ROWS = 16  #: rows of the result per tile
-UNROLLED = 4  #: products of a dot product that are added together
+UNROLLED = 4  #: number of products of a dot product that are added at a time
 
 
 class Packing(NamedTuple):
@@ -25,19 +25,19 @@ class Packing(NamedTuple):
 
     step: int  #: products per step
     parts: int  #: parts into which the products of a step are divided
-    padded_step: int  #: products per step, padded
-    padded_part: int  #: products per part, padded
+    padded_step: int  #: products per step, including padding
+    padded_part: int  #: products per part, including padding
     smallest: int  #: exponent of the smallest normal number of the element type
     block: int  #: elements per scale that the unit itself applies; 0 if there are none
     smallest_scale: int  #: exponent of the smallest normal scale
-    scale_alone: bool  #: True if the exponent of a scale alone is that of its products
+    scale_alone: bool  #: True to take a product's exponent from the scales alone
 
 
 class Panel(NamedTuple):
     """Rows of an operand, converted; both arrays have the shape `[k, row]`."""
 
-    values: Any  #: elements times their scales, float64
-    exponents: Any  #: exponents of elements and scales, int16
+    values: Any  #: float64: elements times their scales
+    exponents: Any  #: int16: exponents of these products, or of the scales alone
 
 
 def _sources() -> list[Path]:

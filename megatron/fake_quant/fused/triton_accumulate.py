@@ -5,7 +5,7 @@ Products and their sums are integers, so that neither the order of a sum nor the
 and a sum can change a result. Once per step, a sum is converted to float64, which represents it
 exactly, and rounded there. `triton_float64.py` has the operations on single numbers.
 
-An integer that stands for a number has a number of fractional bits, given below as "at ALIGN bits".
+Numbers are represented by integers: a number x with F fractional bits is the integer x * 2^F.
 """
 
 import triton.language as tl
@@ -90,9 +90,9 @@ def truncated_sum(
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of the truncated products of one part of a step, as int64 at ALIGN bits.
+    """Return the sum of the truncated products of one part of a step, in units of 2^(top - ALIGN).
 
-    top: exponents to which the products are aligned.
+    top: exponents to which the products are aligned. The sum is int64.
     BITS: largest number of mantissa bits of an element. Up to 10, products are int32.
     """
     TERM: tl.constexpr = tl.int32 if BITS <= 10 else tl.int64
@@ -115,7 +115,7 @@ def truncated_sum(
 
 @compiled
 def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
-    """Return significands, at FLOAT32_BITS bits, exponents and alignment exponents of sums.
+    """Return the integer significands of sums, their exponents, and those for the alignment.
 
     A number below the smallest normal number of the sum's type, 2^SMALLEST, is aligned by SMALLEST.
     Its significand keeps all bits of a float32 number, which the value before the first step has.
@@ -128,7 +128,7 @@ def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
 def with_running(
     total: tl.tensor, start: tl.tensor, unit: tl.tensor, top: tl.tensor, ALIGN: tl.constexpr
 ) -> tl.tensor:
-    """Add a running sum, truncated, to a sum at ALIGN bits and return the result in float64.
+    """Add a truncated running sum to `total`, in units of 2^(top - ALIGN); return it in float64.
 
     start: significand of the running sum; `unit` is its exponent.
     """
@@ -168,7 +168,7 @@ def fused_step(
 def group_sum(
     a: tl.tensor, b: tl.tensor, inside: tl.tensor, strides: tl.tensor, left: tl.tensor
 ) -> tl.tensor:
-    """Return the exact sum of a group of products of E2M1 elements, as int64 at HALVES bits."""
+    """Return the exact sum of a group of products of E2M1 elements, in units of 1/4, as int64."""
     total = tl.zeros([a.shape[0], b.shape[0]], tl.int32)
     for i in range(GROUP):
         x, y = loaded(a, b, inside, i < left, 0.0)
@@ -328,7 +328,7 @@ def sums(
         flags_a, flags_b: 1 for each row of an operand with an element that is NaN, Inf or so large
             that a product may overflow, `[batch, M]` and `[batch, N]`.
         scales_a, scales_b: float32 scales of each promotion, or significands of block scales as
-            int32 at SCALE_BITS bits, `[batch, blocks, M]` and `[batch, blocks, N]`.
+            int32, times 2^SCALE_BITS, `[batch, blocks, M]` and `[batch, blocks, N]`.
         shifts_a, shifts_b: exponents of block scales.
         DESIGN: design of the accumulator; "chained" if terms are not truncated.
         SCALES: use of the block scales; see `Accumulator.scales`. There is a promotion after BLOCK

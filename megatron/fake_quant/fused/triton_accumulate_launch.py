@@ -20,7 +20,7 @@ from megatron.fake_quant.fused.triton_accumulate import SCALE_BITS
 
 TILE_M, TILE_N = 32, 64  #: rows and columns of the result per program
 WARPS = 4
-#: Mantissa bits of the elements of hardware units and of all other elements.
+#: Largest number of mantissa bits of an element: in hardware units, and in other units.
 _NARROW, _WIDE = 10, 23
 _LARGE = 2.0 ** (OVERFLOW_EXPONENT // 2)  #: products of smaller elements do not overflow
 
@@ -116,7 +116,7 @@ def _side(operand: UnitOperand, accumulator: Accumulator) -> tuple[Tensor, Tenso
 
 
 def _split(scales: Tensor, smallest: int) -> tuple[Tensor, Tensor]:
-    """Return the significands of scales, at SCALE_BITS bits, and their exponents, as int32."""
+    """Return the significands of scales times 2^SCALE_BITS, and their exponents, as int32."""
     scales = torch.where(scales.isfinite(), scales, 0.0)
     exponents = (torch.frexp(scales).exponent - 1).clamp(min=smallest)
     significands = torch.ldexp(scales.double(), SCALE_BITS.value - exponents).to(torch.int32)

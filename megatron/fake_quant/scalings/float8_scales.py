@@ -297,7 +297,7 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
         return f"{named}, in the order of AMD's ALTO"
     if scaling.scale == "e6m2":
         return "E6M2 scales as of HiFloat4, in the order of AMD's ALTO"
-    # Transformer Engine has these parts. Others are computed in the same order.
+    # Transformer Engine has formats with these parts; others use the same order of operations.
     shared = (
         scaling.shape_name in ("1 x 16", "16 x 16")
         and scaling.outer in ("tensor", "row")

@@ -100,7 +100,7 @@ class _TiledAttention(torch.autograd.Function):
 def default_tiling(
     matmuls: Mapping[str, GemmFormats | None], queries: int, keys: int
 ) -> tuple[Tiling | None, str]:
-    """Return the tiles in which long sequences are computed without a setting, and the reason.
+    """Return the tiles for long sequences if the recipe does not set any, and the reason.
 
     The decision depends on the sequence and the formats only, so that it is the same on all
     devices, for all batch sizes and on all tensor-parallel ranks.
@@ -135,7 +135,7 @@ def default_tiling(
 def tiled_attention(
     query_BMD: Tensor, key_BND: Tensor, value_BND: Tensor, *, attention: TiledAttention
 ) -> Tensor:
-    """Return the output of attention `[B, M, D]`, computed tile by tile; see the module.
+    """Return the output of attention `[B, M, D]`, computed tile by tile.
 
     Args:
         query_BMD: queries of all heads.

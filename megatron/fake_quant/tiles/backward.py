@@ -9,7 +9,7 @@ from megatron.fake_quant.tiles.forward import Rows, Tile, TiledAttention
 
 
 class Backward:
-    """Backward pass of attention in tiles: its operands, quantized whole, and its tiles."""
+    """Backward pass of attention in tiles, with the operands that are quantized as a whole."""
 
     def __init__(
         self, attention: TiledAttention, operands: tuple[Tensor, ...], grad_BMD: Tensor

@@ -15,14 +15,14 @@ from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.tiles.tiling import Tiling
 
-#: Slots of both matmuls whose blocks run along the keys, and slots whose blocks may have several
-#: rows across the keys. The others have no axis of keys.
+#: Slots of both matmuls whose blocks run along the axis of keys, and slots whose rows are keys, so
+#: that square blocks have several keys. The other slots have no axis of keys.
 _ALONG = {"qk": ("dgrad_c", "dgrad_b"), "pv": ("fprop_a", "fprop_b")}
 _ACROSS = {"qk": ("fprop_b", "wgrad_c"), "pv": ("dgrad_b", "wgrad_a")}
 
 
 def misfits(operation: str, operands: Mapping[str, Operand], tile: int) -> Iterator[str]:
-    """Yield a message for each operand of a matmul that tiles of `tile` keys cannot have.
+    """Yield a message for each operand whose format tiles of `tile` keys cannot have.
 
     Args:
         operation: "qk" or "pv".
@@ -53,9 +53,10 @@ def misfits(operation: str, operands: Mapping[str, Operand], tile: int) -> Itera
 def query_step(
     qk: Mapping[str, Operand], pv: Mapping[str, Operand], units: Iterable[Accumulator] = ()
 ) -> int | None:
-    """Return a number of consecutive queries that no block of P or dS extends beyond.
+    """Return the smallest number of queries that is a multiple of all block sizes of P and dS.
 
-    No step or promotion interval of the accumulators that sum over queries extends beyond it, too.
+    It is also a multiple of the steps, promotion intervals and scale blocks of the accumulators
+    that sum over queries.
 
     The result is None if P or dS depends on all queries, because the mean over the queries is split
     off.
@@ -77,7 +78,7 @@ def query_step(
 
 
 def _lengths_along(operand: Operand) -> dict[str, int]:
-    """Return how many values along the reduction axis belong together, by what they share."""
+    """Return the lengths of groups of values along the reduction axis, by a name for the group."""
     lengths: dict[str, int] = {}
     if operand.hadamard is not None:
         lengths[f"a Hadamard transform of {operand.hadamard.size} values"] = operand.hadamard.size
@@ -127,7 +128,7 @@ def check_probabilities(tiling: Tiling, probs: Operand, *, unnormalized: bool) -
 
 
 def _largest(fmt: Format) -> float | None:
-    """Return the largest number of a format without dynamic scales; None if scales adapt to it."""
+    """Return the largest number to which P may be scaled; None if block scales adapt to it."""
     if fmt.has_tensor_scale:
         return scalings.target(fmt)
     return fmt.element.max if fmt.scaling is None else None

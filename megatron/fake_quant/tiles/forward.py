@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     """Running maximum and running sum of each query's row, `[B, M, 1]`, in float32."""
 
     largest: Tensor  #: m, the largest score of the keys so far
-    total: Tensor  #: l, the sum of exp(S - m); at the end, without a static scale
+    total: Tensor  #: l, the sum of exp(S - m) over these keys, without the static scale of P
 
     @classmethod
     def start(cls, like_BMD: Tensor) -> "Rows":
@@ -154,7 +154,7 @@ class TiledAttention:
         return self.pv.quantized("fprop_a", e_BMN, axis=-1, tile=number, amax=amax)
 
     def _constant_amax(self) -> float | None:
-        """Return the amax of the unnormalized P that sets the scale of all tiles.
+        """Return the amax from which the scale of the unnormalized P is computed in all tiles.
 
         The result is None if P has no scale for the whole tensor, or another one in each tile.
         """
@@ -208,7 +208,7 @@ class TiledAttention:
         """
         query, key, vt = operands
         scale = 1.0 if self.tiling.scale is None else self.tiling.scale
-        sums_BM1 = torch.zeros_like(rows.total)  # row sums of the quantized P, with `scale`
+        sums_BM1 = torch.zeros_like(rows.total)  # row sums of the quantized P, times `scale`
         probs = vt  # replaced by P of the last tile
         for tile in tiles:
             e_BMN, shrink_BM1 = rows.at(tile.queries).advance(self.scores(query, key, tile))

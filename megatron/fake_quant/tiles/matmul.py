@@ -88,7 +88,7 @@ AnyOperand = TileOperand | UnitTile
 
 @dataclass(frozen=True, slots=True)
 class TiledMatmul:
-    """One of the two matmuls of attention, with the two of its gradients."""
+    """One of the two matmuls of attention, with the two GEMMs that compute its gradients."""
 
     formats: GemmFormats
     alpha: float = 1.0  #: factor of the accumulated products

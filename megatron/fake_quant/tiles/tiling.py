@@ -43,8 +43,8 @@ class Tiling:
     #: factor S by which the unnormalized P is multiplied before it is quantized, and by which the
     #: result is divided; None for no factor
     scale: float | None = None
-    #: values of P whose sums divide the rows: "exact" for those before quantization, "quantized"
-    #: for those that multiply V
+    #: how to sum the rows of P that the output is divided by: "exact" sums P before quantization,
+    #: "quantized" sums the quantized P, which multiplies V
     row_sum: RowSum = "exact"
 
     def __post_init__(self) -> None:
@@ -102,8 +102,8 @@ class KeyMask:
     A given mask takes precedence over the positions.
     """
 
-    #: position of each query in the sequence of the keys, as an int64 tensor; None to compare no
-    #: positions
+    #: position of each query in the sequence of the keys, as an int64 tensor; None if positions do
+    #: not hide keys
     positions: Tensor | None = None
     window: tuple[int, int] = CAUSAL  #: numbers of visible keys before and after a query
     #: True where a key is hidden, `[batch or 1, heads or 1, queries or 1, keys]`
@@ -131,7 +131,7 @@ class KeyMask:
         return cls(positions, window, first=first)
 
     def seeing(self, keys: slice, queries: int, count: int) -> slice:
-        """Return the queries that may see any key of a tile; all if they cannot be told apart.
+        """Return the queries that may see any key of a tile; all queries if this is unknown.
 
         Args:
             keys: keys of the tile.
