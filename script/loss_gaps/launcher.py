@@ -45,9 +45,9 @@ class Launcher:
         """Run `pretrain_gpt.py` and return its exit status; write the line `head` to the log."""
         return self._run([*self._words, *arguments], arguments, log, head)
 
-    def analyze(self, arguments: Sequence[str], log: Path) -> int:
-        """Run `python -m megatron.analysis` and return its exit status."""
-        return self._run([sys.executable, "-m", ANALYSIS, *arguments], arguments, log, "")
+    def analyze(self, arguments: Sequence[str], log: Path, head: str) -> int:
+        """Run `python -m megatron.analysis` in the same way."""
+        return self._run([sys.executable, "-m", ANALYSIS, *arguments], arguments, log, head)
 
     def _run(self, command: list[str], arguments: Sequence[str], log: Path, head: str) -> int:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,7 @@ class Launcher:
             out.flush()
             run = self._fork if self._forks else self._start
             status = run(command, arguments, out)
-            if head:
-                out.write(ending(status, time.monotonic() - started).encode())
+            out.write(ending(status, time.monotonic() - started).encode())
         return status
 
     def _start(self, command: list[str], arguments: Sequence[str], out: IO[bytes]) -> int:

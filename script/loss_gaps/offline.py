@@ -7,10 +7,12 @@ configuration is the root mean square of the relative errors of all GEMM results
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -61,14 +63,35 @@ def study_dump(
     Raises:
         RuntimeError: if the study fails; its log has the reason.
     """
-    formats = [each.name for each in configurations if each.recipe is None]
-    recipes = [str(each.recipe) for each in configurations if each.recipe is not None]
-    words = ["study", str(dump), "--formats", BASELINE, *formats, "--output-dir", str(folder)]
-    words += ["--no-budget", *(["--recipes", *recipes] if recipes else [])]
-    log = folder / "study.log"
-    if (status := launcher.analyze(words, log)) != 0:
-        raise RuntimeError(f"the offline study ended with status {status}; see {log}")
-    return pd.read_csv(folder / "study.csv", dtype={"accumulator": str, "recipe": str})
+    log, table = folder / "study.log", folder / "study.csv"
+    contents = {
+        each.name: "" if each.recipe is None else each.recipe.read_text(encoding="utf-8")
+        for each in configurations
+    }
+    studied = {"dump": [str(dump.resolve()), dump.stat().st_mtime_ns], "configurations": contents}
+    if not (table.is_file() and _covers(log, studied)):
+        formats = [each.name for each in configurations if each.recipe is None]
+        recipes = [str(each.recipe) for each in configurations if each.recipe is not None]
+        words = ["study", str(dump), "--formats", BASELINE, *formats, "--output-dir", str(folder)]
+        words += ["--no-budget", *(["--recipes", *recipes] if recipes else [])]
+        if (status := launcher.analyze(words, log, f"{json.dumps(studied)}\n")) != 0:
+            raise RuntimeError(f"the offline study ended with status {status}; see {log}")
+    rows = pd.read_csv(table, dtype={"accumulator": str, "recipe": str})
+    return rows[candidate_names(rows).isin([BASELINE, *contents])]
+
+
+def _covers(log: Path, studied: dict[str, Any]) -> bool:
+    """Return whether the study with this log was complete and had all these configurations."""
+    if not log.is_file():
+        return False
+    head, _, text = log.read_text(encoding="utf-8", errors="replace").partition("\n")
+    if not text.rpartition("[STUDY] ")[2].startswith("exit status 0 "):
+        return False
+    earlier = json.loads(head)
+    return bool(
+        earlier["dump"] == studied["dump"]
+        and studied["configurations"].items() <= earlier["configurations"].items()
+    )
 
 
 def errors_of(table: pd.DataFrame, recipes: Collection[str] = ()) -> pd.DataFrame:
@@ -129,7 +152,7 @@ def pairs_of(
     Raises:
         ValueError: if the cheapest formats exceed a budget.
     """
-    places = places_of(table)
+    places = places_of(table[table["format"] != BASELINE])
     pairs = []
     for budget in budgets:
         proposal = propose(places, budget)
