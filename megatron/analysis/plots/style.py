@@ -80,11 +80,19 @@ def color_of(name: str) -> str:
 
     The color of an unknown name is computed from its characters, so it is always the same.
     """
+    return _known_color(name) or _SPARE[_spare_index(name)]
+
+
+def _known_color(name: str) -> str | None:
+    """Return the color of a name with a meaning, or None for an unknown name."""
     for table in (LAYER_COLORS, OPERATION_COLORS, FORMAT_COLORS, TENSOR_COLORS):
         if name in table:
             return table[name]
     if name.removeprefix("grad_") in TENSOR_COLORS:
         return TENSOR_COLORS[name.removeprefix("grad_")]
+    tensor, _, layer_type = name.partition(" of ")
+    if layer_type in LAYER_COLORS and (color := _known_color(tensor)):
+        return color if layer_type == "linear" else lighter(color, 0.45)
     kind, _, variant = name.partition(":")
     if variant and kind in FORMAT_COLORS:  # a name such as `mxfp8:rceil` gets one of eight shades
         return lighter(FORMAT_COLORS[kind], 0.2 + 0.07 * (zlib.crc32(variant.encode()) % 8))
@@ -96,23 +104,25 @@ def color_of(name: str) -> str:
     prefix, format_name = split_type(name)
     if prefix:
         return lighter(color_of(format_name), _SCOPES[prefix])
-    return _SPARE[zlib.crc32(name.encode()) % len(_SPARE)]
+    return None
+
+
+def _spare_index(name: str) -> int:
+    return zlib.crc32(name.encode()) % len(_SPARE)
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return each name's color from `color_of`, but distinct colors for unknown names.
+    """Return each name's color from `color_of`, but for unknown names colors that no other has.
 
     If there are more unknown names than spare colors, colors repeat.
     """
-    colors: dict[str, str] = {}
-    for name in names:
-        color = color_of(name)
-        if color in _SPARE and color in colors.values():
-            at = _SPARE.index(color)
-            others = (*_SPARE[at:], *_SPARE[:at])
-            color = next((spare for spare in others if spare not in colors.values()), color)
-        colors[name] = color
-    return colors
+    known = {name: _known_color(name) for name in names}
+    colors = {name: color for name, color in known.items() if color is not None}
+    for name in [name for name in known if known[name] is None]:
+        at = _spare_index(name)
+        others = (*_SPARE[at:], *_SPARE[:at])
+        colors[name] = next((color for color in others if color not in colors.values()), others[0])
+    return {name: colors[name] for name in known}
 
 
 def lighter(color: str, share: float) -> str:

@@ -260,6 +260,15 @@ def test_the_picture(originals):
     assert {"output of linear", "output of attention", "grad_weight of linear"} <= set(labels)
     assert iterations.get_xlabel() == "iteration"
     [legend] = figure.legends
+    named = {
+        text.get_text(): handle.get_color()
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    for ax in figure.axes:
+        for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            assert handle.get_color() == named[name], f"{name} has one color in all panels"
+    assert named["grad_weight"] == named["weight"] == named["grad_weight of linear"]
+    assert named["output of linear"] == named["output"] != named["output of attention"]
     figure.draw_without_rendering()
     box = legend.get_window_extent()
     assert box.x0 >= 0
