@@ -12,7 +12,7 @@ from megatron.analysis.study.engine import Study
 from megatron.analysis.study.gradients import gradients_of
 from megatron.analysis.study.page import page
 from megatron.analysis.study.pictures import draw_budget, draw_verdict
-from megatron.analysis.study.proposal import places_of, propose, recipe_text
+from megatron.analysis.study.proposal import RECIPE_FILE, places_of, propose, recipe_text
 from megatron.analysis.study.verdict import cells, verdict
 from megatron.analysis.text_table import csv_cell
 
@@ -35,13 +35,13 @@ def write_outputs(
     paths = write_tables(result, folder)
     proposal = None if bits is None else propose(places_of(result.rows), bits)
     if proposal is not None:
-        recipe = folder / "recipe.yaml"
+        recipe = folder / RECIPE_FILE
         write_keeping(recipe, recipe_text(proposal, str(dump)).encode())
         paths.insert(0, recipe)
     sentences = verdict(result, proposal)
     pictures = {}
     if not result.rows.empty:
-        pictures["study.png"] = draw_verdict(result, sentences)
+        pictures["study.png"] = draw_verdict(result, sentences, proposal)
     if (budget := draw_budget(result)) is not None:
         pictures["budget.png"] = budget
     written = [write(folder / name, content) for name, content in pictures.items()]

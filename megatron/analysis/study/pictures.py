@@ -17,6 +17,7 @@ from megatron.analysis.plots.pareto import plot_pareto
 from megatron.analysis.plots.style import RC
 from megatron.analysis.stats.errors import decibels
 from megatron.analysis.study.engine import Study
+from megatron.analysis.study.proposal import Proposal, rows_of
 from megatron.analysis.study.verdict import (
     OPERAND_NAMES,
     by_candidate,
@@ -28,15 +29,21 @@ from megatron.analysis.study.verdict import (
 _ROW = 0.3  #: height of a row of a heat map, in inches
 
 
-def draw_verdict(result: Study, sentences: Sequence[str], image: str = "png") -> bytes:
+def draw_verdict(
+    result: Study,
+    sentences: Sequence[str],
+    proposal: Proposal | None = None,
+    *,
+    image: str = "png",
+) -> bytes:
     """Return the picture of the verdict.
 
-    The left plot shows bits per value against error, and the right one where the weakest candidate
-    loses: one row per place, one column per layer.
+    The left plot shows bits per value against error, also for the mixture of formats of a proposal.
+    The right one shows where the weakest candidate loses: one row per place, one column per layer.
     """
     table = cells(result.rows)
-    summary = by_candidate(table)
-    name = weakest(summary)
+    name = weakest(by_candidate(table))
+    summary = points_of(result, proposal)
     own = table[table["candidate"] == name].sort_values("layer_idx", kind="stable")
     layers = own["layer_idx"].nunique()
     rows = own["place"].nunique()
@@ -68,6 +75,17 @@ def draw_verdict(result: Study, sentences: Sequence[str], image: str = "png") ->
         )
         headline(figure, "Formats by the results of matmuls", " ".join(sentences), letters=14)
         return _saved(figure, image)
+
+
+def points_of(result: Study, proposal: Proposal | None = None) -> pd.DataFrame:
+    """Return the bits and the median SQNR of all candidates and of a proposal; see `by_candidate`.
+
+    The proposal has the name of its file.
+    """
+    rows = result.rows
+    if proposal is not None:
+        rows = pd.concat([rows, rows_of(proposal, rows)], ignore_index=True)
+    return by_candidate(cells(rows))
 
 
 def draw_budget(result: Study, image: str = "png") -> bytes | None:

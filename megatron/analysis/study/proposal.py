@@ -22,6 +22,7 @@ import pandas as pd
 from megatron.analysis.text_table import shown
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 
+RECIPE_FILE = "recipe.yaml"  #: name of the file with the proposal
 _LAYER = re.compile(r"\blayers\.\d+\b")
 
 
@@ -135,6 +136,22 @@ def propose(places: Sequence[Place], budget: float) -> Proposal:
         same = tuple((place, _named(place, uniform.format)) for place in places)
         return Proposal(budget, same, uniform)
     return proposal
+
+
+def rows_of(proposal: Proposal, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a study whose format is the one that a proposal chose for the matmul.
+
+    The column `recipe` has the name of the proposal's file.
+    """
+    columns = ["layer_idx", "module", "operation", "format"]
+    chosen = pd.DataFrame(
+        [(place.layer, place.module, place.operation, o.format) for place, o in proposal.choices],
+        columns=columns,
+    )
+    plain = rows[rows["recipe"].isna()]
+    if "accumulator" in plain:
+        plain = plain[plain["accumulator"].isna()]
+    return plain.merge(chosen, on=columns).assign(recipe=RECIPE_FILE)
 
 
 def _mean_bits(choices: Sequence[tuple[Place, Option]]) -> float:

@@ -12,7 +12,8 @@ import pytest
 from megatron.analysis.plots.pareto import plot_pareto
 from megatron.analysis.study.candidates import candidates_of
 from megatron.analysis.study.engine import COLUMNS, Study
-from megatron.analysis.study.pictures import draw_verdict
+from megatron.analysis.study.pictures import draw_verdict, points_of
+from megatron.analysis.study.proposal import places_of, propose
 from megatron.analysis.study.verdict import by_candidate, cells, verdict
 
 FC = "decoder.layers.{}.mlp.linear_{}"
@@ -80,6 +81,19 @@ def test_nan_and_exact_results_are_said_and_drawn(error):
     assert ("infinite (no error) in mxfp8" in text) == (error == 0)
     assert "nan" not in text
     assert draw_verdict(study, sentences)[:4] == b"\x89PNG"
+
+
+def test_the_mixture_under_a_budget_is_one_more_point():
+    errors = {"mxfp8": {"fc1": [0.01, 0.01, 0.01]}, "mxfp4": {"fc1": [0.1, 0.02, 0.3]}}
+    study = result(errors)
+    proposal = propose(places_of(study.rows), 7)
+    assert [option.format for _, option in proposal.choices] == ["mxfp8", "mxfp4", "mxfp8"]
+    points = points_of(study, proposal).set_index("candidate")
+    assert set(points.index) == {"mxfp8", "mxfp4", "recipe.yaml"}
+    assert points.loc["recipe.yaml", "bits"] == pytest.approx((8.25 + 4.25 + 8.25) / 3)
+    assert points.loc["recipe.yaml", "sqnr_db"] == pytest.approx(40.0), "median of 0.01, 0.02, 0.01"
+    assert points["front"].to_dict() == {"recipe.yaml": True, "mxfp8": False, "mxfp4": True}
+    assert set(points_of(study)["candidate"]) == {"mxfp8", "mxfp4"}
 
 
 def test_an_empty_study():
