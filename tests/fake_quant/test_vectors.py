@@ -288,6 +288,13 @@ def test_check_names_a_file_with_another_sha256(small, capsys):
     assert "nvfp4.2d.json: its SHA-256 is not the one in manifest.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["mxfp6_e2m3.npz", "mxfp8.rceil.json"])
+def test_check_names_a_file_that_the_manifest_does_not_list(small, capsys, name):
+    (small / name).write_bytes((small / "mxfp4.json").read_bytes())
+    assert main(["vectors", str(small), "--check"]) == 1
+    assert f"[ERROR] {name}: not in manifest.json; remove it, or" in capsys.readouterr().err
+
+
 def test_check_compares_the_json_with_the_arrays(small, capsys):
     """A changed JSON file is found even if its SHA-256 in the manifest was changed, too."""
     text, content = small / "mxfp4.json", manifest(small)

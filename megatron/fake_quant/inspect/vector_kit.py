@@ -269,7 +269,19 @@ def first_difference(folder: Path) -> tuple[str | None, str]:
     for name, entry in formats.items():
         if (words := _differing_format(folder, name, entry)) is not None:
             return words, summary
-    return None, summary
+    return _extra_file(folder, formats), summary
+
+
+def _extra_file(folder: Path, names: Iterable[str]) -> str | None:
+    """Return a file of vectors that belongs to no format in words, or None if there is none.
+
+    Files of other kinds, such as notes, are ignored.
+    """
+    known = {path.name for name in names for path in _paths(folder, name)} | {MANIFEST}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".npz", ".json") and path.name not in known:
+            return f"{printable(path.name)}: not in {MANIFEST}; remove it, or write the kit anew"
+    return None
 
 
 def _differing_format(folder: Path, name: str, entry: dict[str, Any]) -> str | None:
