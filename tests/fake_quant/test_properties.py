@@ -3,6 +3,11 @@
 If a format lacks a property, a test gives the reason and a counterexample.
 """
 
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -21,8 +26,6 @@ VARIANTS = [*MX_VARIANTS, "nvfp4:2d", "mxfp8:2d", "hifp8:inf", "hifp8:t15", "fp8
 NEAREST = [*FORMATS, *VARIANTS]
 CASTS = [name for name in FORMATS if isinstance(FORMATS[name].element, Cast)]
 
-#: The same tensors in every run.
-examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 names = pytest.mark.parametrize("name", NEAREST)
 
 
@@ -40,9 +43,35 @@ def tensors(draw: st.DrawFn, rows: int | None = None, columns: int | None = None
     return torch.ldexp(values[places % len(values)], torch.tensor(powers).view(-1, 1))
 
 
+def examples(**strategies: st.SearchStrategy) -> Callable[[Callable], Callable]:
+    """Run a test on 40 draws, which are the same for all formats and in every run.
+
+    Drawing takes several times as long as quantizing, so a test draws only once for all formats.
+    """
+    run = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+    def decorate(test: Callable) -> Callable:
+        @functools.cache
+        def drawn() -> list[dict]:
+            found: list[dict] = []
+            run(given(**strategies)(lambda **values: found.append(values)))()
+            return found
+
+        @functools.wraps(test)
+        def on_all(**arguments):
+            for values in copy.deepcopy(drawn()):
+                test(**arguments, **values)
+
+        parameters = inspect.signature(test).parameters.values()
+        rest = [parameter for parameter in parameters if parameter.name not in strategies]
+        on_all.__signature__ = inspect.Signature(rest)
+        return on_all
+
+    return decorate
+
+
 @pytest.mark.parametrize("name", [name for name in NEAREST if name != "nf4"])
-@examples
-@given(x=tensors())
+@examples(x=tensors())
 def test_it_is_odd(name, x):
     assert torch.equal(fake_quantize(-x, name), -fake_quantize(x, name))
 
@@ -57,8 +86,7 @@ IDEMPOTENT = [*MX, *MX_VARIANTS, "mxfp8:2d", "hifp8", "hifp8:inf", "fp8_e4m3:pow
 
 
 @pytest.mark.parametrize("name", IDEMPOTENT)
-@examples
-@given(x=tensors())
+@examples(x=tensors())
 def test_it_is_idempotent(name, x):
     """A block's maximum may shrink, but a smaller scale represents the same values up to it."""
     once = fake_quantize(x, name)
@@ -89,8 +117,7 @@ FINER = {"hifp4": 4, "mx9": 2, "mx6": 2, "mxfp4_macro": 32, "mxfp4_macro_oas": 3
 
 
 @pytest.mark.parametrize("name", [name for name in NEAREST if name not in FINER])
-@examples
-@given(x=tensors())
+@examples(x=tensors())
 def test_it_is_monotone_within_a_block(name, x):
     size = get_format(name).block_size or x.shape[1]
     rows = x[:, :size].sort(dim=1).values
@@ -98,16 +125,14 @@ def test_it_is_monotone_within_a_block(name, x):
     assert (y[:, 1:] >= y[:, :-1]).all()
 
 
-@examples
-@given(x=tensors(columns=4))
+@examples(x=tensors(columns=4))
 def test_hifloat4_is_monotone_within_four_neighbors(x):
     """Other neighbors have exponents of their own."""
     assert (fake_quantize(x.sort(dim=1).values, "hifp4").diff(dim=1) >= 0).all()
 
 
 @pytest.mark.parametrize("name", ["mx9", "mx6"])
-@examples
-@given(x=tensors(columns=2))
+@examples(x=tensors(columns=2))
 def test_pair_exponents_are_monotone_within_a_pair(name, x):
     assert (fake_quantize(x.sort(dim=1).values, name).diff(dim=1) >= 0).all()
 
@@ -143,8 +168,7 @@ EQUIVARIANT = [
 
 
 @pytest.mark.parametrize("name", EQUIVARIANT)
-@examples
-@given(x=tensors(), exponent=st.integers(-20, 60))
+@examples(x=tensors(), exponent=st.integers(-20, 60))
 def test_it_scales_with_powers_of_two(name, x, exponent):
     if name == "hifp4":
         exponent = min(exponent, 0)  # its scales end at 2^-48 and 1.5 * 2^15
@@ -153,8 +177,7 @@ def test_it_scales_with_powers_of_two(name, x, exponent):
 
 
 @names
-@examples
-@given(x=tensors(), count=st.integers(1, 70))
+@examples(x=tensors(), count=st.integers(1, 70))
 def test_zeros_at_the_end_change_nothing(name, x, count):
     padded = torch.nn.functional.pad(x, (0, count))
     y = fake_quantize(padded, name)
@@ -163,23 +186,20 @@ def test_zeros_at_the_end_change_nothing(name, x, count):
 
 
 @pytest.mark.parametrize("name", [name for name in NEAREST if FINER.get(name, 32) == 32])
-@examples
-@given(x=tensors(columns=32), order=st.permutations(range(16)))
+@examples(x=tensors(columns=32), order=st.permutations(range(16)))
 def test_the_order_within_a_block_does_not_matter(name, x, order):
     order = torch.tensor([*order, *range(16, 32)])
     assert torch.equal(fake_quantize(x[:, order], name), fake_quantize(x, name)[:, order])
 
 
 @names
-@examples
-@given(x=tensors(rows=5), order=st.permutations(range(5)))
+@examples(x=tensors(rows=5), order=st.permutations(range(5)))
 def test_the_order_of_rows_does_not_matter(name, x, order):
     assert torch.equal(fake_quantize(x[list(order)], name), fake_quantize(x, name)[list(order)])
 
 
 @pytest.mark.parametrize("name", [*MX, *MX_VARIANTS, "hifp4"])
-@examples
-@given(x=tensors(rows=3, columns=64))
+@examples(x=tensors(rows=3, columns=64))
 def test_blocks_know_nothing_of_each_other(name, x):
     """Blocks of nvfp4 are excluded, because they share a tensor scale."""
     expected = torch.stack([fake_quantize(row, name) for row in x])
@@ -208,8 +228,7 @@ def scaled_table(name: str, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", "fp8_e5m2:pow2", "hifp8", "hifp8:t15"])
-@examples
-@given(x=tensors())
+@examples(x=tensors())
 def test_no_number_at_that_scale_is_nearer(name, x):
     """The error is at most half a step, unless the value saturates. (MX formats: test_mx.py.)
 
@@ -228,8 +247,7 @@ def test_no_number_at_that_scale_is_nearer(name, x):
 
 
 @names
-@examples
-@given(x=tensors(), values=st.lists(st.sampled_from([0.0, -0.0]), min_size=3, max_size=3))
+@examples(x=tensors(), values=st.lists(st.sampled_from([0.0, -0.0]), min_size=3, max_size=3))
 def test_zeros_stay(name, x, values):
     """Zeros keep their signs if the format has a negative zero."""
     x = torch.cat([torch.tensor(values), x[0]]).view(1, -1)
