@@ -7,6 +7,7 @@ from 2^-127 to 2^127, the midpoint of two neighbors) is exact in float64.
 """
 
 import csv
+import functools
 from pathlib import Path
 
 import ml_dtypes
@@ -126,10 +127,13 @@ def fake_quantize_mx(
     return np.where(special, np.nan, rounded)
 
 
+@functools.cache
 def hifloat8_codes() -> Array:
     """Return the values of the 256 codes, by code."""
     with (DATA / "hif8_codes.csv").open(newline="") as file:
-        return np.array([float(row["value"]) for row in csv.DictReader(file)])
+        values = np.array([float(row["value"]) for row in csv.DictReader(file)])
+    values.setflags(write=False)
+    return values
 
 
 def fake_quantize_hifloat8(
