@@ -27,7 +27,7 @@ def read_statistics(folder: str | Path) -> pd.DataFrame:
 
 
 def read_iterations(folder: str | Path) -> pd.DataFrame:
-    """Return loss and gradient norm: one row per iteration, under the conditions above."""
+    """Return the loss and the gradient norm, one row per iteration; see `read_statistics`."""
     return _read(Path(folder), "iterations")
 
 

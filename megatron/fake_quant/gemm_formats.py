@@ -56,7 +56,8 @@ class GemmFormats:
     unnormalized: bool = False
     #: tiles in which attention is computed (set in the formats of PV); None for whole matrices
     tiling: Tiling | None = None
-    fprop_accumulator: Accumulator | None = None  #: None for the accumulator of torch.matmul
+    #: accumulator of C = A B^T; None, here and below, for the accumulator of torch.matmul
+    fprop_accumulator: Accumulator | None = None
     dgrad_accumulator: Accumulator | None = None  #: accumulator of dA = dC B
     wgrad_accumulator: Accumulator | None = None  #: accumulator of dB = dC^T A
 
@@ -128,7 +129,7 @@ class GemmFormats:
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
-        """Accumulators by GEMM; a GEMM that torch.matmul sums is left out, unless one is set."""
+        """Accumulators that are set, by GEMM, including `fp32`, which stands for torch.matmul."""
         named = ((gemm, getattr(self, f"{gemm}_accumulator")) for gemm in GEMM_SLOTS)
         return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
 

@@ -104,7 +104,7 @@ def _scaled(
     factor = alpha
     for scale in scales:
         factor *= scale.item() if scale.dim() == 0 else torch.nan
-    if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:  # also if a scale is not one number
+    if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:  # or a scale is no scalar
         return _wide(a, b, scale_a, scale_b, alpha).to(dtype)
     add = torch.baddbmm if a3.dim() == 3 else torch.addmm
     none = a.new_empty((1,) * a3.dim())  # ignored, because beta is 0

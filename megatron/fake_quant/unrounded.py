@@ -62,8 +62,8 @@ def kind_of(fmt: Format, dtype: torch.dtype, device: str) -> Kind:
     """
     if dtype == torch.float32 or _is_exact(fmt, dtype):
         return "exact"
-    # Only the products of a GPU can be returned in float32, which float16 needs: a product of
-    # elements can exceed its range before the scale is applied.
+    # A product of float16 elements can exceed the range of float16 before the scale is applied, so
+    # it must be returned in float32, which only GPUs do.
     if not (device == "cuda" or dtype == torch.bfloat16):
         return "wide"
     scaling = fmt.scaling

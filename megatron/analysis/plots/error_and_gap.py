@@ -125,7 +125,7 @@ def _write(ax: Axes, name: str, point: tuple[float, float], offset: tuple[float,
 
 
 def _placed(x: float, y: float, size: Bbox, side: float) -> Bbox:
-    """Return the box of a text whose nearest edge, or center, is at (x, y)."""
+    """Return the box of a text at (x, y), which begins, ends or is centered there, by `side`."""
     left = x if side > 1e-6 else x - size.width if side < -1e-6 else x - size.width / 2
     return Bbox.from_bounds(left, y - size.height / 2, size.width, size.height)
 

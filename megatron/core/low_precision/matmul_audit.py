@@ -81,7 +81,7 @@ class Matmul:
 
 
 def _joined(marks: Sequence[str]) -> list[str]:
-    """Return marks with those of accumulators joined to one.
+    """Return a matmul's marks, with all marks about accumulators joined into one.
 
     An example is `fprop and dgrad accumulated in hopper_fp8, wgrad in fp32`.
     """

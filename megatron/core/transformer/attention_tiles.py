@@ -42,7 +42,7 @@ def refusal(attention: torch.nn.Module) -> str | None:
 def default(
     attention: torch.nn.Module, matmuls: Mapping[str, GemmFormats | None], queries: int, keys: int
 ) -> tuple[Tiling | None, str]:
-    """Return the tiles in which a layer runs without a request, and the reason.
+    """Return the tiles in which a layer runs if its recipe sets none, and the reason.
 
     See `default_tiling`.
     """

@@ -18,7 +18,7 @@ COUNT, XX, XE, EE, E, NONFINITE = range(6)
 
 
 def product_error_sums(result: Tensor, reference: Tensor) -> NDArray[np.float64]:
-    """Return the sums of a result's errors, in float64 and in any order.
+    """Return the sums of a result's errors, added in float64 in an arbitrary order.
 
     A pair in which either value is NaN or Inf is counted, but does not enter the sums.
 
