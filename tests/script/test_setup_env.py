@@ -189,8 +189,8 @@ def test_a_damaged_venv_is_repaired(tree):
     tree.check_made(tree.call())
 
 
-def test_your_own_venv_is_completed_in_place(tree):
-    run([sys.executable, "-m", "venv", "--without-pip", tree.root / ".venv"])
+def test_your_own_venv_is_completed_in_place(tree, python):
+    run([python, "-m", "venv", "--without-pip", tree.root / ".venv"])
     (tree.root / ".venv/mine").touch()
     tree.check_made(tree.call())
     assert (tree.root / ".venv/mine").exists()

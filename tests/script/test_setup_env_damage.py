@@ -256,10 +256,10 @@ def test_modules_of_the_current_folder_do_not_take_pips_place(tree_with_ensurepi
 
 def test_a_path_with_spaces_quotes_and_substitutions(tmp_path, linked_pip):
     tree = Tree(tmp_path, "a 'b' \"c\" $(touch PWN) `touch PWN` $HOME \\ é")
-    tree.check_made(tree.call())
-    lose_configuration(tree.root / ".venv")
     python = separate_python(tmp_path, linked_pip=linked_pip)
     tree.python("python3", f'exec "{python}" "$@"')
+    tree.check_made(tree.call())
+    lose_configuration(tree.root / ".venv")
     tree.check_made(tree.call())
     assert not list(tmp_path.rglob("PWN"))
     assert not (Path.cwd() / "PWN").exists()
