@@ -23,6 +23,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megatron.analysis.dump.run_endings import alarm, unfinished
 from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.garbage import one_garbage_collection
 from megatron.analysis.judged import OPERANDS
 from megatron.analysis.outputs.atomic_write import write_keeping
 from megatron.analysis.outputs.statistics_text import GROUPS, format_statistics
@@ -93,7 +94,8 @@ def quick_analysis(
         raise ValueError(f"none of the {len(problems)} .pt files in {folder} can be read:{listed}")
     text = format_statistics(dump, measured, problems)
     picture = io.BytesIO()
-    with matplotlib.rc_context(RC):  # text created while drawing must not be parsed as formulas
+    # Text created while drawing must not be parsed as formulas.
+    with matplotlib.rc_context(RC), one_garbage_collection():
         draw_picture(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
     kept = [
         *write_keeping(output / PICTURE, picture.getvalue()),

@@ -15,9 +15,6 @@ listed in `problems`. Files that do not exist although an index names them are l
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from megatron.analysis.dump.query import matching
 from megatron.analysis.dump.reassembly import data_ranks, reassemble
 from megatron.analysis.dump.scan import scan
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError, read_tensor
+from megatron.analysis.garbage import no_garbage_collection
 from megatron.fake_quant.packing import QuantizedTensor
 
 #: Columns that, together with the data-parallel rank, identify a logical tensor (the tensor that
@@ -56,7 +54,7 @@ class TensorStore:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        with _no_garbage_collection():
+        with no_garbage_collection():
             contents = scan(self.folder)
         #: Table with one row per tensor and the columns `dump.record_columns.COLUMNS`.
         self.records: pd.DataFrame = contents.records
@@ -267,22 +265,6 @@ def _field(record: Any, name: str) -> Any:
     A field of a Series cannot be read as an attribute, because `Series.shape` hides `shape`.
     """
     return record[name] if isinstance(record, pd.Series) else getattr(record, name)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection within the `with` block.
-
-    While the records are created, the collector would repeatedly visit all of them, which doubles
-    the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _listed(values: Any) -> str:

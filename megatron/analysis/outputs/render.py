@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.figure_data import FigureData, Make, NothingToDrawError
+from megatron.analysis.garbage import one_garbage_collection
 from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.outputs.registry import DEVIATIONS, OUTPUTS, QUICK, REPORT, SUMS
 from megatron.analysis.plots.style import RC
@@ -181,7 +182,8 @@ def make(name: str, order: Order) -> Made:
             for title, draw in OUTPUTS[name].load()(order.figure_data):
                 if _making and not _order:  # Python dropped the exception that `_stop` raised
                     raise KeyboardInterrupt
-                _draw(f"{name}/{title}", draw, order, made)
+                with one_garbage_collection():
+                    _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
     except (ImportError, OSError):  # all other outputs would fail for the same reason
@@ -217,11 +219,12 @@ def picture(figure: Figure, image: str) -> bytes:
     """
     content = io.BytesIO()
     figure.set_dpi(DPI)
+    # The layout measures texts with the canvas that draws them, which measures each text only once.
+    canvas = FigureCanvasAgg(figure)
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         figure.set_layout_engine("none")
     if image == "png":  # `savefig` would draw the whole figure twice, because it has had a layout
-        canvas = FigureCanvasAgg(figure)
         canvas.print_png(content, metadata={"Software": None})  # type: ignore[no-untyped-call]
     else:
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -33,7 +33,11 @@ def plot_code_usage(
     counts = data["count"].to_numpy(dtype=float)
     shares = counts / max(counts.sum(), 1.0)
     x = np.arange(len(shares))
-    ax.bar(x, shares, width=1.0 if len(x) > 64 else 0.85, color=color_of(data["format"].iloc[0]))
+    color = color_of(data["format"].iloc[0])
+    if len(x) > 64:  # the bars touch, so one outline replaces them and is drawn much faster
+        ax.stairs(shares, np.arange(len(x) + 1) - 0.5, fill=True, color=color)
+    else:
+        ax.bar(x, shares, width=0.85, color=color)
     unused = x[counts == 0]
     if len(unused):
         ax.plot(

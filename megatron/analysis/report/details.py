@@ -63,16 +63,15 @@ NUMBERS = (
 
 def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
     """Return the details of the chosen tensors, keyed by the tensor's index as a string."""
-    uses = {
-        tensor: part
-        for tensor, part in figure_data.uses[figure_data.uses["tensor"].isin(list(chosen))].groupby(
-            "tensor", sort=False
-        )
-    }
-    return {str(tensor): _detail(figure_data, tensor, uses.get(tensor)) for tensor in chosen}
+    uses: dict[int, list[dict[str, Any]]] = {tensor: [] for tensor in chosen}
+    # Convert all rows with one call, because one call per tensor would take most of the time.
+    rows = figure_data.uses[figure_data.uses["tensor"].isin(list(chosen))]
+    for use in rows.to_dict("records"):
+        uses[use["tensor"]].append(use)
+    return {str(tensor): _detail(figure_data, tensor, uses[tensor]) for tensor in chosen}
 
 
-def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> dict[str, Any]:
+def _detail(figure_data: FigureData, tensor: int, uses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row = figure_data.tensors.loc[tensor]
     arrays = figure_data.statistics.arrays(tensor)
     binades = arrays.positive + arrays.negative
@@ -91,7 +90,7 @@ def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> 
         "formats": {},
         "maps": {},
     }
-    for use in () if uses is None else uses.to_dict("records"):
+    for use in uses:
         part = arrays.formats[use["quantized_format"], use["axis"]]
         detail["formats"][use["quantized_format"]] = _in_format(use, part, binades, shown)
     detail["maps"] = _maps(figure_data, tensor)
