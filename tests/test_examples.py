@@ -19,7 +19,8 @@ DEEPSEEK = REPO / "examples/deepseek/train_deepseek2_lite.sh"
 
 def example(name, *arguments):
     """Run an example and return its output."""
-    done = run([sys.executable, REPO / "examples/python" / name, *arguments], env=ENVIRONMENT)
+    script = REPO / "examples/python" / name
+    done = forks.run(script, *arguments, env=ENVIRONMENT, libraries_only=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,12 +1,12 @@
 """Test that quantized layers under torch.compile give the same bits as in eager mode."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("compiled_worker.py")
 CASES = (
@@ -18,7 +18,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def report():
-    done = run([sys.executable, str(WORKER), *CASES], env=environment(PYTHONPATH=REPO))
+    done = forks.run(WORKER, *CASES, env=environment(PYTHONPATH=REPO), libraries_only=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
