@@ -22,19 +22,27 @@ def power(exponent: int) -> F:
 
 def floor_log2(x: F) -> int:
     """Return the largest e with 2**e <= x, for x > 0."""
-    e = x.numerator.bit_length() - x.denominator.bit_length()
-    return e if power(e) <= x else e - 1
+    over, under = x.numerator, x.denominator
+    e = over.bit_length() - under.bit_length()
+    is_reached = under << e <= over if e >= 0 else under <= over << -e
+    return e if is_reached else e - 1
 
 
 def rounded(x: F, bits: int, lowest: int, highest: int) -> F:
-    """Round to `bits` significant bits, ties to even, with exponents from `lowest` to `highest`."""
+    """Round to `bits` significant bits, ties to even, with exponents from `lowest` to `highest`.
+
+    Integers are several times as fast as fractions.
+    """
     if x == 0:
         return x
-    step = power(max(floor_log2(abs(x)), lowest) - bits + 1)
-    y = round(x / step) * step
-    if abs(y) >= power(highest + 1):
-        return INFINITE if y > 0 else -INFINITE
-    return y
+    step = max(floor_log2(abs(x)), lowest) - bits + 1  # as an exponent
+    over, under = x.numerator << max(-step, 0), x.denominator << max(step, 0)
+    count, rest = divmod(over, under)
+    if 2 * rest > under or (2 * rest == under and count % 2):
+        count += 1
+    if abs(count) >= power(highest + 1 - step):
+        return INFINITE if count > 0 else -INFINITE
+    return count * power(step)
 
 
 def float32(x: F) -> F:
