@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,7 +42,13 @@ inductor = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
+    """Forget compiled functions, and let Inductor write scalar code.
+
+    Otherwise, it compiles a program for seconds to learn which vector instructions there are.
+    """
     torch._dynamo.reset()
+    with inductor_config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
+        yield
 
 
 def layouts(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -120,10 +127,8 @@ def test_each_compiled_call_draws_a_number_as_eager_mode_does():
 
 @inductor
 def test_inductor_draws_the_numbers_of_eager_mode_where_it_is_told_to():
-    from torch._inductor import config
-
     function, x = torch.compile(lambda x: fake_quantize(x, "mxfp4:sr")), tensor(8, 64)
-    with config.patch(fallback_random=True):
+    with inductor_config.patch(fallback_random=True):
         function(x)  # compiles
     torch.manual_seed(5)
     found = [function(x) for _ in range(2)]
