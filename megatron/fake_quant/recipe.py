@@ -34,7 +34,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.bounded_files import printable
-from megatron.fake_quant.recipe_operands import Config, parse_config
+from megatron.fake_quant.recipe_operands import Config, accumulated_operations, parse_config
 from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
@@ -96,6 +96,8 @@ class Recipe:
 
     path: Path
     rules: tuple[Rule, ...]
+    #: operations for which a config has the key `accumulate`, also with fp32, which changes nothing
+    accumulated: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -141,14 +143,16 @@ def load_recipe(path: Path) -> Recipe:
         matchers = root.mapping("matchers", "recipe").items()
         rules = [_rule(name, node, configs) for name, node in matchers]
         used = {rule.config_name for rule in rules if rule is not None}
+        accumulated: frozenset[str] = frozenset()
         for name, node in root.mapping("configs", "recipe").items():
             if name not in used:
                 raise node.error(f"config {name!r} is used by no enabled matcher; remove it")
+            accumulated |= accumulated_operations(node)
         if not any(rules):
             raise root.error("recipe has no enabled matcher, so it has no effect; add one")
     except RecipeError as error:
         raise ValueError(f"recipe {printable(path, limit=1000)}: {error}") from None
-    return Recipe(path, tuple(rule for rule in rules if rule is not None))
+    return Recipe(path, tuple(rule for rule in rules if rule is not None), accumulated)
 
 
 def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:

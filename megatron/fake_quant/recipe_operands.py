@@ -208,6 +208,18 @@ def _accumulators(
     return accumulators
 
 
+def accumulated_operations(config: Node) -> frozenset[str]:
+    """Return the operations for which a valid config has the key `accumulate`."""
+    if not isinstance(config.value, dict):
+        return frozenset()
+    return frozenset(
+        operation
+        for operation, node in config.items()
+        if isinstance(node.value, dict)
+        and ("accumulate" in node or any("accumulate" in gemm for _, gemm in node.items()))
+    )
+
+
 def _with_names(message: str, gemms: Mapping[str, tuple[str, str]]) -> str:
     """Return an error message of `GemmFormats` with the recipe's names in place of the slots."""
     names = [f"{name} of {gemm}" for gemm, pair in gemms.items() for name in pair]

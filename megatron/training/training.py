@@ -44,7 +44,7 @@ def pretrain(run: RunConfig) -> None:
     for note in run.notes:
         print_rank_0(f"> {note}")
     for line in policy.current().describe():
-        print_rank_0(f"> format of {line}")
+        print_rank_0(f"> {line}" if line.startswith("accumulator") else f"> format of {line}")
     check_save_directory(args)
     all_succeed(event_folder_problem(args))
     check_export(run)

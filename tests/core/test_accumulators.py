@@ -1,6 +1,7 @@
 """Accumulators in a real run: recipes, the flag, the audit, the records and their verification."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -276,6 +277,80 @@ def test_a_bypass_and_a_dtype_are_refused_for_an_accumulator_alone(reset, monkey
     assert "does not multiply float32 elements; it multiplies bfloat16, float16" in message
     module.config.params_dtype = torch.bfloat16
     assert list(_other_dtypes(module, "linear", formats, "flag")) == []
+
+
+def one_config(path, config, more=""):
+    path.write_text(
+        f"configs: {{a: {{{config}}}}}\n"
+        f"matchers: {{all: {{type: glob, pattern: '*layers*', config: a, enabled: true{more}}}}}\n"
+    )
+    return str(path)
+
+
+def test_a_recipe_s_fp32_is_an_accumulator_of_its_own(tmp_path):
+    """It changes nothing by itself, but a flag or variable must not replace it."""
+    path = one_config(tmp_path / "recipe.yaml", "linear: {fprop: {accumulate: fp32}}")
+    with pytest.raises(ValueError, match="sets accumulators of its own"):
+        resolve({"recipe": path, "accumulate": "hopper_bf16"}, {})
+    found = resolve({"recipe": path}, {"QUANT_ACCUMULATE": "hopper_bf16"})
+    assert found.plan("linear", "layers", 0, 1).at(1) is None
+    assert found.describe()[-1] == f"accumulator: layer by layer (recipe {path})"
+    with pytest.raises(ValueError, match="QUANT_ACCUMULATE: unknown accumulator 'hoper'"):
+        resolve({"recipe": path}, {"QUANT_ACCUMULATE": "hoper"})
+
+
+def test_accumulators_that_flags_overrule_do_not_hide_the_variable(tmp_path):
+    config = "linear: {format: fp8_e4m3, accumulate: cdna3_fp8}"
+    flags = {"recipe": one_config(tmp_path / "recipe.yaml", config), "linear": "fp8_e4m3"}
+    for more, variables in (
+        ({}, {"QUANT_ACCUMULATE": "hopper_fp8"}),
+        ({"accumulate": "hopper_fp8"}, {}),
+    ):
+        formats = resolve(flags | more, variables).plan("linear", "layers", 0, 1).at(1)
+        assert formats.fprop_accumulator.name == "hopper_fp8"
+
+
+def test_the_lm_head_is_left_out_unless_a_recipe_gives_it_a_format(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    flags = {
+        "recipe": one_config(path, "linear: fp8_e4m3"),
+        "accumulate": "fda:l32:f13:m13:rz",
+    }
+    head = ("linear", "output_layer", -1, 1)
+    plan = resolve(flags, {}).plan(*head, is_lm_head=True)
+    assert (plan.at(1), plan.of_all_times()) == (None, [])
+    path.write_text(path.read_text().replace("*layers*", "*"))
+    assert resolve(flags, {}).plan(*head, is_lm_head=True).at(1).accumulators
+    path.write_text(path.read_text().replace("fp8_e4m3", "bf16"))
+    assert resolve(flags, {}).plan(*head, is_lm_head=True).at(1) is None
+
+
+def test_iterations_without_a_rule_are_checked_too(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    flags = {"recipe": None, "accumulate": "volta_fp16"}
+    for iterations, gap in (("5-", True), ("1-4", True), ("1-", False)):
+        more = f", iterations: {iterations}"
+        flags["recipe"] = one_config(path, "linear: fp16", more)
+        plan = resolve(flags, {}).plan("linear", "layers", 0, 1)
+        names = [source for _, source in plan.of_all_times()]
+        matched = "recipe recipe.yaml, matcher 'all' (line 2)"
+        assert names == [matched, *["recipe recipe.yaml, no matcher"] * gap]
+
+
+def test_a_unit_for_float16_alone_multiplies_models_in_float16(tmp_path):
+    from megatron.core.low_precision.recipe_check import _other_dtypes
+
+    formats = resolve({"accumulate": "volta_fp16"}, {}).plan("linear", "layers", 0, 1).at(1)
+    assert (
+        load_recipe(Path(one_config(tmp_path / "recipe.yaml", "linear: {accumulate: volta_fp16}")))
+        .rules[0]
+        .config["linear"]
+        == formats
+    )
+    module = type("Module", (), {"identity": type("Identity", (), {"name": "x"})()})()
+    for dtype, refused in ((torch.float16, False), (torch.bfloat16, True), (torch.float32, True)):
+        module.config = type("Config", (), {"params_dtype": dtype})()
+        assert bool(list(_other_dtypes(module, "linear", formats, "flag"))) == refused
 
 
 SIZES = (

@@ -19,14 +19,15 @@ from megatron.fake_quant.special_scalings import (
     TensorScaling,
 )
 
-#: Element type that stands for high-precision tensors in checks that do not know their dtype.
-ANY_HALF = "bfloat16"
+#: Element types of 16-bit tensors, of which one stands for tensors whose dtype is not yet known.
+HALVES = ("bfloat16", "float16")
 
 
 def check_operands(accumulator: Accumulator, a: Operand, b: Operand) -> None:
     """Refuse an accumulator whose unit cannot multiply operands in these formats.
 
-    A high-precision operand passes if the unit multiplies any 16-bit type; see `check_dtypes`.
+    A high-precision operand passes if the unit multiplies any 16-bit type. Whether the unit
+    multiplies the model's dtype is checked when the model is known; see `recipe_check.py`.
 
     Raises:
         ValueError: if it is refused; the message gives the reason.
@@ -44,14 +45,14 @@ def check_operands(accumulator: Accumulator, a: Operand, b: Operand) -> None:
                 f"the accumulator {accumulator.name} does not go with {operand.format.name}, "
                 f"{reason}"
             )
-    check_accepted(accumulator, (element_name(a.format), element_name(b.format)))
+    half = next((name for name in HALVES if name in accumulator.elements), HALVES[0])
+    names = [half if x.format is None else x.format.element.name for x in (a, b)]
+    check_accepted(accumulator, (names[0], names[1]))
 
 
-def element_name(fmt: Format | None, dtype: torch.dtype | None = None) -> str:
+def element_name(fmt: Format | None, dtype: torch.dtype) -> str:
     """Return the name of a format's element type, or of the dtype of tensors without a format."""
-    if fmt is not None:
-        return fmt.element.name
-    return ANY_HALF if dtype is None else str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.") if fmt is None else fmt.element.name
 
 
 def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:

@@ -135,6 +135,11 @@ def _check_shapes(a_MK: Tensor, b_NK: Tensor) -> None:
                 f"{name} is a tensor of {x.dtype} with the shape {tuple(x.shape)}; pass float32 "
                 "with at least two dimensions"
             )
+        if x.layout != torch.strided or x.is_meta or x.device != a_MK.device:
+            raise ValueError(
+                f"{name} is a {x.layout} tensor on the device {x.device}, and A is on "
+                f"{a_MK.device}; pass dense tensors with values, on the same device"
+            )
     if a_MK.shape[-1] != b_NK.shape[-1] or a_MK.shape[:-2] != b_NK.shape[:-2]:
         raise ValueError(
             f"A {tuple(a_MK.shape)} and B {tuple(b_NK.shape)} do not fit; A is [..., M, K] and B "
@@ -155,11 +160,11 @@ def _checked_scales(scales: Tensor, x: Tensor, accumulator: Accumulator, operand
     if block is None:
         raise ValueError(_no_scales(accumulator))
     expected = (*x.shape[:-1], -(-x.shape[-1] // block))
-    if scales.shape != expected or scales.dtype != torch.float32:
+    if scales.shape != expected or scales.dtype != torch.float32 or scales.device != x.device:
         raise ValueError(
-            f"the scales of {operand} are a tensor of {scales.dtype} with the shape "
-            f"{tuple(scales.shape)}; the accumulator {accumulator.name} needs one float32 per "
-            f"{block} elements, with the shape {expected}"
+            f"the scales of {operand} are a tensor of {scales.dtype} on {scales.device} with the "
+            f"shape {tuple(scales.shape)}; the accumulator {accumulator.name} needs one float32 "
+            f"per {block} elements, with the shape {expected}, on {x.device}"
         )
     _check_scale_values(scales, accumulator, operand)
     return scales.detach()

@@ -56,6 +56,10 @@ def get_accumulator(name: str) -> Accumulator:
     Raises:
         ValueError: if there is no such accumulator; the message lists the accepted names.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"{name!r} is no accumulator's name; give a text such as 'hopper_fp8' or {_EXAMPLE!r}"
+        )
     if len(name) > _LONGEST_NAME:
         raise ValueError(
             f"an accumulator's name of {len(name)} characters, {name[:20]!r}...; choose a name of "

@@ -24,9 +24,10 @@ The LM head stays in high precision unless a recipe quantizes it.
 variable. A recipe with accumulators of its own wins over the variable, and excludes the flag.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,11 +81,14 @@ class OperationPolicy:
     source: str
     rules: tuple[Rule, ...] | None = None  #: rules of a recipe, in order of precedence
     accumulator: Accumulator | None = None  #: accumulator for all matmuls; None if there is none
+    is_lm_head: bool = False  #: True for the LM head, which needs a format to have an accumulator
 
     def _accumulated(self, formats: GemmFormats | None) -> GemmFormats | None:
-        return formats if self.accumulator is None else with_accumulator(formats, self.accumulator)
+        if self.accumulator is None or (self.is_lm_head and formats is None):
+            return formats
+        return with_accumulator(formats, self.accumulator)
 
-    def _rule(self, iteration: int) -> Rule | None:
+    def _rule(self, iteration: float) -> Rule | None:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
 
     def at(self, iteration: int) -> GemmFormats | None:
@@ -97,7 +101,7 @@ class OperationPolicy:
     def of_all_times(self) -> list[tuple[GemmFormats, str]]:
         """Return all formats that the operation may use during the run, with their sources.
 
-        Rules that keep the operation in high precision are left out.
+        Iterations in which the operation stays in high precision are left out.
         """
         if self.rules is None:
             return [] if self.fixed is None else [(self.fixed, self.source)]
@@ -106,6 +110,13 @@ class OperationPolicy:
             formats = self._accumulated(rule.config[self.operation])
             if formats is not None:
                 quantized.append((formats, self._source_of(rule)))
+        # An iteration without a rule is the first one, or it follows the last one of a rule.
+        starts = [1.0, *(rule.iterations[1] + 1 for rule in self.rules)]
+        formats = self._accumulated(None)
+        if formats is not None and any(
+            start < math.inf and not self._rule(start) for start in starts
+        ):
+            quantized.append((formats, self._without_rule))
         return quantized
 
     def source_at(self, iteration: int) -> str:
@@ -114,8 +125,12 @@ class OperationPolicy:
             return self.source
         rule = self._rule(iteration)
         if rule is None:
-            return f"{self.source}, no matcher"
+            return self._without_rule
         return self._source_of(rule)
+
+    @property
+    def _without_rule(self) -> str:
+        return f"{self.source}, no matcher"
 
     def _source_of(self, rule: Rule) -> str:
         return f"{self.source}, matcher {rule.name!r} (line {rule.line})"
@@ -129,6 +144,11 @@ class Policy:
     recipe: Recipe | None = None
     by_recipe: frozenset[str] = frozenset()  #: operations whose formats the recipe sets
     accumulator: AccumulatorChoice | None = None  #: accumulator that is set for all matmuls
+
+    @property
+    def recipe_accumulates(self) -> bool:
+        """True if the recipe sets accumulators of its own, which exclude one for all matmuls."""
+        return self.recipe is not None and bool(self.by_recipe & self.recipe.accumulated)
 
     @property
     def changes_matmuls(self) -> bool:
@@ -175,6 +195,9 @@ class Policy:
         if self.accumulator is not None:
             name, source = self.accumulator.accumulator.name, self.accumulator.source
             lines.append(f"accumulator: {name} ({source})")
+        elif self.recipe_accumulates:
+            assert self.recipe is not None
+            lines.append(f"accumulator: layer by layer (recipe {self.recipe.path})")
         return lines
 
     def plan(
@@ -194,7 +217,7 @@ class Policy:
             rules = self.recipe.rules_for(module, layer, num_layers)
             source = f"recipe {self.recipe.path.name}"
             accumulator = None if self.accumulator is None else self.accumulator.accumulator
-            return OperationPolicy(operation, None, source, rules, accumulator)
+            return OperationPolicy(operation, None, source, rules, accumulator, is_lm_head)
         choice = self.choices[operation]
         if is_lm_head:
             return OperationPolicy(operation, None, "the LM head stays in high precision")
@@ -299,25 +322,23 @@ def resolve(
     ]
     choices = {op: next(level[op] for level in levels if op in level) for op in OPERATIONS}
     by_recipe = frozenset(op for op in OPERATIONS if recipe is not None and op not in by_flags)
-    accumulator = _accumulator(flags.get("accumulate"), environ, recipe)
-    policy = Policy(choices, recipe=recipe, by_recipe=by_recipe, accumulator=accumulator)
+    policy = Policy(choices, recipe=recipe, by_recipe=by_recipe)
+    policy = replace(policy, accumulator=_accumulator(flags.get("accumulate"), environ, policy))
     policy._check_accumulator()
     return policy
 
 
 def _accumulator(
-    flag: str | None, environ: Mapping[str, str], recipe: Recipe | None
+    flag: str | None, environ: Mapping[str, str], policy: Policy
 ) -> AccumulatorChoice | None:
     """Return the accumulator for all matmuls; a recipe may set accumulators of its own."""
-    if recipe is None or not any(
-        formats is not None and formats.accumulators
-        for rule in recipe.rules
-        for formats in rule.config.values()
-    ):
-        return chosen(flag, environ.get(ACCUMULATE_VARIABLE))
+    choice = chosen(flag, environ.get(ACCUMULATE_VARIABLE))
+    if choice is None or not policy.recipe_accumulates:
+        return choice
     if flag:
-        raise chosen(flag, None).refuse(  # type: ignore[union-attr]
-            f"the recipe {recipe.path} sets accumulators of its own; remove the flag, or "
+        assert policy.recipe is not None
+        raise choice.refuse(
+            f"the recipe {policy.recipe.path} sets accumulators of its own; remove the flag, or "
             "`accumulate` from the recipe"
         )
     return None

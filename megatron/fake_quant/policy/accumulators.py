@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.format_checks import HALVES
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
 
 ACCUMULATE_VARIABLE = "QUANT_ACCUMULATE"
 ACCUMULATE_FLAG = "--quant-accumulate"
-_HALVES = {"bfloat16", "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def with_accumulator(formats: GemmFormats | None, accumulator: Accumulator) -> G
     if not accumulator.simulated:
         return formats
     known = GemmFormats() if formats is None else formats
-    halves = not accumulator.elements or bool(_HALVES.intersection(accumulator.elements))
+    halves = not accumulator.elements or any(name in accumulator.elements for name in HALVES)
     fields = {}
     for gemm, slots in GEMM_SLOTS.items():
         quantized = [

@@ -94,6 +94,8 @@ def test_two_units_differ_in_a_sum_that_needs_15_bits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"a_MK": torch.ones(2, 4).to_sparse()}, "A is a torch.sparse_coo tensor .* pass dense"),
+        ({"b_NK": torch.ones(3, 4, device="meta")}, "B is .* on the device meta, and A is on cpu"),
         ({"a_MK": torch.ones(2, 4).bfloat16()}, r"A is a tensor of torch.bfloat16 .*pass float32"),
         ({"b_NK": torch.ones(4)}, r"B is a tensor .*with at least two dimensions"),
         ({"b_NK": torch.ones(3, 5)}, r"A \(2, 4\) and B \(3, 5\) do not fit"),

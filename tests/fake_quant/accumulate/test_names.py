@@ -66,6 +66,7 @@ def test_the_spelling_of_a_unit_sums_as_the_unit_does():
         ("fda:l32:fx:m23:rz", "fx sums a step exactly, which is defined for l1 only, not for l32"),
         ("fda:l32:f13:m13:rz:p100", "after 100 products is inside a step of 32"),
         ("fda:l32:f13:m13:rz:pe8m9", "there is none; add a promotion interval such as p128"),
+        (13, "13 is no accumulator's name; give a text"),
         ("fda:" + "l" * 200, "choose a name of at most 100 characters"),
     ],
 )
