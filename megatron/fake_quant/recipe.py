@@ -84,7 +84,7 @@ class Rule:
         chosen = self.layers is None or (layer, num_layers) in self.layers
         return chosen and fnmatchcase(module, self.pattern)
 
-    def holds_at(self, iteration: int) -> bool:
+    def holds_at(self, iteration: float) -> bool:
         """Return whether the rule applies to this iteration, counted from 1."""
         first, last = self.iterations
         return first <= iteration <= last

@@ -121,6 +121,7 @@ def test_the_flag_applies_to_what_the_unit_multiplies():
         ("fprop", "dgrad", "wgrad"), hopper
     )
     assert policy_.plan("qk", "x", 0, 1).at(1) is None
+    assert policy_.plan("qk", "x", 0, 1).source_at(1) == "default"
     assert policy_.describe()[-1] == "accumulator: hopper_fp8 (flag --quant-accumulate)"
     policy_ = resolve({"linear": "mxfp8"}, {"QUANT_ACCUMULATE": "fp32"})
     assert policy_.plan("linear", "x", 0, 1).at(1) == resolve({"linear": "mxfp8"}, {}).plan(
@@ -334,7 +335,8 @@ def test_iterations_without_a_rule_are_checked_too(tmp_path):
         plan = resolve(flags, {}).plan("linear", "layers", 0, 1)
         names = [source for _, source in plan.of_all_times()]
         matched = "recipe recipe.yaml, matcher 'all' (line 2)"
-        assert names == [matched, *["recipe recipe.yaml, no matcher"] * gap]
+        assert names == [matched, *["flag --quant-accumulate"] * gap]
+        assert (plan.source_at(1) == matched) != (iterations == "5-")
 
 
 def test_a_unit_for_float16_alone_multiplies_models_in_float16(tmp_path):

@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy.accumulators import (
@@ -80,13 +79,13 @@ class OperationPolicy:
     fixed: GemmFormats | None  #: formats of all iterations; unused if there are rules
     source: str
     rules: tuple[Rule, ...] | None = None  #: rules of a recipe, in order of precedence
-    accumulator: Accumulator | None = None  #: accumulator for all matmuls; None if there is none
+    accumulator: AccumulatorChoice | None = None  #: accumulator that is set for all matmuls
     is_lm_head: bool = False  #: True for the LM head, which needs a format to have an accumulator
 
     def _accumulated(self, formats: GemmFormats | None) -> GemmFormats | None:
         if self.accumulator is None or (self.is_lm_head and formats is None):
             return formats
-        return with_accumulator(formats, self.accumulator)
+        return with_accumulator(formats, self.accumulator.accumulator)
 
     def _rule(self, iteration: float) -> Rule | None:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
@@ -105,34 +104,28 @@ class OperationPolicy:
         """
         if self.rules is None:
             return [] if self.fixed is None else [(self.fixed, self.source)]
-        quantized = []
-        for rule in self.rules:
-            formats = self._accumulated(rule.config[self.operation])
-            if formats is not None:
-                quantized.append((formats, self._source_of(rule)))
         # An iteration without a rule is the first one, or it follows the last one of a rule.
         starts = [1.0, *(rule.iterations[1] + 1 for rule in self.rules)]
-        formats = self._accumulated(None)
-        if formats is not None and any(
-            start < math.inf and not self._rule(start) for start in starts
-        ):
-            quantized.append((formats, self._without_rule))
-        return quantized
+        uncovered = any(start < math.inf and self._rule(start) is None for start in starts)
+        formats_of = [
+            (self._accumulated(None if rule is None else rule.config[self.operation]), rule)
+            for rule in (*self.rules, *[None] * uncovered)
+        ]
+        return [(f, self._source_of(rule)) for f, rule in formats_of if f is not None]
 
     def source_at(self, iteration: int) -> str:
         """Return the source of the formats in an iteration, such as a flag or a recipe's line."""
         if self.rules is None:
             return self.source
-        rule = self._rule(iteration)
+        return self._source_of(self._rule(iteration))
+
+    def _source_of(self, rule: Rule | None) -> str:
+        formats = None if rule is None else rule.config[self.operation]
+        if formats is None and self._accumulated(None) is not None:
+            assert self.accumulator is not None
+            return self.accumulator.source
         if rule is None:
-            return self._without_rule
-        return self._source_of(rule)
-
-    @property
-    def _without_rule(self) -> str:
-        return f"{self.source}, no matcher"
-
-    def _source_of(self, rule: Rule) -> str:
+            return f"{self.source}, no matcher"
         return f"{self.source}, matcher {rule.name!r} (line {rule.line})"
 
 
@@ -216,15 +209,15 @@ class Policy:
             assert self.recipe is not None
             rules = self.recipe.rules_for(module, layer, num_layers)
             source = f"recipe {self.recipe.path.name}"
-            accumulator = None if self.accumulator is None else self.accumulator.accumulator
-            return OperationPolicy(operation, None, source, rules, accumulator, is_lm_head)
+            return OperationPolicy(operation, None, source, rules, self.accumulator, is_lm_head)
         choice = self.choices[operation]
         if is_lm_head:
             return OperationPolicy(operation, None, "the LM head stays in high precision")
-        source = choice.source
-        if self.accumulator is not None and choice.format is None:
+        fixed, source = self._fixed(operation), choice.source
+        if fixed is not None and choice.format is None:
+            assert self.accumulator is not None
             source = self.accumulator.source
-        return OperationPolicy(operation, self._fixed(operation), source)
+        return OperationPolicy(operation, fixed, source)
 
     def _fixed(self, operation: str) -> GemmFormats | None:
         """Return the formats of an operation that a quantization type sets."""
