@@ -1,8 +1,8 @@
 """Start child processes that collect tensors, and end each at a given instant.
 
-    python nursery_worker.py DIR
+    python nursery_worker.py
 
-A line of input is `birth SECONDS SIGNAL...` or `first SECONDS SIGNAL...`. It forks a child that
+A line of input is a JSON list: DIR, "birth" or "first", SECONDS, SIGNAL... It forks a child that
 collects into DIR as our trainer does. SECONDS after its start, or after the start of its first
 tensor, the child receives each SIGNAL. A line of output describes its end: `{"status": as in
 subprocess, "first": seconds from its start to the first tensor, "seconds": from then or from its
@@ -111,8 +111,8 @@ def main() -> None:
     assert threading.active_count() == 1, "a fork has no threads"
     signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)  # until a child can answer them
     for line in sys.stdin:
-        since, seconds, *numbers = line.split()
-        found = raise_one(sys.argv[1], since, float(seconds), [int(each) for each in numbers])
+        folder, since, seconds, *numbers = json.loads(line)
+        found = raise_one(folder, since, seconds, numbers)
         print(json.dumps(found), flush=True)
 
 

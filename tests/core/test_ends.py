@@ -23,15 +23,16 @@ PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which i
 class Nursery:
     """The worker's process; the first child, which nothing ends, gives the duration of a run."""
 
-    def __init__(self, process: subprocess.Popen, seed: int):
-        self._process, self._random = process, random.Random(seed)
+    def __init__(self, process: subprocess.Popen, folder: Path, seed: int):
+        self._process, self._folder, self._random = process, folder, random.Random(seed)
         whole = self._raise_one("first", 0.0)
         assert whole["status"] == 0
         self._writing = whole["seconds"]
         self._life = whole["first"] + whole["seconds"]
 
     def _raise_one(self, since: str, seconds: float, *numbers: int) -> dict:
-        self._process.stdin.write(" ".join(map(str, (since, seconds, *map(int, numbers)))) + "\n")
+        request = json.dumps([str(self._folder), since, seconds, *map(int, numbers)])
+        self._process.stdin.write(request + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
@@ -50,12 +51,13 @@ class Nursery:
         pytest.fail(f"{ended} of {5 * times} processes lived until they were to end")
 
 
-@pytest.fixture
-def nursery(tmp_path):
+@pytest.fixture(scope="module")
+def worker():
+    """Return the process of which all tests fork children."""
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(
             subprocess.Popen(
-                [sys.executable, str(WORKER), str(tmp_path)],
+                [sys.executable, str(WORKER)],
                 cwd=REPO,
                 env=environment(PYTHONPATH=REPO),
                 stdin=subprocess.PIPE,
@@ -64,7 +66,12 @@ def nursery(tmp_path):
             )
         )
         stack.callback(process.kill)
-        yield Nursery(process, seed=20)
+        yield process
+
+
+@pytest.fixture
+def nursery(worker, tmp_path):
+    return Nursery(worker, tmp_path, seed=20)
 
 
 def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path):
