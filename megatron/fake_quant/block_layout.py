@@ -68,7 +68,10 @@ class BlockLayout:
 
     @property
     def across(self) -> int:
-        """Other one of the last two axes, counted from the front; see `Format.across`."""
+        """Axis across the blocks: the one of the last two axes along which they do not run.
+
+        It is counted from the front; see `Format.across`.
+        """
         return 2 * len(self.shape) - 3 - self.axis
 
     def to_rows(self, x: Tensor) -> Tensor:

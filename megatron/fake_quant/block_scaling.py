@@ -153,7 +153,7 @@ class BlockScaling:
 
     @property
     def shape_name(self) -> str:
-        """Shape of the blocks, as a name spells whole axes: row, column, tensor or 16 x 16."""
+        """Shape of the blocks in words: row, column or tensor, or the numbers, such as 16 x 16."""
         whole = {
             (1, WHOLE_AXIS): "row",
             (WHOLE_AXIS, 1): "column",
@@ -242,7 +242,7 @@ def _check_parts(scaling: BlockScaling) -> None:
 
 
 def _check_whole_axes(scaling: BlockScaling) -> None:
-    """Raise ValueError for blocks over a whole axis that have no definition.
+    """Raise ValueError for unsupported blocks that span a whole axis.
 
     Raises:
         ValueError: if the shape is none of row, column and tensor, or does not allow a search.

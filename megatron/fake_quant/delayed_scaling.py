@@ -44,13 +44,13 @@ class AmaxHistories:
     """Amax histories of several operands, which are updated together, one row per operand."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """Create empty histories; `lengths` is the largest length of the history of each row."""
+        """Create empty histories; `lengths` has the maximum length of each row's history."""
         self._lengths = list(lengths)
-        #: [rows, amaxes] recorded amaxes, the newest one first; 0 where there is none yet
+        #: recorded amaxes, shape `[rows, amaxes]`, the newest one first; 0 where there is none yet
         self.history = torch.zeros(len(self._lengths), max(self._lengths, default=1))
-        #: [rows] amax from which the scale of each operand is computed; never changed in place
+        #: amax from which the scale of each operand is computed, `[rows]`; never changed in place
         self.amax = torch.zeros(len(self._lengths))
-        #: [rows] largest magnitudes since the last update
+        #: largest magnitude of each operand since the last update, `[rows]`
         self.recorded = torch.zeros(len(self._lengths))
 
     def record(self, row: int, x: Tensor, length: int) -> None:

@@ -42,7 +42,7 @@ def to_text(fmt: Format) -> str:
 
 @functools.lru_cache(maxsize=1 << 10)
 def from_text(text: str) -> Format:
-    """Return the format for a string that `to_text` has returned.
+    """Return the format from which `to_text` made the string `text`.
 
     Raises:
         ValueError: if the text is neither a format's name nor a description in JSON.

@@ -146,10 +146,11 @@ class Format:
         return self.height == WHOLE_AXIS and not self.one_block
 
     def across(self) -> "Format":
-        """Return the format with one scale per row that equals this one, if it has `columns`.
+        """Turn this format, which has one scale per column, into the one with one scale per row.
 
-        Along the other axis of a matrix, it has the same blocks as this format. A format that has
-        `one_block` also becomes one with rows, which equals it for a tensor that is one row.
+        Along the other axis of a matrix, the returned format has the same blocks as this one. A
+        format that has `one_block` also becomes one with rows, which equals it for a tensor that is
+        one row.
         """
         assert isinstance(self.scaling, BlockScaling)
         return replace(self, scaling=replace(self.scaling, size=WHOLE_AXIS, height=1))
@@ -200,7 +201,7 @@ class Format:
         return replace(self, scaling=replace(self.scaling, amax="own"))
 
     def with_scale_apart(self) -> "Format":
-        """Return this format, with quantized values that lack the scale of the tensor or of a row.
+        """Return this format with the scale of the tensor or row left out of the quantized values.
 
         These values have few significant bits, so that bfloat16 represents them exactly. The scale
         is applied to the product instead; see `unrounded.py`. The name stays.

@@ -129,7 +129,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _kept(operand: "SplitMatrix | _Prepared", sums_M1: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a quantized operand, divided by the sums of its rows, as values and their scale.
+    """Return the values and the scale of a quantized operand, divided by `sums_M1` if given.
 
     The scale is empty if it is 1.
     """

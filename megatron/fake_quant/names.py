@@ -143,7 +143,7 @@ def _in_order(variants: str, base: Format, kinds: set[str]) -> list[str]:
     """
     names = variants.split(":")
     if "scale" in kinds and isinstance(base.scaling, TensorScaling):
-        names = [name for name in names if name != "outer-none"]  # true without it, too
+        names = [name for name in names if name != "outer-none"]  # already the default
     rules = [name for name in names if name in RULES]
     given = bool(rules) or "rule" in kinds or base.scale_rule is None
     if not given and any(placeholder(name) == TOP for name in names):
@@ -212,7 +212,7 @@ def _block(text: str) -> tuple[int, int, str]:
 
 
 def further_variants(fmt: Format) -> list[str]:
-    """Return the variants with which the name of `fmt`, a format of `get_format`, may go on."""
+    """Return the variants that may be appended to the name of `fmt`, a result of `get_format`."""
     numbers = {
         TOP: f"top{plain(fmt.element.max)}",
         BOUND: "bound1",

@@ -121,7 +121,7 @@ class ChoiceScaling(_Scaling):
 
     @property
     def alternative(self) -> ElementFormat:
-        """Element type of the blocks with integers."""
+        """Element type with evenly spaced values, which a block may have instead of E2M1."""
         return INT4 if self.shared else E1M2
 
 

@@ -220,7 +220,7 @@ def _accepts(fmt: Format, variant: str) -> bool:
     if variant in _SEARCHES and fmt.element != ELEMENTS["e2m1"]:
         return False
     if TARGET in fmt.element.variants and variant in (TOP, HEADROOM):
-        return False  # a target says the same
+        return False  # a target variant has the same effect
     return variant in fmt.element.variants or variant in of_scaling
 
 

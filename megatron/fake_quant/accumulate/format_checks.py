@@ -87,5 +87,8 @@ def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
 
 
 def _block_scale(fmt: Format) -> str:
-    """Return the number type of a format's block scales; its headroom is applied to the sums."""
+    """Return the number type of a format's block scales, such as e8m0.
+
+    A headroom does not change it, because it is applied to the sums.
+    """
     return str(fmt.block_scale).lower()

@@ -83,7 +83,7 @@ def get_accumulator(name: str) -> Accumulator:
 
 
 def _by_kind(parts: list[str]) -> dict[str, str]:
-    """Return the parts of a spelled-out name, by what they set."""
+    """Return the parts of a spelled-out name in a dict, keyed by what each part sets."""
     by_kind: dict[str, str] = {}
     for part in parts:
         kind = next((kind for form, kind in _PARTS.items() if re.fullmatch(form, part)), None)

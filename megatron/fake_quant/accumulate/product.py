@@ -34,7 +34,7 @@ def accumulated_product(
 def accumulated_sums(
     a: UnitMatrix, b: UnitMatrix, accumulator: Accumulator, *, start: Tensor | None = None
 ) -> Tensor:
-    """Return the float32 sums of a product before the factors `after` are applied.
+    """Return the float32 sums of a product, without the factors `UnitMatrix.after`.
 
     Args:
         a: operand A.

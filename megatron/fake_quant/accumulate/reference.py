@@ -143,7 +143,7 @@ def _scales_of(scales: Tensor, columns: range, accumulator: Accumulator) -> Tens
 
 
 def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | float:
-    """Return the float32 product of the scales of one block, in float64, or 1."""
+    """Return the product of a block's scales, rounded to float32 and stored as float64, or 1."""
     assert (a.scales is None) == (b.scales is None), "only one operand has scales"
     if a.scales is None or b.scales is None:
         return 1.0
@@ -185,7 +185,7 @@ def _multiplied_and_added(
 
 
 def _sum_rounded_to_odd(x: Tensor, y: Tensor) -> Tensor:
-    """Return `x + y`; if float64 does not hold it, the neighbor whose last bit is one.
+    """Return `x + y`; round an inexact sum to the float64 neighbor whose last bit is 1.
 
     Rounding the result to fewer bits then gives what rounding the exact sum gives.
     """

@@ -29,7 +29,7 @@ _OVERFLOW = math.ldexp(1, OVERFLOW_EXPONENT)
 
 
 class _Term(NamedTuple):
-    """Number to be added, and the exponent that counts for the alignment."""
+    """Number to be added, and the exponent by which it is aligned."""
 
     value: int
     exponent: int
@@ -175,7 +175,7 @@ def _two_stages(products: list[_Term], start: _Term, accumulator: Accumulator) -
     total = sum(_floor(term.value, largest - bits) for term in sums)
     top = max(largest, start.exponent)
     if parts > 1 and start.exponent < top - RUNNING_BITS - 1:
-        return _floor(total, top - STAGE_BITS)  # the running sum is lost, also if it is negative
+        return _floor(total, top - STAGE_BITS)  # the running sum is lost, even if it is negative
     return _floor(total, top - STAGE_BITS) + _floor(start.value, top - RUNNING_BITS)
 
 

@@ -124,7 +124,7 @@ def unit_matrix_of_codes(quantized: QuantizedTensor, accumulator: Accumulator) -
 
 
 def _factors_of(fmt: Format) -> tuple[bool, bool]:
-    """Return whether a format has scales that a unit applies, and whether its sums have factors."""
+    """Return whether a unit applies a format's scales, and whether the sums are scaled later."""
     scaling = fmt.scaling
     blocks = isinstance(scaling, BlockScaling | AbsmaxScaling)
     in_unit = blocks and fmt.block_size != WHOLE_AXIS
@@ -132,7 +132,7 @@ def _factors_of(fmt: Format) -> tuple[bool, bool]:
 
 
 def scales_follow_values(fmt: Format) -> bool:
-    """Return whether the factor `after` of an operand depends on the operand's values."""
+    """Return whether `UnitMatrix.after` depends on the values of the operand."""
     whole_rows = isinstance(fmt.scaling, BlockScaling | AbsmaxScaling)
     return fmt.has_outer_scale or (whole_rows and fmt.block_size == WHOLE_AXIS)
 

@@ -62,7 +62,7 @@ class Kernel(Protocol):
 
 VARIABLE = "LAB_FUSED"
 SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU kernels worthwhile
-#: number of values in smaller tensors after which the CPU kernels are loaded all the same; loading
+#: total number of values in smaller tensors after which the CPU kernels are loaded anyway; loading
 #: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25
 #: number of products that the reference sums in the time in which it quantizes a value

@@ -1,10 +1,10 @@
-"""Determine the order of a tensor's dimensions in memory, in which kernels read the tensor."""
+"""Determine the order of a tensor's dimensions in memory; kernels read tensors in this order."""
 
 from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """Return `x` or a copy, without gaps in memory, and the order of its dimensions there.
+    """Return `x` or a copy without gaps in memory, and the order of its dimensions in memory.
 
     The dimensions are listed from the outermost to the innermost. `x` is copied if its memory has
     gaps, or if `in_order` is True and the dimensions are in another order.

@@ -217,7 +217,7 @@ def end_stages(rule: Any, parts: Any, running: Any, scratch: Any) -> None:
         products, own = np.int64(top[j]), np.int64(exponent(running[j], rule.keep.smallest))
         both = max(products, own)
         kept = np.floor(running[j] * power(RUNNING_BITS - both))
-        # With two parts, a running sum that is too small is lost, also if it is negative.
+        # With two parts, a running sum that is too small is lost, even if it is negative.
         kept = np.float64(0) if parts > 1 and own < both - RUNNING_BITS - 1 else kept
         value = np.floor(total[j] * power(STAGE_BITS - rule.align + products - both))
         value = (value + kept * RUNNING_UNIT) * power(both - STAGE_BITS)
@@ -244,7 +244,7 @@ def _add_step(
 
 @inlined
 def promote(running: Any, second: Any, left: Any, right: Any, kept: Any) -> None:
-    """Add running sums times their scales to the second sums of a row, and clear them."""
+    """Add running sums times their scales to the second sums of a row; clear the running sums."""
     for j in range(len(right)):
         product = np.float64(running[j]) * np.float64(np.float32(left * right[j]))
         second[j] = rounded(sum_to_odd(product, second[j]), kept)

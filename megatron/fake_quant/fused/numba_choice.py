@@ -72,14 +72,14 @@ def multiplier(scale: Any, rule: Any) -> Any:
 
 @inlined
 def integer_steps(magnitude: Any, down: Any, rule: Any) -> Any:
-    """Return a scaled magnitude in the unit of the integers, at most 7."""
+    """Return a scaled magnitude in steps of the integer element type, clamped to 7."""
     scaled = np.float32(magnitude * down)
     return min(np.float32(scaled * WIDER) if rule.shared else scaled, SEVEN)
 
 
 @inlined
 def float_bits(magnitude: Any, down: Any) -> Any:
-    """Return the bits of a scaled magnitude, at most 6."""
+    """Return the bits of a scaled magnitude, clamped to 6."""
     return min(as_bits(np.float32(magnitude * down)), E2M1.top)
 
 

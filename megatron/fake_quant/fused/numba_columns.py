@@ -11,7 +11,7 @@ from typing import Any
 from megatron.fake_quant.fused.numba_bits import magnitude, widen
 from megatron.fake_quant.fused.numba_compile import called, inlined
 
-#: number of columns for which arrays have room, so large that a tile has many blocks
+#: length of arrays with one entry per column, large enough that a tile has many blocks
 TILE = 4096
 
 

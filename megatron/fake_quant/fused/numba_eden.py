@@ -79,7 +79,10 @@ def sum_columns(terms: Any, first: Any, near: Any) -> Any:
 def group_sums(
     tile: Any, down: Any, up: Any, place: Any, element: Any, terms: Any, sums: Any
 ) -> Any:
-    """Write sum x^2 and sum x q of each group to `sums[:, 0]`; `terms` holds temporary results."""
+    """Write sum x^2 and sum xq of each group to `sums[:, 0]`, where q is x rounded.
+
+    Here, x is a scaled magnitude and q its element. `terms` holds temporary results.
+    """
     squares, products = terms[0], terms[1]
     for i in range(DEPTH):
         values = tile[i]

@@ -113,7 +113,7 @@ def elements(
 
 @inlined
 def steps_of(magnitude: Any) -> Any:
-    """Return HiFloat8's spacing at a magnitude from 2^-22 on, in units of float32's last bit."""
+    """Return HiFloat8's spacing at a magnitude >= 2^-22, in units of float32's last bit."""
     distance = abs(np.int32(np.int32(magnitude >> 23) - 127))
     shift = 20 + (distance >= 4) + (distance >= 8) + (distance >= 16)
     return np.int32(np.int32(1) << np.int32(shift))

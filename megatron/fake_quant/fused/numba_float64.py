@@ -60,7 +60,7 @@ def rounded(value: Any, kept: Any) -> Any:
 
 @called
 def sum_to_odd(x: Any, y: Any) -> Any:
-    """Return x + y; if it is inexact, return that neighbor whose last bit is 1.
+    """Return x + y; round an inexact sum to the neighboring number whose last bit is 1.
 
     Rounding the result to at most 51 bits is the same as rounding the exact sum.
     """

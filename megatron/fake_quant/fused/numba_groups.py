@@ -34,7 +34,7 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 GROUP = 64
-FOURS = GROUP // 4  #: number of fours, which are 4 neighbors with a common exponent, in a group
+FOURS = GROUP // 4  #: number of fours (4 neighbors with a common exponent) in a group
 EIGHTS = GROUP // 8
 TILE = 1024  #: number of consecutive values that `rows` loads at a time, a multiple of GROUP
 PART = TILE // 4  #: number of fours in a tile
@@ -61,10 +61,10 @@ LIMITS = np.array([_first_from(4 * 256, int(factor)) for factor in FACTORS], np.
 #: Float32 bits of the largest value whose product with R is below 7.5 / 4. Larger values would
 #: round to 8 quarters.
 CAPS = np.array([_first_from(480, int(factor)) - 1 for factor in FACTORS], np.int32)
-#: Fraction bits of a group's maximum from which the scale has its next value. In these places, the
-#: maximum times bf16(1/7) is 351/256, 417/256, 479/256 and 578/256 times a power of two. Slightly
-#: larger numbers, rounded to 8 bits and then to 3, are 3/2, 7/4, 2 and 5/2. No float32 number is
-#: exactly in one of the four places.
+#: Fraction bits of a group's maximum from which the scale has its next value. At these thresholds,
+#: the maximum times bf16(1/7) is 351/256, 417/256, 479/256 and 578/256 times a power of two.
+#: Slightly larger numbers, rounded to 8 bits and then to 3, are 3/2, 7/4, 2 and 5/2. No float32
+#: number is exactly at one of the four thresholds.
 STEPS = tuple(np.int32(_first_from(end, 292) - _first_from(1, 1)) for end in (351, 417, 479, 578))
 #: The byte of a scale is 4 times the biased exponent of the maximum, minus this, plus one for each
 #: step that the maximum reaches.
@@ -134,7 +134,7 @@ def group_scale(amax: Any) -> Any:
 
 @inlined
 def exponent_bits(four: Any, eight: Any, limit: Any) -> Any:
-    """Return the sum of the exponent bits of a four, shifted to the exponent field of a float32.
+    """Return the sum of the exponent bits of 4 neighbors, shifted to float32's exponent field.
 
     `four` and `eight` are the bits of the largest magnitude of 4 and of 8 neighbors.
     """
@@ -145,14 +145,17 @@ def exponent_bits(four: Any, eight: Any, limit: Any) -> Any:
 
 @inlined
 def quadruple(factor: Any, shift: Any) -> Any:
-    """Return the float32 bits of 4 R, given two constants of `group_scale`."""
+    """Return the float32 bits of 4 times R, the rounded reciprocal of a scale.
+
+    The arguments are constants of `group_scale`.
+    """
     power = np.int32(shift - SHIFT)
     return np.int32(np.int32(as_bits(np.float32(factor)) - SIX_BINADES) - power)
 
 
 @inlined
 def short_element(bits: Any, power: Any, ratio: Any, unit: Any) -> Any:
-    """Return the result of `element` for a bfloat16 value; `ratio` has the bits of 4 R.
+    """Round a bfloat16 value as `element` does; `ratio` is the result of `quadruple`.
 
     No sum is rounded up to an integer: products from 2^-9 on are multiples of 2^-24, and smaller
     ones leave the sum below 1.
@@ -207,7 +210,7 @@ def load(read: Any, work: Any, whole: Any, groups: Any) -> Any:
 
 @inlined
 def scales(work: Any, groups: Any, like: Any) -> Any:
-    """Write the constants of `group_scale` to the parts 6 to 10 of `work`, for each four.
+    """Write the constants of `group_scale` to parts 6 to 10 of `work`, for every 4 neighbors.
 
     If the values of `like` are bfloat16 numbers, part 7 receives 4 R, and parts 8 and 9 nothing.
     Return the bits of the tile's largest magnitude. The constants of a group with an Inf or a NaN
@@ -261,7 +264,7 @@ def quantize(work: Any, groups: Any, like: Any) -> Any:
 
 @inlined
 def fill_special(work: Any, groups: Any) -> Any:
-    """Make each group with an Inf or a NaN NaN."""
+    """Set all values of each group that has an Inf or a NaN to NaN."""
     for group in range(groups):
         amax = ZERO
         for j in range(FOURS * group, FOURS * (group + 1)):

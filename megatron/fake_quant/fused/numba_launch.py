@@ -222,7 +222,7 @@ def _elements(
     numba_threads.run(work, len(src), _LEAST)
 
 
-#: Float16 up to twice its largest power of two, at which a result becomes Inf.
+#: Float16 with its range extended to 2^16, the magnitude at which a result becomes Inf.
 _FLOAT16 = numba_bits.element_bits(ElementFormat("float16", 5, 10, bias=15, max=65536.0))
 
 

@@ -42,7 +42,7 @@ def errors(
 
 @inlined
 def add_rows(values: Any, totals: Any, width: Any, count: Any) -> Any:
-    """Add the values of each block, `width` neighbors, one by one to the block's total.
+    """Add the `width` neighboring values of each block to the total of the block, one by one.
 
     A block whose width exceeds the length of `values` has the whole of it.
     """
@@ -55,7 +55,10 @@ def add_rows(values: Any, totals: Any, width: Any, count: Any) -> Any:
 
 @inlined
 def add_halves(totals: Any) -> Any:
-    """Add the rows of `totals`, whose number is a power of two, in halves, into row 0."""
+    """Sum the rows of `totals` into row 0, by adding the second half to the first repeatedly.
+
+    The number of rows must be a power of two.
+    """
     half = len(totals) >> 1
     while half > 0:
         for i in range(half):
@@ -66,7 +69,10 @@ def add_halves(totals: Any) -> Any:
 
 @inlined
 def add_columns(totals: Any, width: Any, count: Any) -> Any:
-    """Add the totals of the `width` columns of each block in halves, and move them to the front."""
+    """Sum the totals of the `width` columns of each block, and move the sums to the front.
+
+    The second half of the columns is added to the first half until one column is left.
+    """
     for b in range(count):
         first, half = b * width, width >> 1
         while half > 0:
@@ -89,7 +95,7 @@ def add_errors(
     element: Any,
     rule: Any,
 ) -> Any:
-    """Compute the error of each block of a tile under one candidate, `sums[0, b]` for block b.
+    """Write the error of each block b of a tile under one candidate to `sums[0, b]`.
 
     If blocks run along the rows, `sums` needs one row per row of a block. Otherwise, it needs one
     column per column of the tile. `error` is an array for the errors of a row.

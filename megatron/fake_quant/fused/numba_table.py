@@ -31,7 +31,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> None:
 
 @inlined
 def looked_up(x: Any) -> Any:
-    """Return the value of the table after the last threshold below `x`."""
+    """Round `x` to a value of the table by comparing it with the thresholds between values."""
     value = VALUES[0]
     for i in range(15):
         value = VALUES[i + 1] if x > THRESHOLDS[i] else value

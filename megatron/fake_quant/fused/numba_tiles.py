@@ -234,7 +234,7 @@ def spread(amax: Any, place: Any, together: Any) -> Any:
 
 @inlined
 def fill_special(tile: Any, amax: Any, columns: Any) -> Any:
-    """Make each column NaN whose maximum is an Inf or a NaN."""
+    """Set all values of each column whose maximum is Inf or NaN to NaN."""
     largest = ZERO
     for j in range(columns):
         largest = max(largest, amax[j])

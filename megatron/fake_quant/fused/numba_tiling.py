@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import numba_blocks, numba_columns
 
-#: number of columns in a tile of blocks of several rows, few enough that the rows stay in the cache
+#: columns in a tile whose blocks span several rows, few enough that the rows stay in the cache
 _COLUMNS = 512
 FEW = 16  #: number of rows of blocks in a matrix below which its columns are divided, too
 

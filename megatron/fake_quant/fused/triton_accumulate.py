@@ -29,7 +29,7 @@ GROUP = tl.constexpr(accumulator.GROUP)
 STAGE_BITS = tl.constexpr(accumulator.STAGE_BITS)
 RUNNING_BITS = tl.constexpr(accumulator.RUNNING_BITS)
 #: Fractional bits of the significand of a scale, and of the product of two E2M1 elements, which are
-#: counted in units of one half.
+#: multiples of one half.
 SCALE_BITS, HALVES = tl.constexpr(3), tl.constexpr(2)
 
 
@@ -56,7 +56,7 @@ def largest_exponent(
     PARTS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """Return the larger of `top` and the exponents of the products of one part of a step.
+    """Return the largest of `top` and the exponents of the products of one part of a step.
 
     The products are those with the numbers PART, PART + PARTS, ...; `left` of the step's exist.
 
@@ -115,7 +115,7 @@ def truncated_sum(
 
 @compiled
 def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
-    """Return the integer significands of sums, their exponents, and those for the alignment.
+    """Return the integer significands and the exponents of sums, and the exponents for alignment.
 
     A number below the smallest normal number of the sum's type, 2^SMALLEST, is aligned by SMALLEST.
     Its significand keeps all bits of a float32 number, which the value before the first step has.
@@ -250,7 +250,7 @@ def two_stage_step(
         top = both
     both = tl.maximum(top, own)
     kept = floored(start.to(tl.int64) << (RUNNING_BITS - FLOAT32_BITS), both - unit)
-    if PARTS > 1:  # A running sum that is too small is lost, also if it is negative.
+    if PARTS > 1:  # A running sum that is too small is lost, even if it is negative.
         kept = tl.where(own < both - (RUNNING_BITS + 1), 0, kept)
     total = floored(total << (STAGE_BITS - ALIGN), both - top)
     total += kept << (STAGE_BITS - RUNNING_BITS)
@@ -267,10 +267,10 @@ def special_sums(
     running: tl.tensor,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """Return two sums of terms of a step that are NaN or Inf; 0 if there are none.
+    """Return two sums over the terms of a step that are NaN or Inf; a sum of no terms is 0.
 
-    The first sum has the running sum and the products of such elements, the second one products of
-    finite elements that overflow.
+    The first sum adds the running sum and the products of NaN or Inf elements, the second one the
+    products of finite elements that overflow.
     """
     special = tl.where(undefined(running), running, 0.0)
     overflow = tl.zeros(running.shape, tl.float32)

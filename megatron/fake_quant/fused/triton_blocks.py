@@ -70,10 +70,11 @@ def corner(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Return the number of the program's matrix, and the place of its tile in the matrix.
+    """Return the index of the program's matrix, and the position of its tile in the matrix.
 
-    The place consists of the first row, the first column, and the numbers of rows and columns from
-    there on, at most HEIGHT and WIDTH. Each matrix is divided into `bands` rows of `tiles` tiles.
+    The position consists of the first row, the first column, and the numbers of rows and columns
+    from there on, at most HEIGHT and WIDTH. Each matrix is divided into `bands` rows of `tiles`
+    tiles.
     """
     program = tl.program_id(0)
     band = program // tiles
@@ -94,9 +95,9 @@ def heads(
     T: tl.constexpr,
     B: tl.constexpr,
 ) -> tl.tensor:
-    """Return the place in the tile of the first value in each row or column of each block.
+    """Return the position of the first value in each row or column of each block of a tile.
 
-    The place consists of a row, a column, and a mask that is False beyond the end of the matrix.
+    The position is a row and a column in the tile, and a mask that is False beyond the matrix.
 
     ROWWISE: True for the rows of blocks; False for their columns.
     """
@@ -181,7 +182,7 @@ def maxima(
     largest = tl.max(magnitude, axis=2 if ROWWISE else 0, keep_dims=True)
     line, head, exists = heads(below, left, ROWWISE, WIDTH, A, T, B)
     group = group_place(matrix, top + line, start + head, rows, columns, groups, ROWWISE, GROUP)
-    # A later kernel reads the maxima, so that the order of memory operations does not matter here.
+    # A later kernel reads the maxima, so the order of memory operations does not matter here.
     tl.atomic_max(amax + group, largest, mask=exists, sem="relaxed")
 
 

@@ -168,7 +168,10 @@ def _parts(shape: tuple[int, ...], axis: int, itemsize: int) -> _Matrices:
 
 
 def _tiles(matrices: _Matrices, groups: int, itemsize: int) -> tuple[int, Any, Constants, int]:
-    """Return the number of programs, the numbers and constants of tiles, and a tile's bytes."""
+    """Return the number of programs, the kernel's tile arguments, and a tile's size in bytes.
+
+    The arguments are a tuple of numbers, and constants that are known at compile time.
+    """
     number, rows, columns, height, width, rowwise = matrices
     a, b = _power_of_two(height), _power_of_two(width)
     values = TILE // itemsize

@@ -208,9 +208,10 @@ def error(
 
 @compiled
 def added_in_halves(total: tl.tensor, AXIS: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
-    """Add the COUNT sums along an axis of `[A, T, B]`, the first half of them to the second half.
+    """Sum the COUNT numbers along an axis of `[A, T, B]` by repeated halving.
 
-    Repeat this until one sum is left. The sum of two numbers does not depend on their order.
+    The first half is added to the second half until one sum is left. The sum of two numbers does
+    not depend on their order.
     """
     if COUNT > 1:
         HALF: tl.constexpr = COUNT // 2

@@ -186,7 +186,7 @@ def _layout(kept: SumType) -> str:
 
 
 def _errors(accumulator: Accumulator) -> list[Line]:
-    """Return lines on the error for operands of both signs and for positive ones."""
+    """Return lines on the errors for operands of both signs and for positive operands."""
     random = torch.Generator().manual_seed(_SEED)
     name = (accumulator.elements or ("e4m3",))[0]
     normal, uniform = [], []
@@ -237,7 +237,7 @@ def _quantized(x: Tensor, accumulator: Accumulator, name: str) -> tuple[Tensor, 
 def _error(
     operands: list[tuple[Tensor, Tensor]], accumulator: Accumulator, name: str
 ) -> tuple[float, float]:
-    """Return the mean error and its root mean square, relative to those of the exact result."""
+    """Return the mean and the rms of the error, each relative to that of the exact result."""
     (a, a_scales), (b, b_scales) = operands
     exact = _whole(a, a_scales) @ _whole(b, b_scales).t()
     scales = (a_scales, b_scales) if _inside(accumulator) else None

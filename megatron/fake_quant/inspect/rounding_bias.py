@@ -79,7 +79,7 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
 
 
 def limits(fmt: Format) -> str:
-    """Return in words where an unbiased format is unbiased, as the end of a sentence.
+    """Return the end of a sentence that states the limits within which a format is unbiased.
 
     8-bit floating-point scales are too coarse for blocks whose scale is subnormal, and too small
     for blocks beyond their range. The values of such blocks clip. A result that is rounded to

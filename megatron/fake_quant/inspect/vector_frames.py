@@ -57,7 +57,7 @@ def height_of(fmt: Format) -> int:
 
 
 def anchor_of(fmt: Format) -> float:
-    """Return the maximum of a block that has the scale 1, or with some rules, a small scale."""
+    """Return a block maximum for which the scale is 1 or, with some rules, a small number."""
     scaling, element = fmt.scaling, fmt.element
     if isinstance(scaling, TensorScaling):
         return min(scaling.target, element.max)
@@ -94,7 +94,7 @@ def frame_of(fmt: Format, element: Element) -> Frame:
 
 
 def matrix(blocks: Tensor, fmt: Format) -> Tensor:
-    """Return a matrix of blocks, one per row of blocks, or one per column if blocks are columns.
+    """Return a matrix that contains the blocks, each as one or more rows or as a column.
 
     If the format has outer scales, each row begins with a block whose maximum sets them to 1. A
     format that has one block for all values gets no such block.
@@ -118,7 +118,7 @@ def matrix(blocks: Tensor, fmt: Format) -> Tensor:
 
 
 def unit_of(fmt: Format, frame: Frame) -> float:
-    """Return the number that a value 1 of the element type stands for in the block of `frame`."""
+    """Return the dequantized value of an element 1 in the block of `frame`."""
     if fmt.block_size is None:
         return 1.0
     scaling = fmt.scaling
@@ -134,7 +134,7 @@ def unit_of(fmt: Format, frame: Frame) -> float:
 
 
 def alternative_unit(fmt: Format, element: Element) -> float:
-    """Return the number that a value 1 of one of two element types stands for."""
+    """Return the value that a 1 of the type `element` stands for, in a block with the scale 1."""
     scaling = fmt.scaling
     assert isinstance(scaling, ChoiceScaling)
     if element == fmt.element:

@@ -97,7 +97,7 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
         unit, limit = unit_of(fmt, frame), anchor_of(fmt)
         if len(fmt.elements) > 1:
             kind = f"_{element.name}"
-            # The numbers of IF4's integers are 6/7 of n; `element` counts in units of its own.
+            # IF4's integer n stands for 6/7 * n. The values of `element` are in other units.
             unit, limit = alternative_unit(fmt, element), float(frame.base.max())
         numbers = _numbers(element).double()
         middles = ((numbers[1:] + numbers[:-1]) / 2).float()
@@ -230,7 +230,7 @@ def _whole_scales(fmt: Format, ends: Sequence[float]) -> list[VectorInput]:
 
 
 def _scale_changes(fmt: Format) -> Tensor:
-    """Return maxima of blocks near which the scale of a block changes."""
+    """Return block maxima near which the block scale changes."""
     scaling, anchor = fmt.scaling, anchor_of(fmt)
     if isinstance(scaling, MacroScaling):
         steps = torch.tensor([0, 1, 2, 63, 127, 128, 254, 255])

@@ -43,7 +43,7 @@ from megatron.fake_quant.quantize import fake_quantize
 KIT = "conformance vectors of megatron.fake_quant"
 VERSION = 1
 MANIFEST = "manifest.json"
-#: Formats without names of their own that every kit has, for rules that no named format pins.
+#: Formats besides the named ones that every kit includes, for rules that no named format tests.
 VARIANTS = (
     "mxfp8:rceil",
     "nvfp4:4over6-mae",
@@ -273,7 +273,7 @@ def first_difference(folder: Path) -> tuple[str | None, str]:
 
 
 def _extra_file(folder: Path, names: Iterable[str]) -> str | None:
-    """Return a file of vectors that belongs to no format in words, or None if there is none.
+    """Return a message about the first vector file that belongs to no format, or None.
 
     Files of other kinds, such as notes, are ignored.
     """
@@ -285,7 +285,7 @@ def _extra_file(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def _differing_format(folder: Path, name: str, entry: dict[str, Any]) -> str | None:
-    """Return the first difference of a format in words, or None if there is none."""
+    """Return a message about the first difference in the vectors of a format, or None."""
     fmt = get_format(name)
     npz, text = _paths(folder, name)
     contents = {path: _content(path) for path in (npz, text)}
@@ -332,7 +332,7 @@ def _load(path: Path, content: bytes) -> dict[str, Array]:
 
 
 def _differing(stored: dict[str, Array], fmt: Format, fields: dict[str, Any]) -> str | None:
-    """Return the first difference of a vector in words, or None if there is none."""
+    """Return a message about the first difference in a vector, or None if there is none."""
     if "input" not in stored or stored["input"].dtype != np.float32:
         return "the kit has no float32 input"
     given = stored.pop("input")
@@ -352,7 +352,7 @@ def _differing(stored: dict[str, Array], fmt: Format, fields: dict[str, Any]) ->
 def _first_unlike(
     part: str, stored: Array, computed: Array, given: Array, code: str = "the installed code"
 ) -> str | None:
-    """Return in words the first number in which two arrays differ, or None if there is none."""
+    """Return a message about the first number in which two arrays differ, or None."""
     if (stored.dtype, stored.shape) != (computed.dtype, computed.shape):
         return (
             f"{part} of the kit are {stored.dtype} {list(stored.shape)}; those of {code} are "

@@ -90,7 +90,7 @@ def module_of(scaling: Scaling) -> ScalingModule:
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
-    """Return the factor for each scale code: 256, or 512 for scalings such as HiFloat4's."""
+    """Return the factors of all scale codes: 256, or 512 for scalings such as HiFloat4's."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
 
 

@@ -69,7 +69,7 @@ def _multiplier(scales: Tensor, decoding: Tensor) -> Tensor:
 
 
 def _unit(scaling: ChoiceScaling) -> float:
-    """Return the integer n that the number 1 of the alternative element type stands for."""
+    """Return the integer that an element 1 of the alternative element type represents."""
     return _LARGEST_INTEGER / scaling.alternative.max
 
 

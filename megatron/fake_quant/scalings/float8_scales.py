@@ -264,8 +264,8 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    # A GPU kernel sees only a part of a row or column, so it knows neither an outer scale above the
-    # scales of whole ones nor the error of a whole row.
+    # A GPU kernel sees only a part of a row or column, so it knows neither an outer scale on top
+    # of the scales of whole rows or columns nor the error of a whole row.
     alone = fmt.scaling.outer == "none" and fmt.scaling.search == "none"
     parts = WHOLE_AXIS not in (fmt.scaling.size, fmt.scaling.height)
     known = device == "cpu" or alone or parts
@@ -297,7 +297,7 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
         return f"{named}, in the order of AMD's ALTO"
     if scaling.scale == "e6m2":
         return "E6M2 scales as of HiFloat4, in the order of AMD's ALTO"
-    # Transformer Engine has formats with these parts; others use the same order of operations.
+    # Transformer Engine has formats with these settings; others use its order of operations.
     shared = (
         scaling.shape_name in ("1 x 16", "16 x 16")
         and scaling.outer in ("tensor", "row")

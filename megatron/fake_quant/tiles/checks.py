@@ -22,7 +22,7 @@ _ACROSS = {"qk": ("fprop_b", "wgrad_c"), "pv": ("dgrad_b", "wgrad_a")}
 
 
 def misfits(operation: str, operands: Mapping[str, Operand], tile: int) -> Iterator[str]:
-    """Yield a message for each operand whose format tiles of `tile` keys cannot have.
+    """Yield a message for each operand whose format does not fit tiles of `tile` keys.
 
     Args:
         operation: "qk" or "pv".
@@ -78,7 +78,7 @@ def query_step(
 
 
 def _lengths_along(operand: Operand) -> dict[str, int]:
-    """Return the lengths of groups of values along the reduction axis, by a name for the group."""
+    """Return the length along the reduction axis of each kind of group of values, by its name."""
     lengths: dict[str, int] = {}
     if operand.hadamard is not None:
         lengths[f"a Hadamard transform of {operand.hadamard.size} values"] = operand.hadamard.size

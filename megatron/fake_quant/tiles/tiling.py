@@ -43,8 +43,8 @@ class Tiling:
     #: factor S by which the unnormalized P is multiplied before it is quantized, and by which the
     #: result is divided; None for no factor
     scale: float | None = None
-    #: how to sum the rows of P that the output is divided by: "exact" sums P before quantization,
-    #: "quantized" sums the quantized P, which multiplies V
+    #: how to compute the row sums of P by which the output is divided: "exact" sums P before
+    #: quantization, "quantized" sums the quantized P, which multiplies V
     row_sum: RowSum = "exact"
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Tiling:
             )
 
     def spans(self, keys: int) -> Iterator[tuple[int, slice]]:
-        """Yield each tile's number, counted from the first key, and its keys, in this order."""
+        """Yield each tile's number, counted from the first key, and its keys, in the set order."""
         numbers = range(-(-keys // self.tile))
         for number in reversed(numbers) if self.order == "reverse" else numbers:
             start = number * self.tile
