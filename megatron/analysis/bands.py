@@ -13,14 +13,14 @@ import pandas as pd
 
 from megatron.analysis.statistics_history import OPERAND
 
-WINDOW = 32  #: number of previous values whose range is the band
-ENOUGH = 8  #: number of previous values without which there is no band
-#: smallest distance of a band's ends from the range of the previous values, by statistic
+WINDOW = 32  #: number of previous values from whose range a band is computed
+ENOUGH = 8  #: minimum number of previous values for a band
+#: minimum distance from the range of the previous values to the ends of the band, by statistic
 LEAST = {"amax": 2.0, "rms": 2.0, "sqnr_db": 6.0}
 
 
 def excursions(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the numbers that left their bands, in the order of the iterations and the matmuls.
+    """Return the statistics that left their bands, in the order of iterations and matmuls.
 
     Args:
         table: the statistics, from `read_statistics`.
@@ -75,7 +75,7 @@ def _present(numbered: pd.DataFrame, keys: pd.Series, grid: pd.DataFrame) -> np.
 
 
 def _bands(values: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return both ends of the band of each value, from the values in the rows above it."""
+    """Return the lower and upper end of each value's band, from the values in the rows above."""
     low, high = np.full_like(values, np.nan), np.full_like(values, np.nan)
     for row in range(ENOUGH, len(values)):
         before = values[max(0, row - WINDOW) : row]

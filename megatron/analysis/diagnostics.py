@@ -82,7 +82,7 @@ def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnost
 
 
 def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings about incomplete tensors; equal texts in column `note` share one warning."""
+    """Return warnings about incomplete tensors, grouped by their note."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))

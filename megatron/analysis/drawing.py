@@ -53,7 +53,7 @@ class DrawResult:
     kept: list[Path] = field(default_factory=list)  #: new paths of renamed earlier outputs
     problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
     tensors: int = 0  #: number of tensors that were drawn
-    #: Number of tensors with each note (on what was left out, and why), by the text of the note.
+    #: Number of tensors with each note; the key is its text, on what was left out and why.
     notes: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  #: messages on the cache and unfinished runs
 

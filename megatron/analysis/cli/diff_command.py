@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     b = open_run(arguments.b, "b", arguments.run_b)
     comparison, keys = prepare((a, b), rules, with_origins=not arguments.no_origins)
     summary = Summary(rules)
-    # The first line names the first difference, so the lines of the pairs wait in a file.
+    # The summary is printed first, so the lines about the pairs are kept in a temporary file.
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         progress = tqdm(keys, desc="Comparing", unit="tensor", disable=None, leave=False)
         for result in summary.follow(comparison.run(progress)):
@@ -167,7 +167,7 @@ def _write_page(summary: Summary, facts: Facts, output: Path) -> None:
 def _tolerances(
     arguments: argparse.Namespace,
 ) -> tuple[float | None, tuple[tuple[str, float], ...]]:
-    """Return the limit of the relative error of all tensors, and the limits of patterns.
+    """Return the default limit of the relative error, and the limit for each name pattern.
 
     Raises:
         ValueError: if a limit is no number of 0 or more, or does not go together with --bitwise.

@@ -56,7 +56,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the first tensors that left their bands, draw the figure, return the exit status."""
+    """Print the first tensors outside their bands, draw the figure and return the exit status."""
     from megatron.analysis.bands import ENOUGH, excursions
     from megatron.analysis.statistics_history import (
         gradients_of,
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def described(found: pd.DataFrame) -> list[str]:
-    """Return one line per excursion, in order."""
+    """Return one line of text for each statistic that left its band, in order."""
     return [
         f"{row.tensor} of {row.operation} {row.gemm} in {row.module} ({row.format}, rank "
         f"{row.rank}), iteration {row.iteration}: {row.statistic} {row.value:.4g}"

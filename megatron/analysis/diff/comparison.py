@@ -48,7 +48,7 @@ class Rules:
     #: Limits of the relative error by pattern of `module.tensor_name`; the last match counts.
     relative: tuple[tuple[str, float], ...] = ()
     bitwise: bool = False  #: whether tensors must have equal bits
-    ignore_missing: bool = False  #: whether a record that only one run has is no difference
+    ignore_missing: bool = False  #: whether to accept records that only one run has
 
     def of(self, key: TensorKey) -> Tolerance:
         """Return the tolerance for a tensor."""
@@ -113,7 +113,7 @@ class Comparison:
     #: divided by the number of micro-batches.
     gradient_scale: float = 1.0
     with_origins: bool = True  #: whether to split the differences of results by origin
-    #: Inherited parts of attention's latest gradients, with the pass that they belong to.
+    #: Latest result of `_inherited_by_attention`, and the pass that it belongs to.
     _attention: tuple[Any, dict[str, Tensor]] = field(init=False, default=(None, {}))
 
     def keys(self) -> list[TensorKey]:
@@ -242,7 +242,7 @@ class Comparison:
     def _inherited_by_attention(
         self, key: TensorKey, rows: tuple[Any, Any], *, joined: bool
     ) -> dict[str, Tensor]:
-        """Return the inherited parts of attention's results in the pass of `key`, by name."""
+        """Return the inherited differences of attention's results in the pass of `key`, by name."""
         parallel = [row.cp_size for row in rows]
         if not joined and any(not pd.isna(size) and int(size) > 1 for size in parallel):
             raise UnknownOriginError("context-parallel attention: other ranks hold keys and values")
@@ -259,5 +259,5 @@ class Comparison:
 
 
 def _alone(status: str, row: Any) -> tuple[Any, Any]:
-    """Return the pair of records of A and B, one of which is missing."""
+    """Return the records of A and B, where None stands for the missing one."""
     return (row, None) if status == ONLY_A else (None, row)

@@ -20,7 +20,7 @@ PIECE = 1 << 21  #: number of values that are compared at a time
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed difference of a tensor B from its counterpart A. None means: not limited.
+    """Allowed difference of a tensor B from its counterpart A; a limit of None is not checked.
 
     If nothing is given, the values must be equal.
     """
@@ -55,7 +55,8 @@ class Difference:
     norm_b: float = math.nan
     norm: float = 0.0  #: Euclidean norm of B - A
     largest: float = 0.0  #: largest magnitude of B - A
-    #: Index of the largest difference, or of the first NaN or Inf that differs; None if equal.
+    #: Index of the largest difference, or of the first NaN or Inf that differs; None if all values
+    #: are equal.
     at: tuple[int, ...] | None = None
     values: tuple[float, float] = (math.nan, math.nan)  #: values of A and B at `at`
 

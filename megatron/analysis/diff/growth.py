@@ -15,7 +15,7 @@ from megatron.analysis.plots.lines import plot_lines
 from megatron.analysis.plots.style import ALARM, FAINT, RULE, nothing
 
 TITLES = {"linear": "Linear layers", "attention": "Attention"}
-LEGEND_COLUMNS = 5  #: number of columns of the legend, whose names are long
+LEGEND_COLUMNS = 5  #: number of columns of the legend; small, because the names are long
 MOST_TICKS = 24  #: maximum number of layers that are labeled on the axis
 _ERROR = "relative error ‖B - A‖ / ‖A‖"
 

@@ -159,7 +159,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str,
             if grad is not None:
                 part["grad_output"] = grad[:, batch : batch + 1, of_heads].flatten(-2).float()
             else:
-                part["output"] = part["query"]  # only results that are present are recomputed
+                part["output"] = part["query"]  # placeholder: absent results are not recomputed
             yield batch, group, part
 
 

@@ -15,7 +15,8 @@ NAMED = 12  #: maximum number of differing settings that the text lists
 _SHOWN = 80  #: maximum length of a setting's value, in characters
 _FACTS = ("quant_type", "seed", "device", "platform")
 _GROUPS = ("versions", "topology", "arguments")
-#: Parts of names of arguments that say where files are or how often something is logged.
+#: An argument whose name contains one of these is not compared: it says where files are or how
+#: often something is logged.
 _HARMLESS = ("dir", "path", "save", "load", "log", "tensorboard", "wandb", "timestamp", "rank")
 MISSING = "(not given)"
 

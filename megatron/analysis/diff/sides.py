@@ -36,7 +36,7 @@ class TensorKey(NamedTuple):
     operation: str | None
     phase: str | None
     tensor_name: str | None
-    #: number of the tensor among those of a rank whose other fields are equal, counted from 0
+    #: counts, from 0, the tensors of one rank for which all other fields are equal
     occurrence: int
 
     @property
@@ -67,7 +67,7 @@ class Side:
     by_sample: bool = False
     rows: list[Any] = field(init=False)  #: records as named tuples, in the order of the store
     frame: pd.DataFrame = field(init=False)  #: the same records as a table
-    #: numbers of each tensor's records in `rows`, sorted by rank
+    #: indices of each tensor's records in `rows`, sorted by rank
     tensors: dict[TensorKey, list[int]] = field(init=False, default_factory=dict)
     repeats: int = field(init=False)  #: number of records left out because of recomputation
     _layers: dict[int, float] = field(init=False, default_factory=dict)
@@ -194,9 +194,9 @@ class Side:
         return self._in_order_of_one_rank(whole, key, self.rows[numbers[0]])
 
     def _in_order_of_one_rank(self, whole: Tensor, key: TensorKey, row: Any) -> Tensor:
-        """Return the joined tensor with gate and up of a gated fc1 in the order of one rank.
+        """Return the joined tensor; gate and up of a gated fc1 are put in the order of one rank.
 
-        Both halves are sharded, so that joining the shards gives gate 0, up 0, gate 1, up 1, ...
+        Each rank holds a shard of both, so joining the shards gives gate 0, up 0, gate 1, up 1, ...
         """
         size = row.tp_size
         axes = [cut.axis for cut in cuts_of(row) or () if cut.group == "tp"]
@@ -209,7 +209,7 @@ class Side:
         return torch.cat([*parts[::2], *parts[1::2]], axes[0])
 
     def _is_gated(self, fc1: str) -> bool:
-        """Return whether a module fc1 has two outputs for each input of its fc2."""
+        """Return whether a module `fc1` has two outputs for each input of the following fc2."""
         outputs = self._size(fc1, ("weight", 0), ("output", -1))
         fc2 = f"{fc1.removesuffix('linear_fc1')}linear_fc2"
         inputs = self._size(fc2, ("weight", -1), ("input", -1))
@@ -218,7 +218,7 @@ class Side:
         return outputs == 2 * inputs
 
     def _size(self, module: str, *places: tuple[str, int]) -> int | None:
-        """Return the first known size among (tensor name, axis) of a module, or None."""
+        """Return a module's first known size among `places` (tensor name, axis), or None."""
         for name, axis in places:
             if shape := self._shapes.get((module, name)):
                 return int(shape[axis])

@@ -54,7 +54,7 @@ def local_error(result: Result) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Relative error of a tensor in the picture."""
+    """Relative error of a tensor, which the figure shows as a point."""
 
     position: int
     operation: str
@@ -81,7 +81,7 @@ class Summary:
     first_alone: Result | None = None  #: first record that only one run has
     different: list[Result] = field(default_factory=list)  #: first pairs that differ
     alone: list[Result] = field(default_factory=list)  #: first records that only one run has
-    #: Numbers of the records that only one run has, by iteration and status.
+    #: Number of records that only one run has, by iteration and status.
     alone_by_iteration: Counter[tuple[Any, str]] = field(default_factory=Counter)
     unreadable: list[Result] = field(default_factory=list)  #: first pairs that cannot be compared
     #: First pass, as (iteration, micro-batch), in which any value differs; None if there is none.
@@ -90,7 +90,7 @@ class Summary:
     layers: dict[tuple[str, int | None], Group] = field(default_factory=dict)
     iterations: dict[Any, Group] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)  #: pairs of `first_pass`
-    unknown: Counter[str] = field(default_factory=Counter)  #: unknown origins by reason
+    unknown: Counter[str] = field(default_factory=Counter)  #: number of unknown origins, by reason
     _current: tuple[Any, Any] | None = None  #: pass of the latest result
     _local: list[tuple[float, int, Result]] = field(default_factory=list)  #: heap of local errors
 
@@ -116,7 +116,7 @@ class Summary:
             yield result
 
     def add(self, result: Result, number: int) -> None:
-        """Add the result with the given number."""
+        """Add a result; `number` counts the results from 0."""
         self.counts[result.status] += 1
         if result.status in (ONLY_A, ONLY_B):
             self.alone_by_iteration[result.key.iteration, result.status] += 1
@@ -139,7 +139,7 @@ class Summary:
         self._add_to_pass(result)
 
     def _add_to_pass(self, result: Result) -> None:
-        """Add a result to the growth along the network, which describes the first unequal pass."""
+        """Add a result to `layers` and `points`, which describe the first pass that differs."""
         key = result.key
         of_pass = (key.iteration, result.row.micro_batch)
         if self.first_pass is None and of_pass != self._current:

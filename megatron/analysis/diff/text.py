@@ -93,7 +93,7 @@ def verdict(summary: Summary, facts: Facts) -> str:
 
 
 def origin_sentence(summary: Summary) -> str:
-    """Return a sentence that names the operation that adds the most error, or "" without one."""
+    """Return a sentence on the operation that adds the most error, or "" if there is none."""
     if not summary.most_local:
         return ""
     most = summary.most_local[0]
@@ -201,7 +201,7 @@ def _described(results: Sequence[Result], total: int) -> list[str]:
 
 
 def _shortened(texts: Sequence[str], total: int) -> list[str]:
-    """Return the first texts, and the number of those that are left out of `total`."""
+    """Return the first texts, and a last line with the number of all others, if there are any."""
     first = list(texts[:LISTED])
     return [*first, f"and {total - len(first)} more"] if total > len(first) else first
 

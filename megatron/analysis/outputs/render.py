@@ -219,12 +219,12 @@ def picture(figure: Figure, image: str) -> bytes:
     """
     content = io.BytesIO()
     figure.set_dpi(DPI)
-    # The layout measures texts with the canvas that draws them, which measures each text only once.
+    # The layout uses the canvas that later draws the figure, so each text is measured only once.
     canvas = FigureCanvasAgg(figure)
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         figure.set_layout_engine("none")
-    if image == "png":  # `savefig` would draw the whole figure twice, because it has had a layout
+    if image == "png":  # `savefig` would draw the figure twice, because it had a layout engine
         canvas.print_png(content, metadata={"Software": None})  # type: ignore[no-untyped-call]
     else:
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -1,4 +1,4 @@
-"""Draw offline errors against gaps of the loss, with the intervals of the gaps and all names."""
+"""Draw the loss gap of each configuration over its offline error, with an interval and a name."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def _write(ax: Axes, name: str, point: tuple[float, float], offset: tuple[float,
         arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.6} if far else None,
         zorder=4,
     )
-    text.set_in_layout(False)  # or the layout would move the axes after the names are placed
+    text.set_in_layout(False)  # the layout must not move the axes after the names are placed
 
 
 def _placed(x: float, y: float, size: Bbox, side: float) -> Bbox:
-    """Return the box of a text at (x, y), which begins, ends or is centered there, by `side`."""
+    """Return the box of a text that, depending on `side`, begins, ends or is centered at (x, y)."""
     left = x if side > 1e-6 else x - size.width if side < -1e-6 else x - size.width / 2
     return Bbox.from_bounds(left, y - size.height / 2, size.width, size.height)
 

@@ -84,7 +84,7 @@ def color_of(name: str) -> str:
 
 
 def _known_color(name: str) -> str | None:
-    """Return the color of a name with a meaning, or None for an unknown name."""
+    """Return the color of a known name, or None if the name is unknown."""
     for table in (LAYER_COLORS, OPERATION_COLORS, FORMAT_COLORS, TENSOR_COLORS):
         if name in table:
             return table[name]
@@ -112,7 +112,7 @@ def _spare_index(name: str) -> int:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return each name's color from `color_of`, but for unknown names colors that no other has.
+    """Return a color for each name, as `color_of` does, but without equal colors for unknown names.
 
     If there are more unknown names than spare colors, colors repeat.
     """

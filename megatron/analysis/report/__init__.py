@@ -45,7 +45,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Return a template with each `{{name}}` replaced by the part of this name, only once.
+    """Return a template with each `{{name}}` replaced by the part of this name.
 
     Braces in the parts stay as they are.
     """

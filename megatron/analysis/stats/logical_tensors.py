@@ -78,8 +78,8 @@ def logical_tensors(
         dump: all records of the dump, if `records` is a selection. The size of a head is read from
             the records of other tensors and must not depend on the selection.
     """
-    # `Series.map` would not do: for an empty column, its result would make `records[keep]` select
-    # columns
+    # `Series.map` cannot be used: for an empty column, its result would make `records[keep]`
+    # select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-CONFIDENCE = 0.95  #: probability of all intervals
+CONFIDENCE = 0.95  #: confidence level of all intervals
 RESAMPLES = 10_000  #: number of bootstrap samples
-_SEED = 20_260_101  #: seed of the bootstrap samples, so that a page shows the same interval again
+_SEED = 20_260_101  #: seed of the bootstrap samples; fixed, so that intervals are reproducible
 _CHUNK = 1 << 22  #: maximum number of comparisons in memory at a time
 
 Array = npt.NDArray[np.float64]

@@ -115,7 +115,7 @@ def study_accumulators(
 def _pairs(
     candidates: Sequence[Candidate], names: Sequence[str], left_out: Counter[str]
 ) -> list[tuple[Candidate, Accumulator]]:
-    """Return each accumulator with each format that its unit multiplies.
+    """Return all pairs of a format and an accumulator whose matrix unit multiplies this format.
 
     Raises:
         ValueError: if an accumulator is unknown or multiplies none of the formats.

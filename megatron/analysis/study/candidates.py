@@ -89,7 +89,7 @@ def candidates_of(
         for accumulator in map(get_accumulator, accumulators):
             full = f"{canonical}+{accumulator.name}"
             candidate = Candidate(full, fmt, accumulator=accumulator)
-            for operation in OPERATIONS:  # refuse what no unit multiplies
+            for operation in OPERATIONS:  # raise an error if no unit multiplies this format
                 candidate.formats(operation, "", 0, num_layers=1, iteration=1)
             candidates.setdefault(full, candidate)
     loaded = [load_recipe(path) for path in dict.fromkeys(recipes)]

@@ -52,7 +52,7 @@ class Study:
     budgets: pd.DataFrame  #: one row per operand of a GEMM and candidate; see `gemm_errors`
     candidates: list[Candidate]
     problems: list[Problem]  #: files that could not be read
-    left_out: Counter[str] = field(default_factory=Counter)  #: number of passes, by reason
+    left_out: Counter[str] = field(default_factory=Counter)  #: number of passes left out, by reason
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Gate:
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Wait until `size` bytes fit, and hold them inside the `with` block."""
+        """Wait until `size` bytes are free, and reserve them for the `with` block."""
         size = min(size, self._limit)
         with self._changed:
             self._changed.wait_for(lambda: self._used + size <= self._limit)
@@ -215,7 +215,7 @@ class _Lines:
         self._start = self._last = time.monotonic()
 
     def update(self) -> None:
-        """Count one pass, and print a line if the last one is old."""
+        """Count one pass, and print a line unless the last one was printed recently."""
         self._done += 1
         now = time.monotonic()
         if self._shown and now - self._last >= PERIOD:

@@ -70,9 +70,9 @@ Row = dict[str, Any]
 Numbers = dict[str, float]  #: error metrics by column
 #: Last columns of both tables.
 _SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
-#: Slots that are quantized together to measure operands alone, and which operand (0 or 1) of each
-#: of the three GEMMs this is. Slots of one tensor are quantized together, because some formats of
-#: the backward pass require that the forward pass quantizes the same tensor.
+#: To measure operands alone, each of these sets of slots is quantized at a time; the numbers say
+#: which operand (0 or 1) of each GEMM that is. A set includes all slots of a tensor, because some
+#: formats of the backward pass require that the forward pass quantizes the same tensor.
 _ALONE = (
     (("fprop_a", "dgrad_c", "wgrad_a"), (0, 0, 1)),
     (("fprop_b", "dgrad_b", "wgrad_c"), (1, 1, 0)),
@@ -84,7 +84,7 @@ class Settings:
     """Settings of a study that apply to all matmuls."""
 
     num_layers: int
-    draws: int = 4  #: number of draws for formats with random numbers
+    draws: int = 4  #: number of random draws for formats that use random numbers
     budget: bool = True  #: whether to measure the error of each operand alone
 
 
@@ -179,9 +179,9 @@ def _measured(
     *,
     settings: Settings,
 ) -> tuple[list[Numbers], list[list[float]]]:
-    """Return the errors of each GEMM, as columns of the table, and those of the operands alone.
+    """Return the errors of each GEMM, and its errors if only one operand is quantized.
 
-    The latter are squared relative errors if only one operand of the GEMM is quantized.
+    The former are columns of the table; the latter are squared relative errors, one per operand.
     """
     draws = settings.draws if formats.random else 1
     if not independent(formats):
@@ -191,7 +191,7 @@ def _measured(
         gemm = SeparateGemm(matmul, formats, index)
         total = _Draws(exact)
         for draw in range(draws):
-            budget = settings.budget and draw == 0  # single operands: one draw
+            budget = settings.budget and draw == 0  # operands alone: one draw
             products = gemm.products(derive_seed(seed, draw), budget=budget)
             whole = next(products)
             of_whole = product_error_sums(whole, exact)
@@ -256,7 +256,7 @@ def _squared(sums: NDArray[np.float64]) -> float:
 def numbers_of(
     sums: NDArray[np.float64], *, of_mean: NDArray[np.float64] | None = None, draws: int = 1
 ) -> Numbers:
-    """Return the error metrics for the sums of `product_error_sums`; see the module's docstring.
+    """Return the error metrics for sums from `product_error_sums`; see the module's docstring.
 
     Args:
         sums: sums of one draw, or the mean of the sums of all draws.
@@ -295,7 +295,7 @@ def _alone(
 
 
 def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float]) -> list[Row]:
-    """Return the rows of the budget of one GEMM; `row` is its row in the table of errors."""
+    """Return a GEMM's rows in the table of budgets; `row` is its row in the table of errors."""
     place = dict(itertools.islice(row.items(), 5))
     together = row["relative_error"] ** 2
     rest = {name: row[name] for name in _SHARED}

@@ -71,9 +71,9 @@ def results(matmul: Matmul, formats: GemmFormats, *, seed: int) -> list[Tensor]:
 
 
 def independent(formats: GemmFormats) -> bool:
-    """Return whether `SeparateGemm` computes the results of all GEMMs in these formats.
+    """Return whether `SeparateGemm` can compute the results of all GEMMs in these formats.
 
-    It does not if a GEMM multiplies quantized operands of another one, if its signs are drawn, if
+    It cannot if a GEMM multiplies quantized operands of another one, if its signs are drawn, if
     P is quantized before its rows are divided, or if a simulated accumulator sums the products.
     """
     if formats.straight_through or formats.unnormalized or formats.simulated:
@@ -91,10 +91,10 @@ def _is_simple(operand: Operand) -> bool:
 
 
 class SeparateGemm:
-    """One GEMM of a matmul whose operands are quantized once and multiplied several times."""
+    """One GEMM of a matmul; its operands are quantized once and multiplied several times."""
 
     def __init__(self, matmul: Matmul, formats: GemmFormats, index: int):
-        """Take the GEMM `index` of a matmul in `independent` formats."""
+        """Prepare the GEMM `index` of a matmul; `independent(formats)` must be true."""
         self._alpha = matmul.alpha
         self._multiply = plain_matmul if index == 0 else matmul_then_scale
         self._slots = list(GEMM_SLOTS.values())[index]
@@ -107,7 +107,7 @@ class SeparateGemm:
             self._sides.append((tensor.detach(), axis))
 
     def products(self, seed: int, *, budget: bool) -> Iterator[Tensor]:
-        """Yield the result, and with `budget` those in which only one operand is quantized.
+        """Yield the result and, if `budget`, the results with only one operand quantized.
 
         The latter are in the order of the operands. If one operand has no format, the result with
         only the other one quantized is the first tensor again.

@@ -34,7 +34,7 @@ class KeptResults:
         self.path = None if folder is None else folder / NAME
         self._rows: dict[str, Rows] = {}
         self._lock = threading.Lock()
-        self._gap = ""  #: newline that ends a last line that was cut off; otherwise empty
+        self._gap = ""  #: newline if the last line of the file was cut off; otherwise empty
         if self.path is not None and self.path.is_file():
             self._read(self.path)
 

@@ -143,7 +143,7 @@ def _of_rank(
 
 
 def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `NotCheckedError` unless all operands have the same dtype, which formats support."""
+    """Raise `NotCheckedError` unless all operands have the same dtype and formats support it."""
     dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in tensors.values()})
     if len(dtypes) > 1 or dtypes[0] not in ("bfloat16", "float16", "float32"):
         raise NotCheckedError(f"operands of {' and '.join(dtypes)}")

@@ -52,7 +52,7 @@ def write_outputs(
 
 
 def write_tables(result: Study, folder: Path) -> list[Path]:
-    """Write `study`, and `budget` and `gradients` if they were measured; return the paths.
+    """Write the table `study`, and `budget` and `gradients` if not empty; return the paths.
 
     Each table is written in both forms.
     """

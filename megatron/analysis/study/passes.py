@@ -19,7 +19,7 @@ OPERANDS = {
     "linear": ("input", "weight", "grad_output"),
     "attention": ("query", "key", "value", "grad_output"),
 }
-#: Operands without which a pass has no product, by layer type.
+#: Operands without which no product of a pass can be computed, by layer type.
 _NEEDED = {"linear": ("weight",), "attention": ("query", "key")}
 _FROM_FORWARD = "attention_probs"  #: operand that is recomputed if it was not saved
 #: Bytes that a pass needs per value of its operands and results, and per attention score.

@@ -164,7 +164,7 @@ def _named(place: Place, name: str) -> Option:
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the options on the lower convex hull of error over bits, with falling errors."""
+    """Return the options on the lower convex hull of error over bits, by decreasing error."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda option: (option.bits, option.error)):
         if hull and option.error >= hull[-1].error:

@@ -118,7 +118,7 @@ def weakest(summary: pd.DataFrame) -> str:
 
 
 def verdict(result: Study, proposal: Proposal | None = None) -> list[str]:
-    """Return the sentences; the one on gradients only if there are any."""
+    """Return the sentences of the verdict; the last one is on gradients, if there are any."""
     if result.rows.empty:
         return ["No matmul of the dump could be studied."]
     table = cells(result.rows)
@@ -168,7 +168,7 @@ def _losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
 
 
 def _operand(budgets: pd.DataFrame, name: str) -> str:
-    """Return a clause about the operand that causes the largest error alone, or ""."""
+    """Return a clause about the operand that causes the largest error on its own, or ""."""
     if budgets.empty:
         return ""
     table = with_names(budgets)

@@ -121,7 +121,7 @@ class _Recorded:
     dtype: torch.dtype
 
     def prepared(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
-        """Return the tensor from which the operand `slot` is quantized; it has no split."""
+        """Return the tensor that is quantized for operand `slot`, whose mean is not split off."""
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":
             forward = OF_FORWARD[slot]
@@ -145,7 +145,7 @@ class _Recorded:
 def _accumulated(
     saved: Tensor, name: str, operands: tuple[Tensor, Tensor], recorded: _Recorded
 ) -> Recomputation:
-    """Compare a saved result with the product that the accumulator of its GEMM sums.
+    """Compare a saved result with the product that is recomputed with the accumulator of its GEMM.
 
     The order of summation is a part of the accumulator, so every machine computes the same bits.
     """
@@ -153,7 +153,7 @@ def _accumulated(
     accumulator, parts = recorded.formats.accumulators[gemm], []
     for slot, x, axis in zip(GEMM_SLOTS[gemm], operands, AXES[gemm], strict=True):
         operand: Operand = getattr(recorded.formats, slot)
-        # A copy of the forward pass has no format of its own, so it is not checked against codes.
+        # A copy of a forward operand has no format, so it is not compared with saved codes.
         matrix = recorded.quantized(slot, x, axis, fill=gemm == "wgrad")
         stored = recorded.codes.get(slot)
         if stored is not None:

@@ -134,7 +134,7 @@ def of_records(
 
 
 def of_accumulate(names: Mapping[str, str] | None, operation: str) -> dict[str, Accumulator]:
-    """Return an operation's accumulators by field of `GemmFormats`.
+    """Return an operation's accumulators, keyed by field of `GemmFormats`.
 
     Args:
         names: the field `accumulate` of a record.
@@ -300,7 +300,7 @@ def _marked(operands: Mapping[str, Operand], marks: set[str], operation: str) ->
 
 
 def _accumulators_of(marks: set[str], operation: str) -> tuple[dict[str, Accumulator], set[str]]:
-    """Return the accumulators in the marks, by field of `GemmFormats`, and the other marks."""
+    """Return the accumulators in `marks`, keyed by field of `GemmFormats`, and the other marks."""
     fields = dict(zip(GEMMS[operation], ACCUMULATOR_FIELDS, strict=True))
     accumulators: dict[str, Accumulator] = {}
     others: set[str] = set()

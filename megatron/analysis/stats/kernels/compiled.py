@@ -19,5 +19,5 @@ def _sources() -> list[Path]:
 
 
 kernel = kernel_compiler("stats", _FOLDER, _sources)
-#: the same for kernels whose sums may be computed in any order
+#: like `kernel`, for functions whose sums may be computed in any order
 sum_kernel = kernel_compiler("stats-sums", _FOLDER, _sources, reorder_sums=True)

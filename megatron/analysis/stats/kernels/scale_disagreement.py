@@ -103,7 +103,7 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write the scale factors of the block of each column, for one row.
+    """Write, for each column of one row, the scale factors of the column's block.
 
     Only the columns from `left` to `right` - 1 are included.
 
