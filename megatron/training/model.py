@@ -52,6 +52,13 @@ def check_buildable(args: argparse.Namespace) -> None:
                 "(with Transformer Engine installed: --transformer-impl transformer_engine, which "
                 "takes neither a format nor --save-tensors)"
             )
+    with_biases = args.num_moe_experts and args.add_bias_linear is not False
+    if with_biases and args.expert_model_parallel_size == 1:
+        raise UserError(
+            f"--num-experts {args.num_moe_experts} with biases does not run on the local layers: "
+            "the experts of megatron-core 0.16.1 add their biases in place, and autograd refuses "
+            "this on one expert-parallel rank; give --disable-bias-linear"
+        )
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:

@@ -25,6 +25,9 @@ def arguments(**values) -> argparse.Namespace:
         "tensor_statistics": None,
         "collect_plan": False,
         "transformer_impl": "local",
+        "num_moe_experts": None,
+        "add_bias_linear": True,
+        "expert_model_parallel_size": 1,
     }
     return argparse.Namespace(**given | values)
 
@@ -82,6 +85,21 @@ def test_what_the_local_layers_cannot_run_is_refused(given, named):
     check_buildable(arguments(**plain | {"context_parallel_size": 1, "cp_comm_type": "p2p"}))
     with pytest.raises(UserError, match=f"{named} does not run on the local layers"):
         check_buildable(arguments(**plain | given))
+
+
+def test_experts_with_biases_on_one_expert_parallel_rank_are_refused():
+    """megatron-core adds the biases in place to a view, and autograd would raise RuntimeError."""
+    plain = {
+        "context_parallel_size": 1,
+        "hierarchical_context_parallel_sizes": None,
+        "hybrid_context_parallel": False,
+        "num_moe_experts": 4,
+        "cp_comm_type": None,
+    }
+    check_buildable(arguments(**plain, add_bias_linear=False))
+    check_buildable(arguments(**plain | {"expert_model_parallel_size": 2}))
+    with pytest.raises(UserError, match=r"--num-experts 4 with biases .*--disable-bias-linear"):
+        check_buildable(arguments(**plain))
 
 
 def test_a_wrong_type_is_a_users_mistake():
