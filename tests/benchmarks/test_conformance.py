@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megatron.fake_quant import get_format
+from tests import forks
 from tests.subprocesses import REPO, run
 
 sys.path.insert(0, str(REPO / "benchmarks"))
@@ -52,7 +53,7 @@ def test_page_has_the_peers_that_are_here_and_where_they_differ(tmp_path):
     ],
 )
 def test_mistakes_end_with_a_message(options, words):
-    done = run([sys.executable, SCRIPT, *options])
+    done = forks.run(SCRIPT, *options, libraries_only=True)
     assert done.returncode != 0
     assert words in done.stderr
     assert "Traceback" not in done.stderr

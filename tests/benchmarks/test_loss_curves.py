@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 sys.path.insert(0, str(REPO / "benchmarks"))
@@ -69,7 +70,7 @@ def test_a_log_counts_only_if_it_is_complete_and_of_the_same_command(tmp_path):
 
 
 def test_a_text_that_is_not_there_is_refused():
-    done = run([sys.executable, SCRIPT, "--text", "nowhere.txt"])
+    done = forks.run(SCRIPT, "--text", "nowhere.txt", libraries_only=True)
     assert done.returncode == 2
     assert "--text nowhere.txt is not a file" in done.stderr
     assert "Traceback" not in done.stderr
