@@ -110,6 +110,7 @@ def check_error(result: subprocess.CompletedProcess[str], *parts: str) -> None:
 LINK_PIP = """
 import os, sysconfig
 source, target = {folder!r}, sysconfig.get_path("purelib")
+os.makedirs(target, exist_ok=True)
 for name in os.listdir(source):
     if not os.path.lexists(os.path.join(target, name)):
         os.symlink(os.path.join(source, name), os.path.join(target, name))

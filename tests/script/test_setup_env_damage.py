@@ -105,8 +105,8 @@ DAMAGES = (
     lose_configuration,
     interrupted_removal,
     dangling_python,
+    lose_packages,  # before foreign_home, after which .venv finds the real and slow ensurepip
     foreign_home,
-    lose_packages,
     packages_elsewhere,
     *(pytest.param(damage, marks=pytest.mark.slow) for damage in RARE),
 )
