@@ -138,7 +138,7 @@ def inherited_by_attention(
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """Yield the index of each sequence and group of heads, with their operands in float32."""
+    """Yield both indices and the float32 operands of each sequence and group of heads."""
     query, key, value = (tensors[name] for name in _FORWARD)
     heads, groups = query.shape[2], key.shape[2]
     if heads % groups:

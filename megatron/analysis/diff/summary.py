@@ -92,7 +92,7 @@ class Summary:
     points: list[Point] = field(default_factory=list)  #: pairs of `first_pass`
     unknown: Counter[str] = field(default_factory=Counter)  #: number of unknown origins, by reason
     _current: tuple[Any, Any] | None = None  #: pass of the latest result
-    _local: list[tuple[float, int, Result]] = field(default_factory=list)  #: heap of local errors
+    _local: list[tuple[float, int, Result]] = field(default_factory=list)  #: largest local errors
 
     @property
     def agrees(self) -> bool:

@@ -106,7 +106,7 @@ def _name_all(ax: Axes, points: pd.DataFrame) -> None:
 
 
 def _write(ax: Axes, name: str, point: tuple[float, float], offset: tuple[float, float]) -> None:
-    """Write a name at an offset in points from a dot, which is given in pixels."""
+    """Write a name next to a dot; `point` is in pixels, and `offset` is in points."""
     dx, dy = offset
     align = "left" if dx > 1e-6 else "right" if dx < -1e-6 else "center"
     far = np.hypot(dx, dy) > 1.5 * _DISTANCES[0]

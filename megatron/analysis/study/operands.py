@@ -42,7 +42,7 @@ class Matmul:
     b: Tensor
     c: Tensor | None  #: gradient of C; None if it was not saved
     alpha: float = 1.0
-    #: function that returns the arguments `unnormalized` of `quantized_matmul`; None except for PV
+    #: function that returns the argument `unnormalized` of `quantized_matmul`; None except for PV
     unnormalized: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 

@@ -77,7 +77,7 @@ class Passes:
 
 
 def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
-    """Find all passes of which `records` contains operands.
+    """Find all passes for which `records` contains operands.
 
     If activation recomputation repeated a forward pass, the tensors of the first one are used.
 

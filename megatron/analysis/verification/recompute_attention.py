@@ -173,7 +173,7 @@ def recompute(
         formats: formats of the two matmuls, and the softmax.
         amaxes: recorded amaxes of each rank's operands.
         backward: whether to compute the gradients instead of the forward results.
-        move: whether to change every score by one unit in the last place.
+        move: whether to change every score by one unit in the last place, or by a few in tiles.
     """
     key, value = (
         gathered([held[name] for held in ranks]).detach().requires_grad_(backward)

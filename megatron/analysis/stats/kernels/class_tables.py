@@ -176,8 +176,8 @@ def count_pairs(
     # bases[c, j]: index in `flat` at which a plane begins. The plane counts the values of column j
     # whose row block has the scale class c.
     bases = np.empty((CLASSES, width), np.uint32)
-    # known[c, k]: number of the strip for which `bases[c]` was last updated in the columns of row
-    # block k
+    # known[c, k]: number of the strip (row of tiles) for which `bases[c]` was last updated in the
+    # columns of row block k
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
