@@ -215,7 +215,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.seeds = options.seeds or ([1] if options.quick else [1, 2, 3, 4])
     options.iterations = options.iterations or (8 if options.quick else 500)
     options.trained = 8 if options.quick else 150
-    options.batch = (64, 2) if options.quick else (256, 16)  # tokens and sequences
+    options.batch = (64, 2) if options.quick else (256, 16)  # sequence length, sequences per batch
     options.bits = (10, 13) if options.quick else BITS
     options.intervals = (128,) if options.quick else INTERVALS
     return options

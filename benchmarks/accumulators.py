@@ -1,4 +1,4 @@
-"""Measure how many products per second each accumulator sums, and compare it with other ways.
+"""Measure how fast each accumulator sums products, and compare it with other implementations.
 
     python benchmarks/accumulators.py                      # all named accumulators, 1024^3 products
     python benchmarks/accumulators.py --quick              # few products; write no file
@@ -52,7 +52,7 @@ from megatron.fake_quant.elements import Cast  # noqa: E402
 from megatron.fake_quant.rounding import round_to  # noqa: E402
 
 SEED = 1234
-#: products per call of the slower ways
+#: number of products per call of the slower implementations
 PRODUCTS = {"scalar": 1 << 14, "reference": 1 << 20, "numpy": 1 << 22}
 READING = (
     "A column with a name has the time that this way takes per product over the time that "
@@ -79,7 +79,7 @@ class Case(NamedTuple):
         return self.a.scales, self.b.scales
 
     def shortened(self, products: int) -> "Case":
-        """Return a case with about this number of products, with the first rows of the operands."""
+        """Return a case with about `products` products, made of the first rows of both operands."""
         rows, columns = self.a.elements.shape[0], self.b.elements.shape[0]
         columns = min(columns, max(1, products // self.a.elements.shape[1]))
         rows = min(rows, max(1, products // (self.a.elements.shape[1] * columns)))
@@ -227,7 +227,7 @@ def nanoseconds(call: Callable[[], Any], products: int) -> float:
 
 
 def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
-    """Return the nanoseconds per product of each way in each round, and the differing results."""
+    """Time every implementation in each round, in ns per product; count results unlike ours."""
     torch.set_num_threads(threads)
     a, bt = case.a.elements, case.b.elements.t()
     calls = {
@@ -250,7 +250,7 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
 
 
 def ratio(times: dict[str, list[float]], name: str, over: str) -> str:
-    """Return the median of the rounds' ratios as text, or a dash if a way is missing."""
+    """Return the median of the rounds' ratios as text, or a dash without one of the two times."""
     if name not in times or over not in times:
         return "-"
     pairs = zip(times[name], times[over], strict=True)

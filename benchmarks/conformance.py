@@ -38,7 +38,7 @@ from megatron.fake_quant.inspect import vector_kit  # noqa: E402
 from megatron.fake_quant.names import get_format  # noqa: E402
 
 WORKER = Path(__file__).with_name("conformance_worker.py")
-#: Formats that peers have under names that are spelled out here.
+#: Formats that other packages (peers) also have, beside those in the table FORMATS.
 SPELLED_OUT = (
     "mx:e4m3:b32:rceil",
     "mx:e5m2:b32:rceil",

@@ -28,8 +28,9 @@ FOUROVERSIX_PACKAGES = (
     "fouroversix.quantize",
     "fouroversix.quantize.pytorch",
 )
-#: Modules of Transformer Engine for the same purpose. The last two are replaced, because they need
-#: its compiled library; the reference of NVFP4 takes only base classes and annotations from them.
+#: Modules of Transformer Engine that are imported without their own `__init__`. The last two are
+#: replaced, because they need its compiled library; the reference implementation of NVFP4 takes
+#: only base classes and annotations from them.
 TRANSFORMER_ENGINE_PACKAGES = (
     "transformer_engine",
     "transformer_engine.pytorch",
@@ -72,7 +73,7 @@ def gfloat() -> peers.Finder:
 
 
 def ml_dtypes() -> peers.Finder:
-    """Return the finder of `peers.ml_dtypes`, with its casts to bfloat16."""
+    """Return a function that maps a format, which may be bf16, to the cast of ml_dtypes."""
     import ml_dtypes
 
     def cast(x: Tensor) -> Tensor:
@@ -86,10 +87,10 @@ def ml_dtypes() -> peers.Finder:
 def from_source(
     load: Callable[[], peers.Finder], root: Path, names: tuple[str, ...]
 ) -> peers.Finder:
-    """Return the finder of a package whose source is in the folder `root`.
+    """Import a package from its source in the folder `root`, and return its `Finder`.
 
     Args:
-        load: function that imports the package and returns its finder.
+        load: function that imports the package; it returns a function that maps a format to a cast.
         root: folder that contains the package.
         names: modules that are imported as empty ones, without running their own `__init__`.
 
@@ -108,7 +109,7 @@ def from_source(
 
 
 def fouroversix(source: Path) -> peers.Finder:
-    """Return the finder of fouroversix's PyTorch reference in the folder `source`."""
+    """Return a function that maps a format to fouroversix's PyTorch reference in `source`."""
     root = source / "src" if (source / "src").is_dir() else source
     return from_source(peers.fouroversix, root, FOUROVERSIX_PACKAGES)
 
@@ -121,9 +122,10 @@ class _Quantizer:
 
 
 def transformer_engine_reference(source: Path) -> peers.Finder:
-    """Return the finder of the plain torch references in Transformer Engine's source folder.
+    """Return a function that maps a format to a torch reference in Transformer Engine's source.
 
-    They are NVFP4 of its custom recipes, and FP8 with float32 scales, which is part of its tests.
+    The references are that of NVFP4 in its custom recipes, and that of FP8 with float32 scales in
+    its tests.
     """
 
     def load() -> peers.Finder:
@@ -135,7 +137,7 @@ def transformer_engine_reference(source: Path) -> peers.Finder:
 
 
 def _nvfp4_references() -> dict[str, peers.Call]:
-    """Return Transformer Engine's references of NVFP4 by the names of the formats."""
+    """Return Transformer Engine's reference implementation of each NVFP4 format, by format name."""
     base = sys.modules["transformer_engine.pytorch.quantized_tensor"]
     base.Quantizer, base.QuantizedTensorStorage = _Quantizer, object
     gemm = sys.modules["transformer_engine.pytorch.custom_recipes.gemm"]
@@ -167,7 +169,7 @@ def _nvfp4_references() -> dict[str, peers.Call]:
 
 
 def _fp8_references() -> dict[str, peers.Call]:
-    """Return Transformer Engine's references of FP8 by the names of the formats."""
+    """Return Transformer Engine's reference implementation of each FP8 format, by format name."""
     from references.blockwise_quantizer_reference import BlockwiseQuantizerReference
     from references.quantize_scale_calc import scale_from_amax_tensor
 
@@ -199,7 +201,7 @@ def _fp8_references() -> dict[str, peers.Call]:
 
 
 def transformer_engine() -> peers.Finder:
-    """Return the finder of Transformer Engine's kernels, which need a GPU."""
+    """Return a function that maps a format to Transformer Engine's cast, which needs a GPU."""
     if not torch.cuda.is_available():
         raise ImportError("needs a CUDA device")
     from transformer_engine.pytorch.constants import DType

@@ -41,7 +41,7 @@ def number(x: float) -> str:
 
 
 def shown_input(case: Event) -> str:
-    """Return the smallest input of a difference in words."""
+    """Describe in words the smallest input for which a package differs from the kit."""
     others = list(case["values"])
     if len(others) > LONGEST:
         return f"{number(case['x'])} in `{case['vector']}`"
@@ -62,7 +62,7 @@ def packages(events: list[Event]) -> str:
 
 
 def total(results: list[Event]) -> str:
-    """Return a sentence with the sums of the columns of `counts`."""
+    """Return a sentence with the column totals of the table that `counts` returns."""
     agree, bits, differ, refused = (
         sum(len(event[key]) for event in results) for key in ("agree", "bits", "differ", "refused")
     )

@@ -32,7 +32,7 @@ import peers
 from megatron.fake_quant import Format, fake_quantize, get_format
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TRIED = 4  #: number of differing values per vector for which a smaller input is searched
+TRIED = 4  #: number of differing values per vector for which to look for a smaller input
 
 
 def load_all(sources: dict[str, str]) -> dict[str, peers.Finder]:
@@ -64,7 +64,7 @@ def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tensor]:
-    """Yield rows with few values that contain the value at `row` and `column`, smallest first."""
+    """Yield copies of a row that keep the value at `column` and more and more other values."""
     start = column - column % size
     whole = x[row].float().abs().nan_to_num(math.inf, posinf=math.inf)
     block = whole[start : start + size]
@@ -106,7 +106,7 @@ def smallest(
 def case(
     vector: str, x: Tensor, place: tuple[int, int], theirs: Tensor, ours: Tensor
 ) -> dict[str, Any]:
-    """Return one differing value as plain data."""
+    """Return a dict with the vector's name, and the input and both results at `place`."""
     numbers = {"x": x, "theirs": theirs, "ours": ours}
     return {"vector": vector} | {name: float(t[place]) for name, t in numbers.items()}
 

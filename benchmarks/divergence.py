@@ -42,17 +42,18 @@ from megatron.console import ArgumentParser  # noqa: E402
 from megatron.tensor_record import read_events  # noqa: E402
 
 RING = 5  #: iterations in the ring
-JUMP = 1.2  #: ratio to the twin's loss from which a loss is a jump
-AFTER = 12  #: number of iterations that a planted run trains after its plant
+JUMP = 1.2  #: a loss above this multiple of the twin's loss is a jump
+AFTER = 12  #: number of iterations that a run trains after its planted fault
 SEEDS = (1, 2, 3, 4, 5)
-#: ends of the names of the poisoned weights, by the kind of the fault
+#: last part of the name of the weight that a fault changes, by the kind of the fault
 WEIGHTS = {
     "norm": "final_layernorm.weight",
     "embedding": "word_embeddings.weight",
     "nan": "linear_fc2.weight",
 }
 ABSENT = 3  #: id of the padding token, which the text does not contain
-#: 128 tokens per iteration, a constant learning rate and no warm-up: a noisy start
+#: flags of all runs: 128 tokens per iteration, a constant learning rate and no warm-up make the
+#: loss noisy at the start
 BASE = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
@@ -150,7 +151,7 @@ class Run:
     plant: Plant | None = None
 
     def commands(self, folder: Path) -> list[list[str]]:
-        """Return the arguments of `pretrain_gpt.py` for each process, which write to `folder`."""
+        """Return the `pretrain_gpt.py` arguments of each process; its output goes to `folder`."""
         common = [*BASE, "--tensor-save-dir", str(folder / "dump"), "--seed", str(self.seed)]
         common += ["--train-iters", str(self.iterations), *self.flags]
         if "--fp16" in self.flags:
@@ -227,7 +228,7 @@ def install(plant: Plant | None, curve: Path) -> None:
 
 
 def become(arguments: list[str], plant: Plant | None, folder: Path) -> NoReturn:
-    """Turn this fork into the training, which writes to `folder`, and exit with its status."""
+    """Train in this forked process, write to `folder`, and exit with the training's status."""
     from megatron.training.main import main as train
 
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -282,7 +283,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def train_all(runs: list[Run], output: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of all runs; do those whose result is missing or of another command."""
+    """Return the results of all runs; train a run unless the same command already has a result."""
     results, prepared = {}, False
     for run in runs:
         folder = output / "runs" / run.name
@@ -308,7 +309,7 @@ def jump_of(curve: list[Any], twin: list[Any]) -> int | None:
 
 
 def planted_rows(results: dict[str, dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
-    """Return the table's row of each planted run, and the complaints."""
+    """Return one table row per run with a planted fault, and messages about unexpected results."""
     rows, complaints = [], []
     for plant in PLANTS:
         if plant.name not in results:
@@ -330,7 +331,7 @@ def planted_rows(results: dict[str, dict[str, Any]]) -> tuple[list[list[str]], l
 
 
 def ordinary_rows(results: dict[str, dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
-    """Return the table's row of each ordinary run, and the complaints."""
+    """Return one table row per run without a fault, and messages about unexpected results."""
     rows, complaints = [], []
     for name, flags in ORDINARY.items():
         if f"ordinary/{name}" not in results:
@@ -348,7 +349,7 @@ def ordinary_rows(results: dict[str, dict[str, Any]]) -> tuple[list[list[str]], 
 
 
 def page(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return the page with both tables, and the complaints."""
+    """Return the page with both tables, and the messages about unexpected results."""
     planted, missed = planted_rows(results)
     ordinary, alarms = ordinary_rows(results)
     at_once = sum(row[2] == row[4] for row in planted)
@@ -386,7 +387,7 @@ def page(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
 
 
 def curves(results: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return loss and gradient norm of each iteration, [iterations, 2], by the name of the run.
+    """Return, by run name, each iteration's loss and gradient norm in an array [iterations, 2].
 
     A gradient norm that is unknown, in an iteration that the loss scaler skips, is -1.
     """

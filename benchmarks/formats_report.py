@@ -118,7 +118,7 @@ def _axis(case: Event) -> str:
 
 
 def _beside_peers(cases: list[Event]) -> list[str]:
-    """Return the peer that comes closest to ours, the range of its ratios, and whether it is far.
+    """Return cells: the closest peer, the range of our speed-ups, and whether the goal is met.
 
     In each case of the format, only the fastest peer counts. The goal is out of reach in a case in
     which a copy is not `PEER_GOAL` times as fast as the peer either.

@@ -37,10 +37,10 @@ from megatron.fake_quant import Format, fake_quantize, get_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
-#: Largest time of our function over that of a copy, which the project has set itself as a goal: for
-#: formats that compute one or two candidates for a block, and for HiFloat4.
+#: Goals of the project: how many times as long as a copy our function may take, for formats that
+#: compute one candidate or two for a block, and for HiFloat4.
 GOALS = {"one": 2.0, "two": 4.0, "hifloat4": 2.5}
-#: Seconds per case that the timed calls of one peer may take, and its smallest number of calls.
+#: Limits for the timed calls of one peer in one case: maximum total seconds, minimum number.
 SLOWEST, FEWEST = 5, 1
 #: Number of calls that are timed together on a GPU, to hide the time of the first launch.
 LAUNCHES = 10
@@ -160,7 +160,7 @@ def run_case(
 
 
 def limit(fmt: Format) -> float:
-    """Return how many times as long as a copy our function may take: the goal of the project."""
+    """Return the project's goal for a format: our maximum time, as a multiple of a copy's time."""
     if fmt.scaling is None:
         return GOALS["one"]
     if fmt.scaling.method == "hifloat4":

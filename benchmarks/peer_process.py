@@ -1,4 +1,4 @@
-"""Run a benchmark's worker in the Python that has the peer packages, and report from it.
+"""Run a benchmark's worker in the Python that has the peer packages, and receive its events.
 
 The benchmark calls `run_worker`; its worker calls the other functions. The worker writes one JSON
 object (event) per line to its standard output. This module imports only the standard library, so

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from megatron.fake_quant import Format
 
-ULPS = 4  #: difference in units in the last place up to which only the last bits differ
+ULPS = 4  #: maximum difference in the last bits, in units in the last place
 
 Call = Callable[[Tensor], Tensor]
 Finder = Callable[[Format], Call | None]
 
 
 def unlike(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks of the values that differ, and of those that differ by more than last bits.
+    """Return masks of the values that differ, and of those that differ in more than the last bits.
 
     Zeros of either sign are equal, and so are all NaNs.
 
@@ -273,10 +273,11 @@ def bitsandbytes() -> Finder:
 
 
 def fouroversix() -> Finder:
-    """Return the finder of the PyTorch reference of fouroversix, as pip installs it or from source.
+    """Return a function that maps a format to fouroversix's PyTorch reference implementation.
 
-    Its function is called `quantize_to_fp4` up to release 1.0 and `quantize` in newer sources,
-    which also have 6-bit elements.
+    fouroversix is either installed by pip or imported from its source. The function of the
+    reference is called `quantize_to_fp4` up to release 1.0 and `quantize` in newer sources, which
+    also have 6-bit elements.
     """
     from fouroversix.quantize import dequantize_utils
     from fouroversix.quantize.pytorch import reference

@@ -21,7 +21,7 @@ ESSENTIAL = ("torch", "numpy", "numba")
 #: of its models), einops and psutil (megatron-core needs them), and triton (torchao and fouroversix
 #: import it even where they run plain torch).
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil", "triton")
-#: Packages whose builds need those that are installed already.
+#: Packages whose builds need other packages that must already be installed.
 NOT_ISOLATED = ("fouroversix",)
 PROBE = """
 import importlib.metadata, json

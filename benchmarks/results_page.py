@@ -1,4 +1,4 @@
-"""Write the results page of a benchmark: its command without local paths, tables, and the file."""
+"""Write a benchmark's results page in Markdown, with its tables and its command."""
 
 import shlex
 import sys

@@ -29,9 +29,9 @@ sys.path.insert(0, str(REPO))
 from megatron.console import ArgumentParser  # noqa: E402
 
 TYPES = ("bf16", "mxfp8", "mxfp4", "nvfp4")
-EVERY = 10  #: number of steps from one measured step to the next, in the last column
+EVERY = 10  #: interval in steps, assumed in the last column, at which statistics are measured
 LIMIT = 0.05  #: largest accepted increase of the mean step time
-WARM_UP = 2  #: number of first pairs of steps that do not count
+WARM_UP = 2  #: number of pairs of steps at the start that do not count
 HEAD = ("type", "step s", "measured step s", "ratio", "quartiles", "added at every tenth step")
 
 
@@ -88,7 +88,7 @@ def measure(name: str, options: argparse.Namespace) -> list[tuple[float, float]]
 
 
 def row(name: str, pairs: list[tuple[float, float]]) -> tuple[list[str], float]:
-    """Return the row of a type, and the share that statistics at every tenth step add."""
+    """Return a type's table row, and the share of time that statistics at every tenth step add."""
     plain, measured = zip(*pairs, strict=True)
     low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
     added = (middle - 1) / EVERY

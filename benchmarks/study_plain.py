@@ -86,7 +86,7 @@ def attention(name: str, tensors: list[Tensor]) -> list[Product]:
 def study_pass(
     matmuls: list[Product], quantizers: Mapping[str, Quantizer], *, budget: bool = True
 ) -> Errors:
-    """Return the errors of all GEMMs in each format, and with `budget` of each operand alone."""
+    """Return each GEMM's errors by format; with `budget`, also those of quantizing one operand."""
     errors: Errors = {}
     for matmul in matmuls:
         for gemm, left, right in matmul.gemms():
@@ -106,7 +106,7 @@ def study_pass(
 
 
 def multiply_pass(matmuls: list[Product], formats: int) -> None:
-    """Compute as many products as a study of this number of formats, and nothing else."""
+    """Compute the same number of products as a study of `formats` formats, and nothing else."""
     for matmul in matmuls:
         for _, left, right in matmul.gemms():
             torch.matmul(left.float(), right.float().mT)

@@ -129,14 +129,14 @@ def speeds(cases: list[peer_process.Event]) -> str:
 
 
 def ratios_of(case: peer_process.Event) -> list[float]:
-    """Return the speed of our study over that of plain torch in each round; [] without torchao."""
+    """Return our study's speed divided by plain torch's speed, by round; [] without torchao."""
     if (plain := faster(case, "")) is None:
         return []
     return [b / a for a, b in zip(case["times"]["ours"], plain, strict=True)]
 
 
 def bound_of(case: peer_process.Event) -> float | None:
-    """Return the time of the plain study over that of its products alone; None without torchao."""
+    """Return the plain study's time divided by that of its products only; None without torchao."""
     plain, products = faster(case, ""), faster(case, "products, ")
     if plain is None or products is None:
         return None
@@ -144,7 +144,7 @@ def bound_of(case: peer_process.Event) -> float | None:
 
 
 def faster(case: peer_process.Event, prefix: str) -> list[float] | None:
-    """Return the times of the faster of two ways, "intra" and "inter"; None without torchao."""
+    """Return plain torch's times with the faster threading, intra or inter; None without torchao."""
     times = case["times"]
     ways = [times[name] for name in (f"{prefix}intra", f"{prefix}inter") if name in times]
     return min(ways, key=statistics.median) if ways else None

@@ -36,7 +36,7 @@ SEED = 1234
 
 
 def shapes(hidden: int, tokens: int) -> dict[str, dict[str, list[int]]]:
-    """Return the shapes of the tensors of each module of a layer; the largest pass comes first."""
+    """Return the tensor shapes of each module of a layer, first those of the largest module."""
     heads = [tokens, 1, hidden // HEAD_DIM, HEAD_DIM]
     attention = dict.fromkeys(("query", "key", "value"), heads)
     attention["grad_output"] = [tokens, 1, hidden]
@@ -112,7 +112,7 @@ def record_of(
 
 
 def ours(folder: Path, names: list[str], threads: int) -> study_plain.Errors:
-    """Return the errors that our study finds, by module or operation, GEMM and format."""
+    """Return the errors that our study finds, by matmul (module and operation), GEMM and format."""
     result = study(TensorStore(folder), candidates_of(names, []), workers=threads)
     if result.problems or result.left_out:
         raise SystemExit(f"[ERROR] left out: {result.problems} {dict(result.left_out)}")
@@ -136,7 +136,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def differences(own: study_plain.Errors, other: study_plain.Errors) -> dict[str, tuple[float, int]]:
-    """Return, for each format, the largest relative difference of errors, and their number."""
+    """Return the largest relative difference of the errors, and how many there are, by format."""
     found: dict[str, tuple[float, int]] = {}
     for key, numbers in own.items():
         a, b = numbers["relative_error"], other[key]["relative_error"]
@@ -200,7 +200,7 @@ def main() -> None:
         quantizers = {name: call for name, call in calls.items() if call is not None}
     names = ("torch", "torchao", "numba")
     report("plan", releases={name: release(name) for name in names})
-    # Compile the kernels and warm up all ways before the times count.
+    # Compile the kernels and warm up all implementations before the measured rounds.
     warm_up = {"folder": request["folder"] + "/warm-up", "rounds": 1, "tokens": 32}
     measure(request | warm_up, HEAD_DIM, quantizers)
     for hidden in request["hidden_sizes"]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train quantization types and recipes in pairs with bf16: does the offline error predict the gap?
+"""Train with quantization types and recipes, and in bf16: do offline errors predict the loss gap?
 
     python script/study.py --formats mxfp8 mxfp6_e2m3 mxfp4 nvfp4 nvfp4:sr --seeds 5 \\
         --continue-iterations 100 --output-dir study_runs
@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model and its processes; they are those of train_config.py."""
+    """Add train_config.py's options for the model and its processes."""
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--model", default="llama32-1b", metavar="M", help=f"{', '.join(MODELS)} (%(default)s)")
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse(argv)
         resolve.enter_environment()
         for name, text in launch.training_environment().items():
-            if not name.startswith("PYTHON"):  # libraries read the others at their import
+            if not name.startswith("PYTHON"):  # libraries read the other variables when imported
                 os.environ[name] = text
         from loss_gaps.launcher import locked
 

@@ -65,11 +65,11 @@ class NoSink:
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Refuse the tensor, because the caller must ask `takes` first."""
+        """Raise AssertionError, because the caller must ask `takes` first."""
         raise AssertionError("this sink takes no tensors")
 
     def give_up(self, why: str) -> None:
-        """Refuse the reason, because this sink has no collection to stop."""
+        """Raise AssertionError, because this sink has no collection to stop."""
         raise AssertionError("this sink has no collection to stop")
 
 

@@ -48,12 +48,13 @@ NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of th
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
 #: Recent values, oldest first. The normal ones are under LOSS and GRAD_NORM. If the last value was
-#: unusual, the finite unusual values in a row are under `_streak(LOSS)` or `_streak(GRAD_NORM)`.
+#: unusual, the finite values since the last normal one are under `_streak(LOSS)` or
+#: `_streak(GRAD_NORM)`.
 Levels = dict[str, list[float]]
 
 
 def _streak(name: str) -> str:
-    """Return the key in `Levels` of the unusual values in a row."""
+    """Return the key in `Levels` for the unusual values since the last normal value."""
     return f"unusual {name}"
 
 
@@ -181,7 +182,7 @@ class _Watched:
         return level + (bound - level) / 2 if self.unusual else bound
 
     def _multiple(self, part: float) -> float:
-        """Return the level plus the excess that the factor allows, multiplied by `part`."""
+        """Return the lower of the two medians after raising each by `part` of the allowed excess."""
         excess = (self._factor - 1) * part
         return min(
             _typical(window) + excess * _typical([abs(value) for value in window])

@@ -69,7 +69,7 @@ class RingSettings:
         return cls(collect_ring, events, Jumps.parse(**jumps))
 
     def with_vocabulary(self, tokens: int | None) -> "RingSettings":
-        """Return these settings for a model with `tokens` tokens; None if it is unknown."""
+        """Return these settings for a vocabulary of `tokens` tokens; None means an unknown size."""
         return replace(self, jumps=replace(self.jumps, vocabulary=tokens))
 
     def describe(self) -> dict[str, Any]:

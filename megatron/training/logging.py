@@ -138,7 +138,7 @@ def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) ->
 
 
 def memory_scalars() -> dict[str, int]:
-    """Return the memory of this process by the names of Megatron-LM.
+    """Return how much memory this process uses, under the names that Megatron-LM logs.
 
     Without a CUDA device, these are the resident memory of the process and its maximum, in bytes.
     """

@@ -143,7 +143,7 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Return whether an index belongs to the followed run, by the token in its run card.
+        """Return whether the token in the run card of an index is that of the followed run.
 
         The result is None if the run card does not exist yet.
         """

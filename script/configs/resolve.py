@@ -142,7 +142,7 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    """Check that the files exist. The error lists all missing files, those of the user first.
+    """Check that the files exist. The error lists all missing files, first those the user named.
 
     Raises:
         MissingFile: if files are missing; the message has a remedy for each file.

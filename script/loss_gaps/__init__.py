@@ -1,4 +1,4 @@
-"""Train configurations in pairs with bf16, and compare their loss gaps with their offline errors.
+"""Train each configuration and bf16, and compare the gaps in loss with the offline errors.
 
 `script/study.py` is the program. The modules, in the order in which it uses them:
 

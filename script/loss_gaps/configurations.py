@@ -40,7 +40,7 @@ class Configuration:
 
     @property
     def file_name(self) -> str:
-        """Return the name as a part of file names."""
+        """Return the name in a form that is safe in file names."""
         return self.name.replace(":", "-").replace("/", "-")
 
 

@@ -14,7 +14,7 @@ from megatron.analysis.stats.paired import Interval, mean_interval, spearman, st
 
 Runs = Mapping[tuple[str, int], RunLog]  #: results by the name of a configuration and the seed
 LAST = 10  #: the last training loss is the mean over the last 1/10 of the iterations
-ENOUGH = 20  #: number of configurations from which a correlation says something
+ENOUGH = 20  #: minimum number of configurations for a meaningful correlation
 
 
 def run_table(runs: Runs) -> pd.DataFrame:
@@ -54,7 +54,7 @@ def curve_table(runs: Runs) -> pd.DataFrame:
 
 
 def difference(runs: Runs, name: str, other: str = BASELINE) -> list[float]:
-    """Return the held-out losses of a configuration minus those of another, by common seed."""
+    """Return the held-out loss of a configuration minus that of another, for each common seed."""
     return [
         log.held_out_loss - runs[other, seed].held_out_loss
         for (each, seed), log in runs.items()
@@ -111,7 +111,7 @@ def gap_table(runs: Runs, errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def correlation(gaps: pd.DataFrame, column: str = ERRORS[0]) -> tuple[Interval, int]:
-    """Return Spearman's correlation of an offline error and the gap, and the number of pairs."""
+    """Return Spearman's correlation of an offline error with the gap, and the number of points."""
     known = gaps.dropna(subset=[column, "gap"])
     return spearman(list(known[column]), list(known["gap"])), len(known)
 

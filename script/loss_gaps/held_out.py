@@ -28,7 +28,7 @@ LARGEST = 1 << 30  #: largest file, in bytes, that is copied to separate the hel
 
 @dataclass(frozen=True)
 class Parts:
-    """Prefixes of the two parts."""
+    """Path prefixes of the training data and the held-out text."""
 
     train: str
     held_out: str
@@ -78,7 +78,7 @@ def cut(data: str, valid: str | None, tokens: int, folder: Path) -> Parts:
 
 
 def _write(source: Index, start: int, stop: int, lengths, prefix: str) -> None:
-    """Write the tokens from `start` to `stop` with documents of these lengths."""
+    """Write the tokens from `start` to `stop`, divided into documents of the given lengths."""
     if Path(f"{prefix}.idx").is_file():  # written last
         return
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)

@@ -23,13 +23,13 @@ from configs.launch import training_environment
 from loss_gaps.run_log import ending
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE = 15.0  #: seconds from the request to end until a process is killed
-#: Module of the analysis; any other program is `pretrain_gpt.py`.
+GRACE = 15.0  #: seconds between asking a process to end and killing it
+#: Module of the analysis program; the only other program that runs is `pretrain_gpt.py`.
 ANALYSIS = "megatron.analysis"
 
 
 class Launcher:
-    """Runner of one program at a time, whose output goes to a log."""
+    """Runner that starts one program at a time and writes its output to a log."""
 
     def __init__(self, words: Sequence[str], *, forks: bool):
         """Create a launcher.
@@ -46,7 +46,7 @@ class Launcher:
         return self._run([*self._words, *arguments], arguments, log, head)
 
     def analyze(self, arguments: Sequence[str], log: Path, head: str) -> int:
-        """Run `python -m megatron.analysis` in the same way."""
+        """Run `python -m megatron.analysis`; the log and the result are as in `train`."""
         return self._run([sys.executable, "-m", ANALYSIS, *arguments], arguments, log, head)
 
     def _run(self, command: list[str], arguments: Sequence[str], log: Path, head: str) -> int:
@@ -105,7 +105,7 @@ def _import() -> None:
 
 
 def _become(command: Sequence[str], arguments: Sequence[str], out: IO[bytes]) -> NoReturn:
-    """Turn this fork into the program, and exit with its status."""
+    """Run the program in this forked process, and exit with the program's status."""
     status = 1
     try:
         os.dup2(out.fileno(), 1)
@@ -142,7 +142,7 @@ def _end(pid: int) -> None:
 
 @contextmanager
 def locked(folder: Path):
-    """Hold the lock of an output folder, also for the runs that outlive this process.
+    """Lock an output folder in a `with` block; runs that outlive this process keep the lock.
 
     Raises:
         ValueError: if another study, or a run that it has left, holds the lock.

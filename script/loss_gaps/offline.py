@@ -49,7 +49,7 @@ class Pair:
 
     @property
     def equal_bits(self) -> bool:
-        """Return whether both have the same mean bits."""
+        """Return whether the recipe and the uniform format have the same mean bits per value."""
         return abs(self.bits - self.uniform_bits) <= SAME_BITS
 
 
@@ -81,7 +81,7 @@ def study_dump(
 
 
 def _covers(log: Path, studied: dict[str, Any]) -> bool:
-    """Return whether the study with this log was complete and had all these configurations."""
+    """Return whether the study with this log is complete and includes all these configurations."""
     if not log.is_file():
         return False
     head, _, text = log.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -176,7 +176,7 @@ def _recipe(name: str, proposal: Proposal, folder: Path, dump: str) -> Configura
 
 
 def option_of(place: Place, name: str) -> Option:
-    """Return the option of a matmul with the given format."""
+    """Return the option of a matmul that has the format `name`."""
     return next(option for option in place.options if option.format == name)
 
 

@@ -27,7 +27,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a study, for its page."""
+    """Facts about a study that its page states, such as its sizes."""
 
     command: str
     versions: str
@@ -42,7 +42,7 @@ class Setting:
     start_loss: float = math.nan  #: held-out loss of the checkpoint; NaN if unknown
 
     def sentences(self) -> list[str]:
-        """Return what was trained and measured."""
+        """Return sentences that say what was trained and measured."""
         amount = f"{self.iterations} iterations of {self.tokens:,} tokens"
         if self.from_scratch:
             how = (

@@ -74,7 +74,7 @@ class Trainings:
         self.launcher = Launcher(words[:at], forks=forks)
 
     def _matrix(self) -> argparse.Namespace:
-        """Return the options with which train_config.py would start such a run."""
+        """Return the options with which train_config.py would start one of the compared runs."""
         matrix = argparse.Namespace(**vars(self.options))
         matrix.training_config, matrix.dataset, matrix.dtype = "default", None, "bf16"
         matrix.checkpoint_path, matrix.tensorboard_path = launch.NOTHING, "none"
@@ -273,7 +273,7 @@ def tokenized(text: Path, tokenizer: str, folder: Path) -> str:
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return words without the flags in `names` and their values."""
+    """Return `words` without the flags in `names` and the values of these flags."""
     rest: list[str] = []
     before = ""
     for word in words:

@@ -28,7 +28,7 @@ from megatron.fake_quant.recipe_operands import GEMMS
 logger = logging.getLogger(__name__)
 
 FOLDER = "statistics"  #: folder of the files, in the folder of the collection
-UNQUANTIZED = "all"  #: `gemm` of a tensor that all GEMMs multiply without quantizing it
+UNQUANTIZED = "all"  #: value of `Place.gemm` for a tensor that no GEMM quantizes
 #: GEMM and operand of each slot, by operation.
 OPERANDS = {
     operation: dict(

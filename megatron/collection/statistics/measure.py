@@ -37,7 +37,7 @@ class Statistics(NamedTuple):
 
 
 def measure(x: torch.Tensor, quantized: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the fields of `Sums` after `values` as a float64 tensor on the operand's device.
+    """Return all fields of `Sums` except `values`, as a float64 tensor on the operand's device.
 
     Args:
         x: the operand before quantization, with at least one value and one dimension.

@@ -46,7 +46,7 @@ class Operation:
     module: str  #: name of the module in the whole model
     name: str
     is_expert: bool
-    rows: dict[str, int]  #: row of each slot, in the histories of the slot's pass
+    rows: dict[str, int]  #: row of each slot in the histories of the forward or backward pass
     length: int  #: largest length of a history
 
 
@@ -80,7 +80,7 @@ class DelayedScaling:
         self._used: dict[int, Tensor] = {}
 
     def amax_of(self, module: str, operation: str, slot: str, x: Tensor, fmt: Format) -> Tensor:
-        """Return the amax with which an operand is quantized, and record the operand's own.
+        """Return the amax with which an operand is quantized, and record the operand's own amax.
 
         Raises:
             ValueError: if torch.compile traces the call.
@@ -114,7 +114,7 @@ class DelayedScaling:
         self._update(self.backward)
 
     def state_of(self, operation: Operation) -> Tensor:
-        """Return the state of an operation: `[6 slots, 1 + length]` amaxes in use and histories.
+        """Return an operation's state [6, 1 + length]: each slot's amax in use, then its history.
 
         The rows of slots without delayed scaling are zero.
         """

@@ -67,20 +67,20 @@ from megatron.collection.capture import over_context
 from megatron.core import parallel_state
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 
-#: Name, among the groups of an operand, of the replicas of an expert in a tp x cp group.
+#: Name that `groups_of` returns for the replicas of an expert in a tp x cp group.
 REPLICAS = "replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Maximum over a group, in one element of a vector; the other elements are of other experts."""
+    """Maximum over a group, in one element of a vector; other experts use the other elements."""
 
     group: torch.distributed.ProcessGroup
     element: int = 0
     size: int = 1
 
     def __call__(self, amax: Tensor) -> Tensor:
-        """Return the maximum of `amax` over the ranks that use the same element."""
+        """Return the maximum of `amax` over the ranks that use the same element of the vector."""
         amaxes = amax.new_zeros(self.size)
         amaxes[self.element] = amax
         torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, self.group)

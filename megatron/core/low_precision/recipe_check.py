@@ -176,7 +176,7 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
 
 
 def _cut_blocks(module: Quantized) -> Iterator[str]:
-    """Yield a message for each operand of QK^T whose blocks the tiles of a recipe cut.
+    """Yield a message for each operand of QK^T whose blocks would be cut by the tiles of a recipe.
 
     A recipe's own formats are checked when it is read. Here, a flag sets the format of QK^T.
     """
@@ -197,7 +197,7 @@ def _cut_blocks(module: Quantized) -> Iterator[str]:
 def _other_dtypes(
     module: Quantized, operation: str, formats: GemmFormats, source: str
 ) -> Iterator[str]:
-    """Yield a message for each accumulator whose unit does not multiply the model's dtype."""
+    """Yield a message for each accumulator whose matrix unit does not accept its operands."""
     assert module.identity is not None
     for gemm, accumulator in formats.accumulators.items():
         operands = (formats.effective(slot).format for slot in GEMM_SLOTS[gemm])

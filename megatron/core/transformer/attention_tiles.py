@@ -20,7 +20,8 @@ from megatron.tensor_record import CODES
 
 logger = logging.getLogger(__name__)
 
-#: Slots of P and of the gradient of the scores, by operation. In tiles, no whole matrix exists.
+#: Slots of P and of the gradient of the scores, by operation. With tiles, these operands never
+#: exist as whole matrices.
 _IN_TILES = {"qk": ("dgrad_c", "wgrad_c"), "pv": ("fprop_a", "wgrad_a")}
 
 
@@ -107,7 +108,7 @@ def key_mask(attention: torch.nn.Module, query, key, attention_mask) -> KeyMask:
 
 
 def check_codes(capture, matmuls: Mapping[str, GemmFormats]) -> None:
-    """Raise ValueError if the codes of an operand are collected that exists only tile by tile.
+    """Raise ValueError if codes are collected of operands that exist only tile by tile.
 
     Args:
         capture: recorder of this pass's tensors.

@@ -113,7 +113,7 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
 
 
 def _pass_results_within_this_process() -> None:
-    """Give the next synchronous save a queue of this process for its results.
+    """Give the next synchronous save a results queue that lives in this process.
 
     megatron-core's own queue also serves asynchronous saves. It lives in another process, which
     imports torch at the first save: that takes 2 s of CPU time per rank, and memory until the end.
