@@ -144,7 +144,7 @@ def bound_of(case: peer_process.Event) -> float | None:
 
 
 def faster(case: peer_process.Event, prefix: str) -> list[float] | None:
-    """Return plain torch's times with the faster threading, intra or inter; None without torchao."""
+    """Return torch's times with its faster threading, intra or inter; None without torchao."""
     times = case["times"]
     ways = [times[name] for name in (f"{prefix}intra", f"{prefix}inter") if name in times]
     return min(ways, key=statistics.median) if ways else None

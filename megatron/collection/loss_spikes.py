@@ -182,7 +182,7 @@ class _Watched:
         return level + (bound - level) / 2 if self.unusual else bound
 
     def _multiple(self, part: float) -> float:
-        """Return the lower of the two medians after raising each by `part` of the allowed excess."""
+        """Return the lower of the two medians, each raised by `part` of its allowed excess."""
         excess = (self._factor - 1) * part
         return min(
             _typical(window) + excess * _typical([abs(value) for value in window])
