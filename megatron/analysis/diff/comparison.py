@@ -73,7 +73,7 @@ class Result:
     #: Number of the tensor in the order of execution, counted from 0; its parts share the number.
     position: int
     status: str
-    #: Records of A and B; the first record of each if shards were joined. None if there is none.
+    #: Records of A and B; the first record of each if shards were joined. None if one is missing.
     rows: tuple[Any, Any]
     joined: bool = False  #: whether the shards of several ranks were joined
     difference: Difference | None = None

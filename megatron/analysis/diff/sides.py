@@ -48,7 +48,7 @@ class TensorKey(NamedTuple):
 
 #: Position of a tensor in the order of execution; see `Side.order`.
 Position = tuple[float, ...]
-#: Part of a tensor: the rank in each group that shards it, or the global rank if unknown.
+#: Part of a tensor: the rank in each group that shards it, or the global rank if that is unknown.
 Cell = tuple[int, ...]
 
 _OUTSIDE = -1  #: layer number of a module outside of the transformer layers

@@ -19,7 +19,7 @@ from megatron.analysis.plots.style import (
 
 EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the two ends of the y-axis
 NOISE = 0.1  #: half of the minimum span of a linear axis, as a fraction of the median value
-NARROW = 8.0  #: default of the minimum ratio of values for a logarithmic axis
+NARROW = 8.0  #: default minimum ratio of largest to smallest value for a logarithmic axis
 
 
 def plot_lines(

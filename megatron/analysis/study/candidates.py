@@ -26,7 +26,7 @@ from megatron.fake_quant.quant_type import (
 )
 from megatron.fake_quant.recipe import Recipe, load_recipe
 
-HIGH_PRECISION = GemmFormats()  #: formats of a matmul whose operands stay as they are
+HIGH_PRECISION = GemmFormats()  #: formats of a matmul whose operands are not quantized
 _BITS = 16.0  #: bits per value of an operand that is not quantized, as in bfloat16
 
 

@@ -68,7 +68,7 @@ from megatron.fake_quant.recipe_operands import GEMMS
 
 Row = dict[str, Any]
 Numbers = dict[str, float]  #: error metrics by column
-#: Last columns of both tables.
+#: Last columns of the table of errors and of the table of budgets.
 _SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
 #: To measure operands alone, each of these sets of slots is quantized at a time; the numbers say
 #: which operand (0 or 1) of each GEMM that is. A set includes all slots of a tensor, because some

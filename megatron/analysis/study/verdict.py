@@ -20,7 +20,7 @@ from megatron.analysis.study.gradients import gradients_of, rule
 from megatron.analysis.study.proposal import Proposal, layers_text
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 
-STANDS_OUT = 1.0  #: distance from the median from which a result stands out, in dB
+STANDS_OUT = 1.0  #: minimum distance from the median, in dB, of a result that stands out
 _NAMED = 3  #: maximum number of places that the verdict names
 #: Names of operands in the verdict and in pictures.
 OPERAND_NAMES = {

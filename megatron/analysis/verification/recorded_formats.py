@@ -34,7 +34,7 @@ _AUDIT_LINE = re.compile(
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
-#: words between the names of GEMMs and the name of their accumulator
+#: words of an audit line between the names of GEMMs and the name of their accumulator
 ACCUMULATED = "accumulated in "
 _MARK = re.compile(
     rf" \(({STRAIGHT}|{UNNORMALIZED}|tiles of [^()]{{1,80}}"
