@@ -114,7 +114,7 @@ def grouped(rows: Iterable[tuple[str, str, str, str]]) -> list[list[str]]:
 
 
 def differences(results: list[Event], *, special: bool) -> str:
-    """Return a table of the vectors that differ, with the reasons.
+    """Return a table of the vectors whose results differ, with the reasons.
 
     Args:
         results: events of the worker.

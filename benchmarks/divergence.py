@@ -191,7 +191,7 @@ def poison(model: Any, kind: str, factor: float) -> None:
 
 
 def install(plant: Plant | None, curve: Path) -> None:
-    """Make the training loop record each iteration in `curve`, and plant the fault."""
+    """Make the training loop record each iteration in `curve`, and inject the fault `plant`."""
     import torch
 
     from megatron.training import loop

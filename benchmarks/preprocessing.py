@@ -214,7 +214,7 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
 
 
 def ratio(rounds: list[Round], field: str, *theirs: str) -> str:
-    """Format the ratio of the total time of `theirs` to ours: median and quartiles over rounds."""
+    """Format the total time of `theirs` divided by our time: median and quartiles over rounds."""
     ratios = [
         sum(getattr(turns[name], field) for name in theirs) / getattr(turns[OURS], field)
         for turns in rounds

@@ -41,7 +41,7 @@ FORWARD = ("fprop_a", "fprop_b")  #: slots of the forward pass
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation of a module (linear, qk or pv) with delayed scaling, and the rows of its slots."""
+    """A module's linear, qk or pv operation with delayed scaling, and the rows of its histories."""
 
     module: str  #: name of the module in the whole model
     name: str
