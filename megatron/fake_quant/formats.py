@@ -146,7 +146,7 @@ class Format:
         return self.height == WHOLE_AXIS and not self.one_block
 
     def across(self) -> "Format":
-        """Turn this format, which has one scale per column, into the one with one scale per row.
+        """Return the format with one scale per row in place of this one with a scale per column.
 
         Along the other axis of a matrix, the returned format has the same blocks as this one. A
         format that has `one_block` also becomes one with rows, which equals it for a tensor that is

@@ -193,7 +193,7 @@ class _Call:
     def multiplied(
         self, gemm: str, left: SplitMatrix, right: SplitMatrix, plain: Matmul
     ) -> tuple[Tensor, SplitMatrix | _Prepared, SplitMatrix | _Prepared]:
-        """Return the product of a GEMM, times `alpha`, and both operands.
+        """Return a tuple: the product of a GEMM, multiplied by `alpha`, and both of its operands.
 
         The operands are not yet quantized as matrices if an accumulator has read their elements.
         `plain` multiplies tensors that need neither scales nor an accumulator.

@@ -57,7 +57,7 @@ class SplitMatrix(NamedTuple):
         return values if self.scale is None else values * self.scale
 
     def joined(self) -> "SplitMatrix":
-        """Return the matrix with both parts added, which keeps the scale if there is one part."""
+        """Return the matrix with both parts added; a matrix of one part keeps its scale."""
         if self.column is None or self.row is None:
             return self
         return SplitMatrix(self.dense(), dtype=self.dtype)

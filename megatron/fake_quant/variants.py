@@ -161,7 +161,7 @@ def _delayed(scaling: TensorScaling, variant: str) -> TensorScaling:
 
 
 def _with_headroom(scaling: TensorScaling, variant: str) -> TensorScaling:
-    """Return a scaling to the fraction of its target that `variant` gives."""
+    """Return a scaling whose target is multiplied by the fraction that `variant` gives."""
     fraction = _fraction(variant[4:])
     check_headroom(fraction)
     return replace(scaling, target=scaling.target * share(fraction))

@@ -19,7 +19,7 @@ from megatron.fake_quant.special_scalings import (
     TensorScaling,
 )
 
-#: Element types of 16-bit tensors, of which one stands for tensors whose dtype is not yet known.
+#: 16-bit element types; one of them stands for tensors whose dtype is not yet known.
 HALVES = ("bfloat16", "float16")
 
 

@@ -106,7 +106,7 @@ def multiply(
 
 
 def _plain_matmul(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return A B^T in float32, also where autocast would compute it in fewer bits."""
+    """Return A B^T in float32, even where autocast would compute it in fewer bits."""
     with no_autocast(a_MK.device.type):
         return torch.matmul(a_MK, b_NK.transpose(-2, -1))
 

@@ -1,6 +1,6 @@
-"""Parse the name of an accumulator: a named one, or one that is spelled out.
+"""Parse the name of an accumulator, which is predefined or spelled out.
 
-hopper_fp8                     a named accumulator, in upper or lower case
+hopper_fp8                     a predefined accumulator, in upper or lower case
 fda:l32:f13:m13:rz             a fused dot product and addition, spelled out:
 
 l32     products per step, which are added to the running sum at once

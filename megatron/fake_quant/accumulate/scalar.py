@@ -152,7 +152,7 @@ def _products(factors: list[_Factors], smallest: tuple[int, int]) -> list[_Term]
 
 
 def _groups(factors: list[_Factors], accumulator: Accumulator) -> list[_Term]:
-    """Return the exact sum of each group as a term, whose exponent is that of its two scales."""
+    """Return each group's exact sum as a term; its exponent is that of its scales' product."""
     groups = [factors[first : first + GROUP] for first in range(0, len(factors), GROUP)]
     return [
         _Term(

@@ -104,7 +104,7 @@ def magnitude(stored: Any) -> Any:
 
 
 def finite_magnitude(stored: Any) -> Any:
-    """Clear the sign bit of a stored value, in its own width; return 0 for an Inf and a NaN."""
+    """Clear the sign bit of a stored value, in its own width; return 0 for Inf and NaN."""
     raise NotImplementedError("only in compiled code")
 
 

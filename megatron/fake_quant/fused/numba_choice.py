@@ -109,7 +109,7 @@ def integer_error(bits: Any, down: Any, up: Any, rule: Any) -> Any:
 
 @inlined
 def block_scales(amax: Any, down: Any, up: Any, columns: Any, rule: Any) -> Any:
-    """Write the factors of both element types, before and after rounding, to `down` and `up`."""
+    """Write both element types' factors, applied before and after rounding, to `down` and `up`."""
     for j in range(columns):
         scale = e4m3(np.float32(np.float32(as_float(amax[j]) / SIX) * rule.encode))
         other = scale

@@ -51,7 +51,7 @@ _ROUNDINGS = {
     "hybrid": numba_elementwise.HYBRID,
 }
 _LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
-#: number of bytes of a tensor that are read twice in a row, few enough to stay in the L2 cache
+#: bytes of a tensor that two successive passes read, few enough to stay in the L2 cache
 _NEAR = 1 << 19
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order

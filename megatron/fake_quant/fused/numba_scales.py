@@ -72,9 +72,8 @@ class Rule(NamedTuple):
     grouped: bool = False
     #: True if the scale of the tensor or of whole rows is not applied to rounded values
     apart: bool = False
-    fold: np.float32 = (
-        ONE  #: factor by which the `encode` of each of these outer scales is multiplied
-    )
+    #: factor by which the `encode` of each outer scale is multiplied, if there are several
+    fold: np.float32 = ONE
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:

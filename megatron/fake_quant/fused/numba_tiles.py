@@ -48,7 +48,7 @@ class Cut(NamedTuple):
 
 
 def cut(outer: int, n: int, inner: int, size: int) -> tuple[Cut, int]:
-    """Return the division of an `[outer, n, inner]` tensor into tiles, and their number."""
+    """Return how an `[outer, n, inner]` tensor is divided into tiles, and the number of tiles."""
     if inner == 1:
         if n % size == 0:
             outer, n = 1, outer * n

@@ -1,6 +1,6 @@
 """Choose the inputs of the conformance vectors of a number format.
 
-Each input pins one rule, such as ties or the ends of the scale's range. The inputs are computed
+Each input tests one rule, such as ties or the ends of the scale's range. The inputs are computed
 from the data of the format: rounding edges from the values of its element type, maxima of blocks
 from the numbers that its scales can have. A new format therefore needs no code here.
 """
@@ -45,7 +45,7 @@ _FRACTIONS = (1, -1, 0.5, -0.25, 0.7, -0.4, 0.3, -0.15, 0.1, 0.6, -0.9, 0.8, -0.
 
 @dataclass(frozen=True, slots=True)
 class VectorInput:
-    """Input of one conformance vector, and the rule that it pins."""
+    """Input of one conformance vector, and the rule that it tests."""
 
     name: str
     rule: str  #: reason for the vector, in one line
@@ -54,7 +54,7 @@ class VectorInput:
 
 
 def vector_inputs(fmt: Format) -> list[VectorInput]:
-    """Return the inputs of all vectors of a format, each with the rule that it pins."""
+    """Return the inputs of all vectors of a format, each with the rule that it tests."""
     makers: tuple[Callable[[Format], list[VectorInput]], ...] = (
         _element_inputs,
         _special_inputs,
@@ -90,7 +90,7 @@ def _around(x: Tensor) -> Tensor:
 
 
 def _element_inputs(fmt: Format) -> list[VectorInput]:
-    """Return inputs that pin the rounding of each element type of a format."""
+    """Return inputs that test the rounding of each element type of a format."""
     vectors = []
     for element in fmt.elements:
         frame, kind = frame_of(fmt, element), ""
@@ -181,7 +181,7 @@ def _beyond(fmt: Format) -> list[float]:
 
 
 def _scale_inputs(fmt: Format) -> list[VectorInput]:
-    """Return inputs that pin the scales of blocks."""
+    """Return inputs that test the scales of blocks."""
     if fmt.block_size is None:
         return []
     exponents = [*range(-149, -115), *range(-115, 115, 10), *range(115, 128)]
@@ -215,7 +215,7 @@ def _scale_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _whole_scales(fmt: Format, ends: Sequence[float]) -> list[VectorInput]:
-    """Return inputs, one per maximum, that pin the scale of a tensor that is one block."""
+    """Return inputs, one per maximum, that test the scale of a tensor that is one block."""
     changes = _around(_scale_changes(fmt)).tolist()
     near = "just below, at or just above a number at which the scale changes"
     maxima = {
@@ -252,7 +252,7 @@ def _scale_changes(fmt: Format) -> Tensor:
 
 
 def _finer_scales(fmt: Format) -> VectorInput:
-    """Return an input that pins the scale bits of neighboring values within a block."""
+    """Return an input that tests the scale bits of neighboring values within a block."""
     size = width_of(fmt)
     base = torch.zeros(size)
     base[0] = anchor_of(fmt)
@@ -270,7 +270,7 @@ def _finer_scales(fmt: Format) -> VectorInput:
 
 
 def _tensor_inputs(fmt: Format) -> list[VectorInput]:
-    """Return inputs that pin the range of an outer scale, one tensor per maximum."""
+    """Return inputs that test the range of an outer scale, one tensor per maximum."""
     if not fmt.has_outer_scale:
         return []
     target = scalings.target(fmt) or 1

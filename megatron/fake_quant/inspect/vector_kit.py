@@ -4,7 +4,7 @@ A kit is a folder of test vectors for other implementations of the formats. A ve
 with the codes, scales and dequantized values that it must give. The folder contains
 
     manifest.json   for every format: its description, its files with their SHA-256, and its
-                    vectors, each with a shape, an axis, a dtype and the rule that it pins
+                    vectors, each with a shape, an axis, a dtype and the rule that it tests
     FORMAT.npz      arrays named VECTOR.input, .codes, .block_scales, .tensor_scale and .values
     FORMAT.json     the same arrays; the bits of each number are in hexadecimal
 
@@ -43,7 +43,7 @@ from megatron.fake_quant.quantize import fake_quantize
 KIT = "conformance vectors of megatron.fake_quant"
 VERSION = 1
 MANIFEST = "manifest.json"
-#: Formats besides the named ones that every kit includes, for rules that no named format tests.
+#: Formats that every kit includes in addition to named ones, for rules that these do not test.
 VARIANTS = (
     "mxfp8:rceil",
     "nvfp4:4over6-mae",

@@ -80,7 +80,7 @@ class OperationPolicy:
     source: str
     rules: tuple[Rule, ...] | None = None  #: rules of a recipe, in order of precedence
     accumulator: AccumulatorChoice | None = None  #: accumulator that is set for all matmuls
-    is_lm_head: bool = False  #: True for the LM head, which needs a format to have an accumulator
+    is_lm_head: bool = False  #: True for the LM head; it has an accumulator only with a format
 
     def _accumulated(self, formats: GemmFormats | None) -> GemmFormats | None:
         if self.accumulator is None or (self.is_lm_head and formats is None):
@@ -104,7 +104,7 @@ class OperationPolicy:
         """
         if self.rules is None:
             return [] if self.fixed is None else [(self.fixed, self.source)]
-        # An iteration without a rule is the first one, or it follows the last one of a rule.
+        # A range of iterations without a rule begins at iteration 1 or after the end of a rule.
         starts = [1.0, *(rule.iterations[1] + 1 for rule in self.rules)]
         uncovered = any(start < math.inf and self._rule(start) is None for start in starts)
         formats_of = [

@@ -78,7 +78,7 @@ def query_step(
 
 
 def _lengths_along(operand: Operand) -> dict[str, int]:
-    """Return the length along the reduction axis of each kind of group of values, by its name."""
+    """Return the lengths of groups of values along the reduction axis, keyed by group names."""
     lengths: dict[str, int] = {}
     if operand.hadamard is not None:
         lengths[f"a Hadamard transform of {operand.hadamard.size} values"] = operand.hadamard.size

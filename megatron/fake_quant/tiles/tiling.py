@@ -68,7 +68,7 @@ class Tiling:
             )
 
     def spans(self, keys: int) -> Iterator[tuple[int, slice]]:
-        """Yield each tile's number, counted from the first key, and its keys, in the set order."""
+        """Yield the number (counted from the first key) and the keys of each tile, in turn."""
         numbers = range(-(-keys // self.tile))
         for number in reversed(numbers) if self.order == "reverse" else numbers:
             start = number * self.tile
