@@ -96,7 +96,7 @@ class Recipe:
 
     path: Path
     rules: tuple[Rule, ...]
-    #: operations for which a config has the key `accumulate`, also with fp32, which changes nothing
+    #: operations for which a config has the key `accumulate`, even with fp32, which changes nothing
     accumulated: frozenset[str] = frozenset()
 
     @property

@@ -27,7 +27,7 @@ from megatron.fake_quant.fused.numba_panels import LANES, ROWS, UNROLLED, Packin
 from megatron.fake_quant.fused.tensor_memory import bits_in_memory
 
 _LEAST_PRODUCTS = 1 << 20  #: number of products that makes an additional thread worthwhile
-_LEAST_ELEMENTS = 1 << 15  #: number of elements to convert that makes a thread worthwhile
+_LEAST_ELEMENTS = 1 << 15  #: elements to convert that make an additional thread worthwhile
 
 _RULES: dict[str, type[Rule]] = {"fused": Fused, "grouped": Grouped, "two_stage": TwoStage}
 Floats = NDArray[np.float32]

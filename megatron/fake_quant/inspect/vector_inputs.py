@@ -129,7 +129,7 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _of_maxima(maxima: Sequence[float] | Tensor, fmt: Format) -> Tensor:
-    """Return one block per maximum, whose values are fixed fractions of it."""
+    """Return, for each maximum, a block whose values are fixed fractions of it."""
     size = width_of(fmt) * height_of(fmt)
     fractions = torch.tensor(_FRACTIONS).repeat(-(-size // len(_FRACTIONS)))[:size]
     return torch.as_tensor(maxima, dtype=torch.float32).unsqueeze(-1) * fractions
@@ -171,7 +171,7 @@ def _special_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _beyond(fmt: Format) -> list[float]:
-    """Return maxima that test whether and from where values saturate."""
+    """Return maxima that test whether values saturate, and from which magnitude on."""
     anchor = anchor_of(fmt)
     next_power = math.ldexp(1, math.frexp(anchor)[1])
     # HiFloat8 overflows from 1.25 times its largest number, which is a power of two.
