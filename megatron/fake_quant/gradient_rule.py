@@ -22,7 +22,7 @@ GRADIENTS = {"linear": "grad_output", "qk": "grad_scores", "pv": "grad_output"}
 
 
 def gradient_to_noise(relative_error: float) -> float:
-    """Return the ratio of a gradient to its quantization noise; infinite without an error."""
+    """Return the ratio of a gradient to its quantization noise; infinite if the error is zero."""
     return 1 / relative_error if relative_error else math.inf
 
 

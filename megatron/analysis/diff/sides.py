@@ -194,9 +194,10 @@ class Side:
         return self._in_order_of_one_rank(whole, key, self.rows[numbers[0]])
 
     def _in_order_of_one_rank(self, whole: Tensor, key: TensorKey, row: Any) -> Tensor:
-        """Return the joined tensor; gate and up of a gated fc1 are put in the order of one rank.
+        """Return the joined tensor; for a gated fc1, put all of gate before all of up.
 
         Each rank holds a shard of both, so joining the shards gives gate 0, up 0, gate 1, up 1, ...
+        A run with a single rank has gate 0, gate 1, ..., up 0, up 1, ...
         """
         size = row.tp_size
         axes = [cut.axis for cut in cuts_of(row) or () if cut.group == "tp"]

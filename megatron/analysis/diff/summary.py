@@ -79,11 +79,14 @@ class Summary:
     counts: Counter[str] = field(default_factory=Counter)  #: number of results by status
     first: Result | None = None  #: first pair that differs
     first_alone: Result | None = None  #: first record that only one run has
-    different: list[Result] = field(default_factory=list)  #: first pairs that differ
-    alone: list[Result] = field(default_factory=list)  #: first records that only one run has
+    #: First pairs that differ, at most `LISTED`.
+    different: list[Result] = field(default_factory=list)
+    #: First records that only one run has, at most `LISTED`.
+    alone: list[Result] = field(default_factory=list)
     #: Number of records that only one run has, by iteration and status.
     alone_by_iteration: Counter[tuple[Any, str]] = field(default_factory=Counter)
-    unreadable: list[Result] = field(default_factory=list)  #: first pairs that cannot be compared
+    #: First pairs that cannot be compared, at most `LISTED`.
+    unreadable: list[Result] = field(default_factory=list)
     #: First pass, as (iteration, micro-batch), in which any value differs; None if there is none.
     first_pass: tuple[Any, Any] | None = None
     #: Results of `first_pass` by operation and layer.

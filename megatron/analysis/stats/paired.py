@@ -1,4 +1,4 @@
-"""Statistics of paired runs: an interval of their mean difference, and a rank correlation.
+"""Statistics of paired runs: confidence intervals for mean differences and rank correlations.
 
 Only NumPy is needed. The tests compare the functions with published tables, and with SciPy where it
 is installed.

@@ -132,7 +132,7 @@ def _scaling(fmt: Format, element: ElementFormat) -> Constants:
 
 
 class _Matrices(NamedTuple):
-    """View of a tensor as consecutive matrices, and the blocks in them."""
+    """Layout of a tensor as consecutive matrices, and of the blocks in them."""
 
     number: int
     rows: int
@@ -143,7 +143,7 @@ class _Matrices(NamedTuple):
 
 
 def _matrices(shape: tuple[int, ...], axis: int, size: int, unit: int | None) -> _Matrices:
-    """Return a view of a tensor with blocks of `size` values along `axis`.
+    """Return the layout of a tensor as matrices with blocks of `size` values along `axis`.
 
     If blocks run along rows, and each row consists of whole `units`, all rows are treated as one.
 
@@ -158,7 +158,7 @@ def _matrices(shape: tuple[int, ...], axis: int, size: int, unit: int | None) ->
 
 
 def _parts(shape: tuple[int, ...], axis: int, itemsize: int) -> _Matrices:
-    """Return a view of a tensor with tiles that divide whole rows or columns along `axis`."""
+    """Return the layout of a tensor whose rows or columns along `axis` are cut into tiles."""
     values, inner = TILE // itemsize, math.prod(shape[axis + 1 :])
     if inner == 1:
         return _matrices(shape, axis, min(values, _power_of_two(shape[axis])), None)

@@ -57,7 +57,7 @@ def height_of(fmt: Format) -> int:
 
 
 def anchor_of(fmt: Format) -> float:
-    """Return a block maximum for which the scale is 1 or, with some rules, a small number."""
+    """Return a block maximum that gives a scale of 1 (with some scale rules, up to 2)."""
     scaling, element = fmt.scaling, fmt.element
     if isinstance(scaling, TensorScaling):
         return min(scaling.target, element.max)

@@ -65,7 +65,7 @@ class ChoiceModule(BlockScalingModule, Protocol):
     """Functions that a module must provide if each block chooses between two element types."""
 
     def alternative_chosen(self, scales: Scales) -> Tensor:
-        """Return whether each block has the scaling's alternative element type."""
+        """Return a mask of the blocks whose elements have the scaling's alternative type."""
 
 
 #: Modules that implement a scaling, by its `method`.
@@ -114,7 +114,7 @@ def target(fmt: Format) -> float | None:
 
 
 def alternative_chosen(scales: Scales, scaling: Scaling) -> Tensor:
-    """Return whether each block has the scaling's alternative element type."""
+    """Return a mask of the blocks whose elements have the scaling's alternative type."""
     return cast(ChoiceModule, module_of(scaling)).alternative_chosen(scales)
 
 
