@@ -4,7 +4,8 @@ The paper (arXiv 2505.19115) analyzes training with noisy gradients and confirms
 runs: once the norm of the gradient falls below about √3 times the quantization noise, quantized
 training becomes less effective, and the rest of the training needs higher precision.
 
-Here, G is a gradient in high precision and E is the error that quantization causes in it:
+This definition is our reading of the paper's abstract. G is a gradient in high precision, and E is
+the error that quantization causes in it:
 
     ratio = rms(G) / rms(E) = ||G|| / ||E||        the rule flags G if ratio < √3
 
