@@ -54,9 +54,8 @@ def fake_quantize(
 ) -> Tensor:
     """Quantize and dequantize `x`; see `megatron.fake_quant.fake_quantize`."""
     known, layout = _checked(x, fmt, axis, batch)
-    out = torch.empty_like(x)
     if x.numel() == 0:
-        return out
+        return torch.empty_like(x)
     if batch and not _alone(known, seeds):
         layout = BlockLayout.of(tuple(x.shape), known, axis)
         return compute(x, known, layout, None)
@@ -64,7 +63,7 @@ def fake_quantize(
         compute(sample, known, layout, seed, amax=of_sample)
         for sample, seed, of_sample in samples(x, seeds, batch, amax)
     ]
-    return out.copy_(stacked(results, x, batch)) if batch else results[0]
+    return torch.empty_like(x).copy_(stacked(results, x, batch)) if batch else results[0]
 
 
 @fake_quantize.register_fake

@@ -57,6 +57,29 @@ def test_outer_scales_of_many_groups_have_the_reference_s_bits(name, monkeypatch
         assert torch.equal(bits(numba_launch.fake_quantize(x, fmt, layout, seed)), bits(expected))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("fp8_rowwise", (2, 600, 4100)),
+        ("nv:e2m1:row:e4m3:outer-row:sr", (3, 5000)),
+        ("nv:e2m1:tensor:ue5m3", (7, 1803)),
+    ],
+)
+def test_blocks_that_are_divided_have_the_reference_s_bits(name, shape):
+    """Long columns and rows are quantized in parts; some have a NaN, an Inf or only zeros."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    x = torch.ldexp(x, torch.arange(shape[-1]).remainder(30) - 15)
+    x[..., 0, 1], x[..., -1, -1], x[..., 2] = torch.nan, torch.inf, 0
+    fmt = get_format(name)
+    seed = SEED if fmt.stochastic else None
+    for tensor in (x, x.nan_to_num(1, 2)):
+        for axis in (-1, -2):
+            layout = BlockLayout.of(shape, fmt, axis)
+            expected = reference.fake_quantize(tensor, fmt, layout, seed)
+            found = numba_launch.fake_quantize(tensor, fmt, layout, seed)
+            assert torch.equal(bits(found), bits(expected)), axis
+
+
 @dtypes
 @pytest.mark.parametrize("hadamard", [Hadamard(16, "nvfp4"), Hadamard(64, 5), Hadamard(2)])
 def test_rotations_have_the_reference_s_bits(hadamard, dtype, monkeypatch):

@@ -23,6 +23,7 @@ from megatron.fake_quant.fused.numba_bits import (
     fill_random,
     finite_magnitude,
     kernel,
+    magnitude,
     narrow,
     nearest_even,
     stochastic,
@@ -35,14 +36,20 @@ from megatron.fake_quant.fused.numba_search import add_errors
 
 
 class Tiling(NamedTuple):
-    """Shape of the blocks of a tensor `[outer, n, inner]`, and how the tensor is cut into tiles."""
+    """Shape of the blocks of a tensor `[outer, n, inner]`, and how the tensor is cut into tiles.
+
+    A tile has a row of whole blocks, unless blocks are divided. Then `rows` is less than `height`,
+    or `columns` is less than `width`, and the largest magnitude of each block is found beforehand.
+    """
 
     height: int  #: rows per block
     width: int  #: columns per block
-    columns: int  #: columns per tile, a multiple of `width`
+    rows: int  #: rows per tile
+    columns: int  #: columns per tile, a multiple of `width` unless blocks are divided
     strips: int  #: number of parts into which the columns are cut, for more threads
     #: True if blocks run along the last axis; a search sums errors in an order that depends on it
     along_rows: bool
+    divided: bool  #: True if a tile may have a part of a block
     #: An outer scale applies to 2^shift rows or columns of a matrix.
     row_shift: int = 0
     column_shift: int = 0
@@ -122,13 +129,16 @@ def line(
 
 
 @kernel
-def finite_maxima(
-    src: Any, rows: Any, columns: Any, strips: Any, out: Any, start: Any, stop: Any
+def group_maxima(
+    src: Any, rows: Any, columns: Any, strips: Any, finite: Any, out: Any, start: Any, stop: Any
 ) -> None:
-    """Compute the largest finite magnitude of each group of values with a common outer scale.
+    """Compute the largest magnitude of each group of values, such as those with one outer scale.
 
-    A group has `rows` x `columns` values of a matrix of `src`, `[outer, n, inner]`. `columns` is a
-    power of two or at least `inner`. `start` and `stop` count as in `blocks`. `out` must be zero.
+    A group has `rows` x `columns` values of a matrix of `src`, `[outer, n, inner]`. `columns`
+    divides `TILE` or is at least `inner`. `start` and `stop` count as in `blocks`. `out` must be
+    zero.
+
+    finite: whether Inf and NaN are ignored.
     """
     n, inner = src.shape[1], src.shape[2]
     bands = (n + rows - 1) // rows
@@ -143,8 +153,12 @@ def finite_maxima(
             maxima[:] = 0
             for i in range(first, min(first + rows, n)):
                 read = src[outer, i, left:right]
-                for j in range(len(read)):
-                    maxima[j] = max(maxima[j], finite_magnitude(read[j]))
+                if finite:
+                    for j in range(len(read)):
+                        maxima[j] = max(maxima[j], finite_magnitude(read[j]))
+                else:
+                    for j in range(len(read)):
+                        maxima[j] = max(maxima[j], magnitude(read[j]))
             count = (right - left + width - 1) // width
             block_maxima(maxima, scratch, out[outer, band, left // columns :], width, count)
 
@@ -160,6 +174,16 @@ def tile_maxima(matrix: Any, tile: Any, columns: Any, scratch: Any, maxima: Any,
         block_maxima(columns, scratch, maxima, width, tile.blocks)
     largest = ZERO
     for b in range(tile.blocks):
+        largest = max(largest, maxima[b])
+    return largest
+
+
+@inlined
+def given_maxima(whole: Any, first: Any, maxima: Any, count: Any) -> Any:
+    """Copy the largest magnitudes of the blocks of a tile, and return the largest of them."""
+    largest = ZERO
+    for b in range(count):
+        maxima[b] = whole[first + b]
         largest = max(largest, maxima[b])
     return largest
 
@@ -201,6 +225,7 @@ def fill_special(matrix: Any, tile: Any, maxima: Any, width: Any) -> Any:
 def blocks(
     src: Any,
     dst: Any,
+    whole: Any,
     most: Any,
     tiling: Any,
     element: Any,
@@ -214,12 +239,15 @@ def blocks(
     An item is a strip of a row of blocks. The rows of blocks are counted from the first to the last
     matrix.
 
+    whole: `[matrices, rows, columns]` float32 bits of the largest magnitude of each block, if
+        `tiling.divided`.
     most: `[matrices, rows, columns]` float32 bits of the largest finite magnitude of the values
         that share each outer scale, if `rule.grouped`.
     """
     n, inner = src.shape[1], src.shape[2]
     height, width, span = tiling.height, tiling.width, tiling.columns
-    bands, limit = (n + height - 1) // height, span // width
+    rows, limit = tiling.rows, (span + width - 1) // width
+    bands = (n + rows - 1) // rows
     strip = (inner + span * tiling.strips - 1) // (span * tiling.strips) * span
     columns, folded = np.empty(TILE, src.dtype), np.empty(TILE, src.dtype)
     maxima, amax = np.empty(limit, np.int32), np.full(limit, rule.amax)
@@ -230,16 +258,19 @@ def blocks(
     all_down, all_up = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     scratch, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     buffer = np.empty(TILE + 7, np.int32)
-    sums = np.empty((2, height, limit) if tiling.along_rows else (2, 1, span), np.float32)
+    sums = np.empty((2, rows, limit) if tiling.along_rows else (2, 1, span), np.float32)
     for item in range(start, stop):
-        outer, first = item // tiling.strips // bands, item // tiling.strips % bands * height
-        last, begin = min(first + height, n), item % tiling.strips * strip
+        outer, first = item // tiling.strips // bands, item // tiling.strips % bands * rows
+        last, begin = min(first + rows, n), item % tiling.strips * strip
         read, written = src[outer], dst[outer]
         for left in range(begin, min(begin + strip, inner), span):
             right = min(left + span, inner)
             count = (right - left + width - 1) // width
             tile = Tile(first, last, left, right, count)
-            largest = tile_maxima(read, tile, columns, folded, maxima, width)
+            if tiling.divided:
+                largest = given_maxima(whole[outer, first // height], left // width, maxima, count)
+            else:
+                largest = tile_maxima(read, tile, columns, folded, maxima, width)
             if rule.grouped:
                 groups = most[outer, first >> tiling.row_shift]
                 for b in range(count):

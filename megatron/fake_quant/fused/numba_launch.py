@@ -33,7 +33,8 @@ from megatron.fake_quant.fused import (
 )
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_groups import GROUP
-from megatron.fake_quant.fused.tensor_memory import bits_in_memory
+from megatron.fake_quant.fused.numba_threads import LEAST
+from megatron.fake_quant.fused.tensor_memory import bits_in_memory, empty_like
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
@@ -50,7 +51,6 @@ _ROUNDINGS = {
     "stochastic": numba_elementwise.STOCHASTIC,
     "hybrid": numba_elementwise.HYBRID,
 }
-_LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
 #: bytes of a tensor that two successive passes read, few enough to stay in the L2 cache
 _NEAR = 1 << 19
 
@@ -62,7 +62,7 @@ def _amax(src: Flat, given: Tensor | None) -> Tensor:
     if given is not None:
         return given
     parts = numba_threads.run(
-        functools.partial(numba_elementwise.finite_amax, src), len(src), _LEAST
+        functools.partial(numba_elementwise.finite_amax, src), len(src), LEAST
     )
     return torch.tensor(max(parts), dtype=torch.int32).view(torch.float32)
 
@@ -88,11 +88,11 @@ def _groups(
         width = n if n % GROUP else math.gcd(len(src), numba_groups.TILE)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_groups.rows, *matrices)
-        numba_threads.run(work, len(src) // width, -(-_LEAST // width))
+        numba_threads.run(work, len(src) // width, -(-LEAST // width))
     else:
         tensors = (array.reshape(outer, n, inner) for array in (src, dst))
         work = functools.partial(numba_groups.columns, *tensors)
-        numba_threads.run(work, outer * -(-n // GROUP), -(-_LEAST // (GROUP * inner)))
+        numba_threads.run(work, outer * -(-n // GROUP), -(-LEAST // (GROUP * inner)))
 
 
 def _blocks(
@@ -114,27 +114,54 @@ def _blocks(
     rule = numba_scales.make_rule(fmt, functools.partial(_amax, src, amax))
     tiling = numba_tiling.tiling_of(fmt, n, inner, last=last)
     row = math.gcd(len(src), tiling.columns)
-    filled = last and tiling.height == 1 and inner % tiling.width == 0
+    filled = last and tiling.height == 1 and inner % tiling.width == 0 and not tiling.divided
     if filled and row >= min(inner, tiling.columns) and not rule.grouped:
         # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
         n, inner, tiling = len(src) // row, row, tiling._replace(strips=1)
     tensors = [array.reshape(outer, n, inner) for array in (src, dst)]
-    groups, tiling = numba_tiling.outer_groups(tensors[0], fmt, tiling)
+    maxima = functools.partial(numba_tiling.maxima, tensors[0])
+    whole = most = np.zeros((1, 1, 1), np.int32)
+    if tiling.divided:
+        whole = maxima(tiling.height, tiling.width, finite=False)
+    in_bands = False
+    if fmt.outer_size is not None:
+        groups, tiling = numba_tiling.outer_groups(tensors[0], fmt.outer_size, tiling)
+        most, bands = groups.most, outer * groups.most.shape[1]
+        in_bands = bands >= numba_tiling.FEW and not tiling.divided
+        if not in_bands:
+            most = maxima(groups.rows, groups.columns, finite=True)
     element = numba_bits.element_bits(fmt.element)
-    work = functools.partial(
-        numba_blocks.blocks, *tensors, groups.most, tiling, element, rule, _random(seed)
-    )
-    items = outer * -(-n // tiling.height) * tiling.strips
-    if fmt.outer_size is None:
-        numba_threads.run(work, items, -(-_LEAST * items // len(src)))
-        return
-    find_maxima = functools.partial(numba_blocks.finite_maxima, tensors[0], *groups)
+    arguments = (*tensors, whole, most, tiling, element, rule, _random(seed))
+    work = functools.partial(numba_blocks.blocks, *arguments)
+    if in_bands:
+        _run_in_bands(work, tensors[0], groups, tiling)
+    else:
+        items = outer * -(-n // tiling.rows) * tiling.strips
+        numba_threads.run(work, items, -(-LEAST * items // len(src)))
+
+
+def _run_in_bands(
+    work: numba_threads.Work,
+    src: Flat,
+    groups: numba_tiling.OuterGroups,
+    tiling: numba_blocks.Tiling,
+) -> None:
+    """Quantize bands of groups with a common outer scale, whose maxima are not known yet.
+
+    A thread takes a few bands at a time, so that they stay in the cache after the first pass.
+    """
+    outer, n, inner = src.shape
     bands = groups.most.shape[1]
-    if outer * bands < numba_tiling.FEW:
-        count = outer * bands * groups.strips
-        numba_threads.run(find_maxima, count, -(-_LEAST * count // len(src)))
-        numba_threads.run(work, items, -(-_LEAST * items // len(src)))
-        return
+    find_maxima = functools.partial(
+        numba_blocks.group_maxima,
+        src,
+        groups.rows,
+        groups.columns,
+        groups.strips,
+        True,
+        groups.most,
+    )
+    step = max(_NEAR // (groups.rows * inner * src.itemsize), 1)
 
     def first_item(band: int) -> int:
         """Return the first item of `work` that has values of a band, or the number of items."""
@@ -143,14 +170,12 @@ def _blocks(
         return row * tiling.strips
 
     def both(start: int, stop: int) -> None:
-        """Quantize bands, a few at a time, so that they stay in the cache after the first pass."""
-        step = max(_NEAR // (groups.rows * inner * src.itemsize), 1)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             find_maxima(first * groups.strips, last * groups.strips)
             work(first_item(first), first_item(last))
 
-    numba_threads.run(both, outer * bands, -(-_LEAST // (groups.rows * inner)))
+    numba_threads.run(both, outer * bands, -(-LEAST // (groups.rows * inner)))
 
 
 def _tiles(
@@ -179,7 +204,7 @@ def _tiles(
         rule = make_rule(fmt, finite_amax)
     core = functools.partial(kernel, rule)
     work = numba_tiles.quantize(core, src, dst, cut, random)
-    numba_threads.run(work, tiles, -(-_LEAST * tiles // len(src)))
+    numba_threads.run(work, tiles, -(-LEAST * tiles // len(src)))
 
 
 #: Kernels that work by tiles and the functions that return their constants, by scaling method.
@@ -219,7 +244,7 @@ def _elements(
         work = functools.partial(
             numba_elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, random
         )
-    numba_threads.run(work, len(src), _LEAST)
+    numba_threads.run(work, len(src), LEAST)
 
 
 #: Float16 with its range extended to 2^16, the magnitude at which a result becomes Inf.
@@ -230,11 +255,23 @@ def _casts(src: Flat, dst: Flat, element: Cast) -> None:
     """Round each value of `src` to a torch dtype, and write the results to `dst`."""
     kept = element.dtype == torch.bfloat16
     work = functools.partial(numba_elementwise.casts, src, dst, kept, _FLOAT16)
-    numba_threads.run(work, len(src), _LEAST)
+    numba_threads.run(work, len(src), LEAST)
 
 
 def _memory(dense: Tensor, order: list[int]) -> Flat:
     return bits_in_memory(dense.permute(order).view(-1))
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return `x` in a dtype that kernels read: float16 becomes float32."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def _like(result: Tensor, x: Tensor) -> Tensor:
+    """Return `result`, or a copy of it, with the dtype and strides of `torch.empty_like(x)`."""
+    strides = torch.empty_like(x, device="meta").stride()
+    same = result.dtype == x.dtype and result.stride() == strides
+    return result if same else empty_like(x).copy_(result)
 
 
 def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
@@ -242,11 +279,9 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
 
     Every block on the matrix's diagonal is `matrix`.
     """
-    out, size = torch.empty_like(x), matrix.shape[0]
-    if x.dtype == torch.float16:
-        x = x.float()
-    dense, order = without_gaps(x, in_order=False)
-    result = torch.empty_like(dense)
+    size = matrix.shape[0]
+    dense, order = without_gaps(_readable(x), in_order=False)
+    result = empty_like(dense)
     src, dst = _memory(dense, order), _memory(result, order)
     position = order.index(axis)
     inner = math.prod(dense.shape[dim] for dim in order[position + 1 :])
@@ -254,9 +289,8 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
     kernel = numba_rotation.rows if inner == 1 else numba_rotation.columns
     arguments = (matrix.contiguous().numpy(), np.float32(factor))
     work = functools.partial(kernel, src.reshape(shape), dst.reshape(shape), *arguments)
-    numba_threads.run(work, len(src) // (size * inner), -(-_LEAST // (size * inner)))
-    same = result.dtype == out.dtype and result.stride() == out.stride()
-    return result if same else out.copy_(result)
+    numba_threads.run(work, len(src) // (size * inner), -(-LEAST // (size * inner)))
+    return _like(result, x)
 
 
 def fake_quantize(
@@ -269,14 +303,12 @@ def fake_quantize(
     """
     check_rounding(fmt.rounding, kernel_roundings(fmt, "cpu"), f"the CPU kernel of {fmt.name}")
     check_amax(fmt, amax)
-    out = torch.empty_like(x)
     source, axis, one_row = _SOURCES[x.dtype], layout.axis, fmt.one_block
     if fmt.columns or one_row:
         fmt, axis = fmt.across(), layout.across
-    if x.dtype == torch.float16:
-        x = x.float()
-    dense, order = without_gaps(x, in_order=seed is not None or fmt.height > 1)
-    result = torch.empty_like(dense)
+    in_order = seed is not None or fmt.height > 1
+    dense, order = without_gaps(_readable(x), in_order=in_order)
+    result = empty_like(dense)
     src, dst = _memory(dense, order), _memory(result, order)
     if fmt.block_scale is None:
         _elements(src, dst, fmt, source, seed, amax)
@@ -285,5 +317,4 @@ def fake_quantize(
         assert fmt.scaling is not None
         kernel = _tiles if fmt.corrects_scales else _BLOCK_KERNELS[fmt.scaling.method]
         kernel(src, dst, fmt, shape, 0 if one_row else order.index(axis), seed, amax)
-    same = result.dtype == out.dtype and result.stride() == out.stride()
-    return result if same else out.copy_(result)
+    return _like(result, x)

@@ -23,6 +23,7 @@ import torch
 Work = Callable[[int, int], Any]
 Parallel = Callable[[Callable[[], None], int], None]
 
+LEAST = 1 << 15  #: number of values that makes an additional thread worthwhile
 PARTS = 4  #: number of parts per thread; other threads take the parts of a delayed thread
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

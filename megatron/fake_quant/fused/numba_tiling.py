@@ -1,5 +1,6 @@
 """Cut a tensor into matrices, tiles and groups, for the CPU kernel of `BlockScaling` formats."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -7,11 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.fused import numba_blocks, numba_columns
+from megatron.fake_quant.fused import numba_blocks, numba_threads
+from megatron.fake_quant.fused.numba_columns import TILE
 
 #: columns in a tile whose blocks span several rows, few enough that the rows stay in the cache
 _COLUMNS = 512
 FEW = 16  #: number of rows of blocks in a matrix below which its columns are divided, too
+#: rows in a tile that has parts of blocks, enough that the time to compute scales is negligible
+_ROWS = 128
+
+Bits = NDArray[np.integer[Any]]  #: bits of a tensor's values, `[outer, n, inner]`
 
 
 def matrices(fmt: Format, shape: list[int], axis: int, *, last: bool) -> tuple[int, int, int]:
@@ -29,41 +35,67 @@ def matrices(fmt: Format, shape: list[int], axis: int, *, last: bool) -> tuple[i
 def tiling_of(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Tiling:
     """Return the shape of a format's blocks and of tiles in matrices of `n` x `inner` values.
 
+    Blocks that span whole columns are divided if a tile of them would not stay in the cache: it
+    would be read from memory twice, in parts of rows. Blocks that span whole rows are divided if
+    there are too few of them for all threads.
+
     last: True if blocks run along the last axis in memory.
     """
     assert fmt.block_size is not None
     size = fmt.block_size if fmt.height > 1 else min(fmt.block_size, inner if last else n)
     height, width = (fmt.height, size) if last else (size, fmt.height)
-    most = _COLUMNS if height > 1 else numba_columns.TILE
-    columns = max(most // width, 1) * width
-    # If there are few rows of blocks, divide the columns into strips, so that all threads work.
-    strips = 1 if -(-n // height) >= FEW else -(-inner // columns)
-    return numba_blocks.Tiling(height, width, columns, strips, last)
+    most = _COLUMNS if height > 1 else TILE
+    rows, columns, divided = height, max(most // width, 1) * width, False
+    if getattr(fmt.scaling, "search", "none") == "none":
+        tall = height == n > 2 * _ROWS and TILE % width == 0
+        wide = width == inner > TILE and height == 1 and n < FEW
+        rows, columns = _ROWS if tall else rows, TILE if tall or wide else columns
+        divided = tall or wide
+    # If there are few rows of tiles, divide the columns into strips, so that all threads work.
+    strips = 1 if -(-n // rows) >= FEW else -(-inner // columns)
+    return numba_blocks.Tiling(height, width, rows, columns, strips, last, divided)
+
+
+def maxima(src: Bits, rows: int, columns: int, *, finite: bool) -> NDArray[np.int32]:
+    """Return the largest magnitude of each group of values, `[matrices, rows, columns]`.
+
+    A group has `rows` x `columns` values of a matrix of `src`. `columns` divides `TILE`, or is at
+    least the number of columns of a matrix. Groups that span a whole axis are divided, so that all
+    threads work.
+
+    finite: whether Inf and NaN are ignored.
+    """
+    outer, n, inner = src.shape
+    height = min(rows, _ROWS) if rows >= n else rows
+    width = min(columns, TILE) if columns >= inner else columns
+    strips = -(-inner // TILE)
+    parts = np.zeros((outer, -(-n // height), -(-inner // width)), np.int32)
+    work = functools.partial(numba_blocks.group_maxima, src, height, width, strips, finite, parts)
+    count = outer * parts.shape[1] * strips
+    numba_threads.run(work, count, -(-numba_threads.LEAST * count // src.size))
+    if rows >= n:
+        parts = parts.max(axis=1, keepdims=True)
+    return parts.max(axis=2, keepdims=True) if columns >= inner else parts
 
 
 class OuterGroups(NamedTuple):
-    """Groups of values with a common outer scale; the arguments of `finite_maxima`."""
+    """Groups of values with a common outer scale."""
 
     rows: int  #: rows of a group, which is also the height of a band of groups
     columns: int  #: columns of a group
     strips: int  #: number of parts into which a band is cut, for more threads
-    most: NDArray[np.int32]  #: largest magnitude of each group, `[matrices, rows, columns]`
+    most: NDArray[np.int32]  #: room for the groups' maxima, `[matrices, rows, columns]`: zeros
 
 
 def outer_groups(
-    src: NDArray[np.integer[Any]], fmt: Format, tiling: numba_blocks.Tiling
+    src: Bits, size: int, tiling: numba_blocks.Tiling
 ) -> tuple[OuterGroups, numba_blocks.Tiling]:
-    """Return the groups with a common outer scale, and a tiling that refers to them.
-
-    Their maxima are zero, and stay unused if there is no outer scale or one for the whole tensor.
-    """
-    if fmt.outer_size is None:
-        return OuterGroups(0, 0, 0, np.zeros((1, 1, 1), np.int32)), tiling
+    """Return the groups of `size` values with a common outer scale, and a tiling for them."""
     outer, n, inner = src.shape
-    shift = fmt.outer_size.bit_length() - 1
+    shift = size.bit_length() - 1
     size = 1 << shift
     rows, columns = (1, min(size, inner)) if tiling.along_rows else (min(size, n), 1)
-    strips = 1 if tiling.along_rows else -(-inner // numba_columns.TILE)
+    strips = 1 if tiling.along_rows else -(-inner // TILE)
     most = np.zeros((outer, -(-n // rows), -(-inner // columns)), np.int32)
     groups = OuterGroups(rows, columns, strips, most)
     if tiling.along_rows:
