@@ -26,10 +26,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ import results_page
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from megatron.console import ArgumentParser  # noqa: E402
+from megatron.console import ArgumentParser, run_main  # noqa: E402
+from megatron.forks import run_in_fork  # noqa: E402
 from megatron.tensor_record import read_events  # noqa: E402
 
 RING = 5  #: iterations in the ring
@@ -227,21 +229,12 @@ def install(plant: Plant | None, curve: Path) -> None:
     loop.train_step, batches.get_batch = planted_step, planted_batch
 
 
-def become(arguments: list[str], plant: Plant | None, folder: Path) -> NoReturn:
-    """Train in this forked process, write to `folder`, and exit with the training's status."""
+def train_planted(arguments: list[str], plant: Plant | None, folder: Path) -> int:
+    """Train in this forked process, write to `folder`, and return the training's status."""
     from megatron.training.main import main as train
 
-    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    status = 1
-    try:
-        install(plant, folder / "curve.jsonl")
-        status = train(arguments)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    install(plant, folder / "curve.jsonl")
+    return train(arguments)
 
 
 def prepare() -> None:
@@ -260,10 +253,8 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for arguments in run.commands(folder):
-        pid = os.fork()
-        if pid == 0:
-            become(arguments, run.plant, folder)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with (folder / "log.txt").open("ab") as log:
+            status = run_in_fork(partial(train_planted, arguments, run.plant, folder), log)
         if status != 0:
             raise SystemExit(
                 f"[ERROR] {run.name} ended with status {status}; see {folder / 'log.txt'}"
@@ -429,4 +420,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -15,6 +15,7 @@ from tests.subprocesses import REPO, run
 ALLOWED = {
     "megatron.console": set(),
     "megatron.bounded_files": set(),
+    "megatron.forks": set(),
     "megatron.tensor_record": {"megatron.bounded_files"},
     "megatron.cpu_backend": set(),
     "megatron.fake_quant": {
@@ -59,6 +60,7 @@ ALLOWED = {
 ONLY = {
     "megatron.bounded_files": set(),
     "megatron.console": set(),
+    "megatron.forks": set(),
     "megatron.tensor_record": set(),
     "megatron.fake_quant": {"torch"},
     "megatron.fake_quant.recipe_yaml": {"yaml"},

@@ -7,23 +7,20 @@ device that its parent has initialized, so runs on GPUs and of several ranks are
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from collect.process_tree import ProcessTree
 from configs.launch import training_environment
 from loss_gaps.run_log import ending
+from megatron.forks import GRACE, run_in_fork
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE = 15.0  #: seconds between asking a process to end and killing it
 #: Module of the analysis program; the only other program that runs is `pretrain_gpt.py`.
 ANALYSIS = "megatron.analysis"
 
@@ -73,20 +70,7 @@ class Launcher:
         if not self._imported:
             _import()
             self._imported = True
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Python swallows an exception that a signal handler raises in the middle of a fork.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        pid = os.fork()
-        if pid == 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _become(command, arguments, out)
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        except BaseException:
-            _end(pid)
-            raise
+        return run_in_fork(lambda: _program(command, arguments), out)
 
 
 def environment() -> dict[str, str]:
@@ -104,40 +88,17 @@ def _import() -> None:
     import megatron.training.training  # noqa: F401
 
 
-def _become(command: Sequence[str], arguments: Sequence[str], out: IO[bytes]) -> NoReturn:
-    """Run the program in this forked process, and exit with the program's status."""
-    status = 1
-    try:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-        kept = environment()
-        for name in os.environ.keys() - kept.keys():
-            del os.environ[name]
-        os.environ.update(kept)
-        if ANALYSIS in command:
-            from megatron.analysis.__main__ import main
-        else:
-            from megatron.training.main import main
-        status = main(list(arguments))
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _end(pid: int) -> None:
-    """Ask a fork to end, kill it if it does not, and wait for it."""
-    # The process is gone if it ended, and was waited for, while the signal arrived.
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
-            os.kill(pid, number)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    return
-                time.sleep(0.05)
+def _program(command: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run the program in this forked process, and return its status."""
+    kept = environment()
+    for name in os.environ.keys() - kept.keys():
+        del os.environ[name]
+    os.environ.update(kept)
+    if ANALYSIS in command:
+        from megatron.analysis.__main__ import main
+    else:
+        from megatron.training.main import main
+    return main(list(arguments))
 
 
 @contextmanager

@@ -1,0 +1,74 @@
+"""Run functions in forks of this process, which has already imported what they need.
+
+The imports of torch and megatron-core take several seconds. A fork starts without them, but it has
+only one thread, and it cannot use a CUDA device that its parent has initialized.
+
+This module imports only the standard library.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, NoReturn
+
+Mask = set[int | signal.Signals]  #: signals that are blocked
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE = 15.0  #: seconds between asking a fork to end and killing it
+
+
+def run_in_fork(program: Callable[[], int], output: IO[bytes]) -> int:
+    """Call `program` in a fork of this process, and return its exit status.
+
+    The exit status is the function's result, 1 after an exception, or minus the number of the
+    signal that killed the fork. If Ctrl-C or SIGTERM ends the wait, the fork is ended first.
+
+    Args:
+        program: function to call.
+        output: file that receives the fork's standard output and standard error.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python swallows an exception that a signal handler raises in the middle of a fork.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    pid = os.fork()
+    if pid == 0:
+        _become(program, output, mask)
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        _end(pid)
+        raise
+
+
+def _become(program: Callable[[], int], output: IO[bytes], mask: Mask) -> NoReturn:
+    """Call `program` in this forked process, and exit with the status that it returns."""
+    status = 1
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        status = program()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end(pid: int) -> None:
+    """Ask a fork to end, kill it if it does not, and wait for it."""
+    # The process is gone if it ended, and was waited for, while the signal arrived.
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
+            os.kill(pid, number)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    return
+                time.sleep(0.05)
