@@ -1,7 +1,7 @@
 """Compare the speed of `python -m megatron.analysis study` with plain torch and torchao.
 
     python benchmarks/study_speed.py                        # three sizes of two layers (minutes)
-    python benchmarks/study_speed.py --hidden-sizes 512 --formats mxfp8 nvfp4 --rounds 5
+    python benchmarks/study_speed.py --hidden-sizes 512 --formats mxfp8 nvfp4 --rounds 9
     python benchmarks/study_speed.py --quick                # tiny layers; write no file
 
 For each size, the benchmark writes the operands of two layers to a dump: those of four linear
@@ -15,8 +15,9 @@ reference, quantize them in each format along the reduction axis of each GEMM, a
 dgrad and wgrad with both operands quantized and with only one of them. They return the relative
 error, gain, cosine and mean error of each result. The plain study quantizes each operand once per
 format and axis. It uses all threads for one pass after the other (intra), or one thread for each of
-several passes (inter), and is compared by the faster of the two. Neither side starts a process,
-imports modules or writes files in the measured time.
+several passes (inter), and is compared by the faster of the two. Each size is studied once by both
+sides before the measured rounds. Neither side starts a process, imports modules, compiles kernels
+or writes files in the measured time.
 
 A quantized operand counts once per format and GEMM: six per matmul. The errors of both sides must
 agree within 1%, because torchao rounds some values once more and torch adds in other orders.
@@ -66,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--hidden-sizes", nargs="+", type=formats.positive, metavar="N", help="multiples of 64")
     add("--tokens", type=formats.positive, metavar="N", help="default: 512")
     add("--formats", nargs="+", metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
-    add("--rounds", type=formats.positive, metavar="N", help="default: 3")
+    add("--rounds", type=formats.positive, metavar="N", help="default: 5")
     add("--threads", type=formats.positive, metavar="N", default=formats.cores())
     add("--scratch", type=Path, metavar="FOLDER", help="folder for temporary files")
     add("--quick", action="store_true", help="64 tokens, 1 round, no file unless named")
@@ -75,7 +76,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.hidden_sizes = options.hidden_sizes or ([64] if options.quick else [256, 512, 1024])
     options.tokens = options.tokens or (64 if options.quick else 512)
-    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.rounds = options.rounds or (1 if options.quick else 5)
     options.formats = options.formats or list(FORMATS)
     if any(size % 64 for size in options.hidden_sizes):
         parser.error("--hidden-sizes: give multiples of 64, the size of a head")

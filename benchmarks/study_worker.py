@@ -151,9 +151,7 @@ def measure(
     """Measure one hidden size, and return the numbers to report."""
     folder, threads = Path(request["folder"]) / str(hidden), request["threads"]
     passes = write_dump(folder, hidden, request["tokens"])
-    ways: dict[str, Callable[[], object]] = {
-        "ours": lambda: ours(folder, request["formats"], threads)
-    }
+    ways: dict[str, Callable[[], Any]] = {"ours": lambda: ours(folder, request["formats"], threads)}
     if quantizers:
 
         def plain(of_torch: int, workers: int) -> study_plain.Errors:
@@ -168,11 +166,13 @@ def measure(
         ways["products, intra"] = lambda: products(threads, 1)
         ways["products, inter"] = lambda: products(1, threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    results: dict[str, Any] = {}
+    # The first round of each size is not measured. It compiles kernels or loads them, which small
+    # tensors do not, and chooses oneDNN's kernels for the shapes.
+    results = {name: way() for name, way in ways.items()}
     for _ in range(request["rounds"]):
         for name, way in ways.items():
             started = time.perf_counter()
-            results[name] = way()
+            way()
             times[name].append(time.perf_counter() - started)
     return {
         "hidden_size": hidden,
@@ -200,9 +200,6 @@ def main() -> None:
         quantizers = {name: call for name, call in calls.items() if call is not None}
     names = ("torch", "torchao", "numba")
     report("plan", releases={name: release(name) for name in names})
-    # Compile the kernels and warm up all implementations before the measured rounds.
-    warm_up = {"folder": request["folder"] + "/warm-up", "rounds": 1, "tokens": 32}
-    measure(request | warm_up, HEAD_DIM, quantizers)
     for hidden in request["hidden_sizes"]:
         report("case", **measure(request, hidden, quantizers))
 
