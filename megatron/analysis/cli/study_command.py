@@ -75,9 +75,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="study each format also with the sums of these matrix units, such as hopper_fp8, and "
-        "write the errors of the sums alone to accumulators.csv and accumulators.parquet; "
-        "`python -m megatron.fake_quant accumulate list` lists the names",
+        help="study each format also with the sums of these matrix units, such as hopper_fp8, if "
+        "the unit multiplies it, and write the errors of the sums alone to accumulators.csv and "
+        "accumulators.parquet; `python -m megatron.fake_quant accumulate list` lists the names",
     )
     parser.add_argument(
         "--bits",
@@ -179,11 +179,12 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         raise
+    if sums is not None:
+        result.left_out |= sums.left_out
+        result.problems += [each for each in sums.problems if each not in result.problems]
     sentences, paths = write_outputs(result, output, dump=arguments.folder, bits=arguments.bits)
     if sums is not None:
-        paths += write_table(sums.rows, output, "accumulators")
-        result.left_out.update(sums.left_out)
-        result.problems += [each for each in sums.problems if each not in result.problems]
+        paths += write_table(sums.rows, output, "accumulators", left_out=result.left_out)
         sentences = [*sentences, *summary(sums.rows)]
     print("\n".join(shown(sentence) for sentence in sentences))
     for path in paths:

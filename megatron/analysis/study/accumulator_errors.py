@@ -34,20 +34,18 @@ from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
 from megatron.analysis.store import TensorStore
-from megatron.analysis.study.candidates import HIGH_PRECISION, Candidate
+from megatron.analysis.study.candidates import HIGH_PRECISION, Candidate, fitting_pairs
 from megatron.analysis.study.gemm_errors import Row
 from megatron.analysis.study.gemm_results import SIDES, references
 from megatron.analysis.study.operands import Matmul, matmuls
 from megatron.analysis.study.passes import Pass, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.accumulator import Accumulator
-from megatron.fake_quant.accumulate.format_checks import check_operands
-from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.accumulate.product import accumulated_product
 from megatron.fake_quant.accumulate.unit_matrix import UnitMatrix, unit_matrix
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
-from megatron.fake_quant.quant_type import OPERATIONS, gemm_formats
+from megatron.fake_quant.quant_type import gemm_formats
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.recipe_operands import GEMMS
@@ -65,7 +63,7 @@ class AccumulatorStudy:
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
     left_out: Counter[str] = field(
         default_factory=Counter
-    )  #: count of passes or formats without results, by reason
+    )  #: count of passes or pairs without results, by reason
 
 
 def study_accumulators(
@@ -94,7 +92,12 @@ def study_accumulators(
             selection contains no pass through a matmul.
     """
     result = AccumulatorStudy(pd.DataFrame())
-    pairs = _pairs(candidates, accumulators, result.left_out)
+    bare = {
+        each.format: each for each in candidates if each.recipe is None and each.accumulator is None
+    }
+    fitting, misfits = fitting_pairs(list(bare), accumulators)
+    pairs = [(bare[fmt], accumulator) for fmt, accumulator in fitting]
+    result.left_out.update(f"pair of a format and an accumulator: {reason}" for reason in misfits)
     found = find_passes(store, store.records if select is None else select)
     if not found.passes:
         raise ValueError(f"no operands of a matmul in {store.folder}")
@@ -110,34 +113,6 @@ def study_accumulators(
             print(f"[PROGRESS] accumulators: {done} of {total} passes", file=sys.stderr, flush=True)
     result.rows = pd.DataFrame(rows)
     return result
-
-
-def _pairs(
-    candidates: Sequence[Candidate], names: Sequence[str], left_out: Counter[str]
-) -> list[tuple[Candidate, Accumulator]]:
-    """Return all pairs of a format and an accumulator whose matrix unit multiplies this format.
-
-    Raises:
-        ValueError: if an accumulator is unknown or multiplies none of the formats.
-    """
-    pairs = []
-    bare = [each for each in candidates if each.recipe is None and each.accumulator is None]
-    for name in dict.fromkeys(names):
-        accumulator, reasons = get_accumulator(name), []
-        for candidate in bare:
-            try:
-                for operation in OPERATIONS:
-                    formats = _formats(operation, candidate.format)
-                    for one, other in GEMM_SLOTS.values():
-                        check_operands(accumulator, getattr(formats, one), getattr(formats, other))
-                pairs.append((candidate, accumulator))
-            except ValueError as error:
-                reasons.append(str(error))
-        if len(reasons) == len(bare):
-            why = "; ".join(reasons) or "there is no format; give --formats"
-            raise ValueError(f"the accumulator {name} cannot be studied: {why}")
-        left_out.update(f"format: {reason}" for reason in reasons)
-    return pairs
 
 
 def _formats(operation: str, fmt: Format | None) -> GemmFormats:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
+from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, SLOTS, GemmFormats
+from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.inspect.format_properties import bits_a_value
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operand import Operand
@@ -75,23 +76,22 @@ def candidates_of(
     """Return the candidates with the given names and files, in this order and without duplicates.
 
     `bf16` or `none` stands for operands that are not quantized. Each format is a candidate with
-    the accumulator of torch.matmul, and another one with each of `accumulators`.
+    the accumulator of torch.matmul, and another one with each of `accumulators` that fits; see
+    `fitting_pairs`.
 
     Raises:
-        ValueError: if a format or accumulator is unknown, no unit with the accumulator multiplies
-            the format, a recipe is invalid, or two recipes share a name.
+        ValueError: if a format or accumulator is unknown, an accumulator fits none of the formats,
+            a recipe is invalid, or two recipes share a name.
     """
     candidates: dict[str, Candidate] = {}
-    for name in formats:
-        fmt = None if name.lower() in UNQUANTIZED else get_format(name)
+    known = [None if name.lower() in UNQUANTIZED else get_format(name) for name in formats]
+    pairs, _ = fitting_pairs(known, accumulators)
+    for fmt in known:
         canonical = DEFAULT_TYPE if fmt is None else fmt.name
         candidates.setdefault(canonical, Candidate(canonical, fmt))
-        for accumulator in map(get_accumulator, accumulators):
+        for accumulator in (accumulator for other, accumulator in pairs if other == fmt):
             full = f"{canonical}+{accumulator.name}"
-            candidate = Candidate(full, fmt, accumulator=accumulator)
-            for operation in OPERATIONS:  # raise an error if no unit multiplies this format
-                candidate.formats(operation, "", 0, num_layers=1, iteration=1)
-            candidates.setdefault(full, candidate)
+            candidates.setdefault(full, Candidate(full, fmt, accumulator=accumulator))
     loaded = [load_recipe(path) for path in dict.fromkeys(recipes)]
     names = Counter(recipe.name for recipe in loaded)
     for recipe in loaded:
@@ -104,6 +104,35 @@ def candidates_of(
     if not candidates:
         raise ValueError("nothing to study; give --formats, --recipes or both")
     return list(candidates.values())
+
+
+def fitting_pairs(
+    formats: Sequence[Format | None], accumulators: Sequence[str]
+) -> tuple[list[tuple[Format | None, Accumulator]], list[str]]:
+    """Return the pairs of a format and an accumulator that a matrix unit multiplies.
+
+    The second result has the reason against each of the other pairs. None is high precision.
+
+    Raises:
+        ValueError: if an accumulator is unknown, or its unit multiplies none of the formats.
+    """
+    pairs, misfits = [], []
+    for name in dict.fromkeys(accumulators):
+        accumulator, reasons = get_accumulator(name), []
+        for fmt in dict.fromkeys(formats):
+            try:
+                for operation in OPERATIONS:
+                    operands = HIGH_PRECISION if fmt is None else gemm_formats(operation, fmt)
+                    for slots in GEMM_SLOTS.values():
+                        check_operands(accumulator, *(getattr(operands, slot) for slot in slots))
+                pairs.append((fmt, accumulator))
+            except ValueError as error:
+                reasons.append(str(error))
+        if len(reasons) == len(set(formats)):
+            why = "; ".join(reasons) or "there is no format; give --formats"
+            raise ValueError(f"the accumulator {name} cannot be studied: {why}")
+        misfits += reasons
+    return pairs, misfits
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -63,13 +64,21 @@ def write_tables(result: Study, folder: Path) -> list[Path]:
     for name, table in tables.items():
         if table.empty and name != "study":
             continue
-        paths += write_table(table, folder, name)
+        paths += write_table(table, folder, name, left_out=result.left_out)
     return paths
 
 
-def write_table(table: pd.DataFrame, folder: Path, name: str) -> list[Path]:
-    """Write a table as Parquet and as CSV, and return the paths."""
+def write_table(
+    table: pd.DataFrame, folder: Path, name: str, *, left_out: Mapping[str, int]
+) -> list[Path]:
+    """Write a table as Parquet and as CSV, and return the paths.
+
+    The metadata of the Parquet file (`DataFrame.attrs`) contain `left_out`: what the study left
+    out, counted by reason.
+    """
     content = io.BytesIO()
+    table = table.copy(deep=False)
+    table.attrs = {"left_out": dict(left_out)}
     table.to_parquet(content, index=False)
     text = _safe(table).to_csv(index=False, lineterminator="\n")
     return [

@@ -122,6 +122,28 @@ def test_the_command_writes_the_table(folder, capsys):
     assert {"relative_error", "gain", "p50", "rows_4", "format_error"} < set(table)
 
 
+def test_a_pair_that_no_unit_multiplies_is_left_out_and_named(folder, capsys):
+    out = folder.parent / "pairs"
+    formats = ["--formats", "fp8_e4m3", "mxfp4"]
+    options = [*formats, "--accumulators", "hopper_fp8", "--no-budget", "--select", "layer=0"]
+    assert main(["study", str(folder), "--output-dir", str(out), *options]) == 0
+    reason = "pair of a format and an accumulator: the accumulator hopper_fp8 does not go with"
+    assert f"[NOTE] left out: 1 {reason} mxfp4" in capsys.readouterr().err
+    assert f"1 {reason} mxfp4" in (out / "study.html").read_text("utf-8")
+    for name in ("study", "accumulators", "gradients"):
+        [(found, count)] = pd.read_parquet(out / f"{name}.parquet").attrs["left_out"].items()
+        assert found.startswith(f"{reason} mxfp4"), name
+        assert count == 1, name
+    table = pd.read_parquet(out / "study.parquet")
+    pairs = table[["format", "accumulator"]].fillna("").drop_duplicates()
+    assert len(pairs) == 3, "both formats with torch.matmul, and one with the unit"
+
+
+def test_an_accumulator_that_fits_no_format_is_refused_before_the_study(folder):
+    with pytest.raises(ValueError, match="hopper_fp8 cannot be studied: the accumulator"):
+        candidates_of(["mxfp4", "bf16"], [], ["fp32", "hopper_fp8"])
+
+
 @pytest.mark.parametrize(
     ("accumulators", "words"),
     [(["hopper_fp9"], "hopper_fp9"), (["hopper_fp8"], "hopper_fp8 cannot be studied")],
