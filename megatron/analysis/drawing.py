@@ -11,33 +11,27 @@ to date are not drawn again.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatron.analysis import stats
 from megatron.analysis.cli.stats_command import CACHE_FOLDER
 from megatron.analysis.dump.run_endings import remarks_on, unfinished
 from megatron.analysis.dump.tensor_files import Problem
-from megatron.analysis.figures.figure_data import FigureData
+from megatron.analysis.figures.page import Page
+from megatron.analysis.figures.public import load_store
 from megatron.analysis.judged import JUDGED, OPERANDS
 from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
-from megatron.analysis.outputs.registry import IMAGES, OUTPUTS, QUICK
+from megatron.analysis.outputs.registry import IMAGES, OUTPUTS, QUICK, REPORT
 from megatron.analysis.outputs.render import Made, Order, make_all
 from megatron.analysis.quick import QuickResult, check_output, quick_analysis
-from megatron.analysis.stats.cache import ForeignCacheError, check_place
 from megatron.analysis.stats.executors import affordable
 from megatron.analysis.stats.result import REPEATED
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
-from megatron.fake_quant.quant_type import parse_type
-
-#: Formats compared by default, in addition to the formats of the dump.
-FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 
 
 @dataclass
@@ -67,6 +61,8 @@ def draw(
     image: str = "png",
     run: str | None = None,
     judge: str = OPERANDS,
+    select: Mapping[str, Any] | None = None,
+    page: Page | None = None,
     say: Callable[[str], None] | None = None,
     progress: bool = False,
     **computing: Any,
@@ -79,6 +75,10 @@ def draw(
         image: file format of the figures: png, svg or pdf.
         run: ID of the run to draw, or `latest` for the most recent run; all runs by default.
         judge: tensors by which formats are judged: `operands` or `results` of matmuls.
+        select: conditions on the tensors to draw; see `TensorStore.select`. All by default. The
+            output `quick` describes whole runs, and is left out if there are conditions.
+        page: width, font size and style of the figures, as `figures.page.page_of` returns them;
+            the report has its own.
         say: function called with the path of each file that is written.
         progress: whether to show progress bars on a terminal.
         computing: arguments `workers`, `max_memory`, `scheduler` and `strict` of `stats.compute`.
@@ -94,6 +94,11 @@ def draw(
         get_format(name)
     check_output(output)
     notify: Callable[[str], None] = say or (lambda path: None)
+    page = page or Page()
+    if page != Page() and set(figures) <= {QUICK, REPORT}:
+        raise ValueError("quick and the report have one style; leave out --width and --style")
+    if list(figures) == [QUICK] and select:
+        raise ValueError("quick describes whole runs; leave --select out, or draw other figures")
     if list(figures) == [QUICK]:  # the output "quick" does not compare formats
         workers = computing.get("workers")
         look = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
@@ -102,24 +107,23 @@ def draw(
         return result_of_quick(look)
     store = TensorStore(folder)
     store = store.only(run) if run is not None else store
-    chosen = tuple(get_format(name).name for name in formats or default_formats(store))
-    chosen = tuple(dict.fromkeys(chosen))
     caches = (folder / CACHE_FOLDER, output / CACHE_FOLDER)
-    follows = fingerprint(folder, [caches[0], output], chosen, image, run, judge)
     computing["progress"] = progress
-    statistics, cache, refused = _compute(store, chosen, caches, **computing)
-    if statistics.tensors.empty:
-        raise ValueError(_nothing_readable(folder, statistics.problems))
+    loaded = load_store(store, caches, formats=formats, select=select, judge=judge, **computing)
+    data, statistics = loaded.data, loaded.data.statistics
+    options = (data.formats, image, run, judge, dict(select or {}), asdict(page))
+    follows = fingerprint(folder, [caches[0], output], *options)
     result = DrawResult(
         problems=list(statistics.problems),
         tensors=len(statistics.tensors),
         notes=statistics.notes() | note_of_repeats(statistics.repeats),
-        remarks=[*refused, *statistics.remarks, *remarks_on(unfinished(store))],
+        remarks=[*loaded.refused, *statistics.remarks, *remarks_on(unfinished(store))],
     )
-    figure_data = FigureData(store, statistics, chosen, progress, judge=judge)
-    order = Order(figure_data, output, image, run, cache)
+    order = Order(data, output, image, run, loaded.cache, page)
     workers = affordable(computing.get("workers"), computing.get("max_memory"))
-    names = [name for name in OUTPUTS if name in figures]
+    names = [name for name in OUTPUTS if name in figures and not (name == QUICK and select)]
+    if QUICK in figures and select:
+        result.missing[QUICK] = "it describes whole runs; leave --select out to have it"
     _draw_outputs(names, order, result, follows=follows, workers=workers, notify=notify)
     return result
 
@@ -185,64 +189,7 @@ def note_of_repeats(count: int) -> dict[str, int]:
     return {REPEATED: count} if count else {}
 
 
-def default_formats(store: TensorStore) -> list[str]:
-    """Return `FORMATS`, followed by other formats that the dump's quantization types use.
-
-    Operands in high precision, such as those of bf16 runs, add no format.
-    """
-    types = store.records["quant_type"].dropna().unique()
-    formats = list(FORMATS)
-    for name in map(str, types):
-        try:
-            assigned = parse_type(name)
-        except ValueError:
-            continue  # the quantization type of a recipe has no fixed formats
-        for fmt in assigned.values():
-            if fmt is not None and fmt.name not in formats:
-                formats.append(fmt.name)
-    return formats
-
-
-def _compute(
-    store: TensorStore, formats: Sequence[str], caches: Sequence[Path], **computing: Any
-) -> tuple[stats.Statistics, Path | None, list[str]]:
-    """Return the statistics, the cache folder used, and a message for each unusable cache folder.
-
-    Args:
-        caches: possible cache folders, in order of preference: the folder in the dump that the
-            `stats` command uses, and a folder next to the figures. Nothing is cached if neither
-            can be used.
-    """
-    cache, refused = _choose(caches)
-    try:
-        return stats.compute(store, formats, cache=cache, **computing), cache, refused
-    except ForeignCacheError as error:  # another process created the folder after the check
-        refused = [*refused, str(error)]
-    return stats.compute(store, formats, cache=None, **computing), None, refused
-
-
-def _choose(caches: Sequence[Path]) -> tuple[Path | None, list[str]]:
-    """Return the first usable cache folder or None, and a message for each unusable one."""
-    refused = []
-    for cache in caches:
-        try:
-            check_place(cache)
-        except ForeignCacheError as error:
-            refused.append(f"{error}; results are cached elsewhere or not at all")
-            continue
-        if os.access(cache if cache.exists() else cache.parent, os.W_OK):
-            return cache, refused
-    return None, refused
-
-
 def _check(kind: str, given: Sequence[str], accepted: Sequence[str]) -> None:
     for name in given:
         if name not in accepted:
             raise ValueError(f"no {kind} {name!r}; choose from {', '.join(accepted)}")
-
-
-def _nothing_readable(folder: Path, problems: Sequence[Problem]) -> str:
-    if not problems:
-        return f"{folder} has codes only, and no values to draw; collect other tensors too"
-    listed = "".join(f"\n  {problem}" for problem in problems[:10])
-    return f"none of the {len(problems)} .pt files in {folder} can be read:{listed}"

@@ -15,6 +15,7 @@ listed in `problems`. Files that do not exist although an index names them are l
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,19 @@ class TensorStore:
                 )
             return record.iloc[0]
         return self.records.loc[record] if isinstance(record, Integral) else record
+
+
+def selected(store: TensorStore, conditions: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the records in a store that meet all conditions.
+
+    Raises:
+        ValueError: if a column is unknown, or no tensor meets all conditions.
+    """
+    records = store.select(**conditions)
+    if records.empty:
+        given = " ".join(f"{name}={value!r}" for name, value in conditions.items())
+        raise ValueError(f"no tensor in {store.folder} meets {given}")
+    return records
 
 
 def _check_one(frame: pd.DataFrame) -> None:

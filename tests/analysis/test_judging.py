@@ -165,8 +165,9 @@ def test_a_dump_of_results_only_says_how_to_draw_them(tmp_path):
     write_tensor(tmp_path, record, values(shape, scale, torch.Generator().manual_seed(0)))
     figure_data = figure_data_of(tmp_path, formats=["mxfp8"])
     with pytest.raises(NothingToDrawError, match="no operands of matmuls; --judge results"):
-        quantization_analysis.by_layer(figure_data)
-    assert quantization_analysis.by_layer(figure_data_of(tmp_path, "results", ["mxfp8"])).axes
+        quantization_analysis.error_by_magnitude(figure_data)
+    of_results = figure_data_of(tmp_path, "results", ["mxfp8"])
+    assert quantization_analysis.error_by_magnitude(of_results).axes
     assert "Results of matmuls" in summary(figure_data.statistics)
     assert quick_analysis(tmp_path, tmp_path / "draw").picture.exists()
 
@@ -268,7 +269,7 @@ def test_everything_that_is_drawn_says_that_a_run_was_killed(tmp_path, capsys):
     words = f"run {RUNS['mxfp8']} (mxfp8): {NO_END}"
     figure_data = figure_data_of(folder, formats=["mxfp8", "hifp8"])
     for figure in (
-        quantization_analysis.by_layer(figure_data),
+        quantization_analysis.error_by_magnitude(figure_data),
         heatmaps.layer_by_tensor_value(figure_data, "rms", "rms", "rms"),
         block_analysis.code_usage(figure_data),
         dict(attention_maps.draw(figure_data))["head_error"](),

@@ -50,6 +50,7 @@ examples:
   python -m megatron.analysis draw enhanced_tensor_logs --output-dir draw
   python -m megatron.analysis draw dump --formats mxfp8 mxfp8:rceil --figures heatmaps report
   python -m megatron.analysis draw dump --figures block_analysis --image pdf
+  python -m megatron.analysis draw dump --select layer=0-3 --style paper --width single --image pdf
 """,
     "report": """
 examples:
@@ -75,6 +76,7 @@ def epilog(command: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the options of `command`, which is `draw`, `report` or `quick`, to `parser`."""
+    from megatron.analysis.figures.page import STYLES
     from megatron.analysis.judged import JUDGED, OPERANDS
     from megatron.analysis.outputs.registry import IMAGES, OUTPUTS
 
@@ -133,6 +135,33 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
             help="file format of the figures (default: %(default)s)",
         )
         parser.add_argument(
+            "--select",
+            nargs="+",
+            default=[],
+            metavar="COLUMN=VALUE",
+            help="draw only tensors that meet all conditions; a value may be a list (0,1) or a "
+            "range (1-4); leaves out `quick`",
+        )
+        parser.add_argument(
+            "--width",
+            metavar="WIDTH",
+            help="width of each figure: single (3.5 inches), double (7.16 inches) or a number of "
+            "inches (default: what suits the figure; double with --style paper)",
+        )
+        parser.add_argument(
+            "--font-size",
+            type=float,
+            metavar="POINTS",
+            help="font size of labels (default: 10, or 8 with --style paper)",
+        )
+        parser.add_argument(
+            "--style",
+            default=STYLES[0],
+            choices=STYLES,
+            help="paper: leave title and note out of each picture, and write them to "
+            "NAME.caption.txt beside it (default: %(default)s)",
+        )
+        parser.add_argument(
             "--judge",
             default=OPERANDS,
             choices=JUDGED,
@@ -150,8 +179,10 @@ def run(arguments: argparse.Namespace) -> int:
     import matplotlib
 
     matplotlib.use("agg")
+    from megatron.analysis.cli.select import conditions_of
     from megatron.analysis.drawing import draw
     from megatron.analysis.dump.tensor_files import UnreadableTensorError
+    from megatron.analysis.figures.page import page_of
 
     name = arguments.name
     if name == "quick":
@@ -172,6 +203,12 @@ def run(arguments: argparse.Namespace) -> int:
             image=getattr(arguments, "image", "png"),
             run=arguments.run,
             judge=getattr(arguments, "judge", "operands"),
+            select=conditions_of(getattr(arguments, "select", [])),
+            page=page_of(
+                getattr(arguments, "width", None),
+                getattr(arguments, "font_size", None),
+                getattr(arguments, "style", "screen"),
+            ),
             say=_printer(),
             progress=True,
             **computing,

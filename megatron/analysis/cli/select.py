@@ -11,34 +11,40 @@ from typing import Any
 
 import pandas as pd
 
-from megatron.analysis.store import TensorStore
+from megatron.analysis.store import TensorStore, selected
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
-def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
-    """Return the records in `store` that meet all conditions.
+def conditions_of(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return conditions given as text as a mapping from column to accepted values.
 
     A condition has the form `column=value`, `column=value,value` or `column=first-last`. Columns
     and values are those that `TensorStore.select` accepts.
 
     Raises:
-        ValueError: if a condition has none of these forms, or no tensor meets all conditions.
+        ValueError: if a condition has none of these forms.
     """
-    wanted: dict[str, Any] = {}
-    for condition in conditions:
-        name, equals, text = condition.partition("=")
-        if not (name and equals and text):
+    wanted: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not (name and equals and values):
             raise ValueError(
-                f"--select {condition!r} is no condition; give column=value, as in layer=0,1 or "
+                f"--select {text!r} is no condition; give column=value, as in layer=0,1 or "
                 "tensor_name=input"
             )
-        values = [value for part in text.split(",") for value in _values(part)]
-        wanted[name] = [*wanted.get(name, []), *values]
-    records = store.select(**wanted)
-    if records.empty:
-        raise ValueError(f"no tensor in {store.folder} meets {' '.join(conditions)}")
-    return records
+        parts = [value for part in values.split(",") for value in _values(part)]
+        wanted[name] = [*wanted.get(name, []), *parts]
+    return wanted
+
+
+def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
+    """Return the records in `store` that meet all conditions; see `conditions_of`.
+
+    Raises:
+        ValueError: if a condition is malformed, or no tensor meets all conditions.
+    """
+    return selected(store, conditions_of(conditions))
 
 
 def _values(text: str) -> list[Any]:

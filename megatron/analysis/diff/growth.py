@@ -34,9 +34,6 @@ def growth_figure(summary: Summary) -> Figure:
         _panel(ax, layer_type, summary)
     alike = [ax for ax in axes[: len(types)] if ax.get_yscale() == "log"]
     share_y(alike)
-    for ax in alike[1:]:  # the panels are below each other, so each has its own labels
-        ax.set_ylabel(_ERROR)
-        ax.tick_params(axis="y", which="both", labelleft=True)
     if with_local:
         _local_errors(axes[len(types)], summary)
     if several:

@@ -20,7 +20,7 @@ from megatron.analysis.figures.figure_data import (
     layer_name,
 )
 from megatron.analysis.figures.scale_maps import largest_finite
-from megatron.analysis.figures.sheet import headline, sheet
+from megatron.analysis.figures.sheet import headline, label_edges, sheet, shown
 from megatron.analysis.plots.attention_map import plot_attention_map
 from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.style import decades
@@ -130,10 +130,9 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
     columns = min(4, heads)
     rows = -(-heads // columns)
     figure, axes = sheet(3.0 * columns + 0.8, 3.0 * rows + 0.9, rows, columns)
-    for ax in axes[heads:]:
-        ax.set_visible(False)
+    axes = shown(axes, heads)
     every = [-(-side // PIXELS) for side in probs.shape[-2:]]
-    for head, ax in zip(range(heads), axes, strict=False):
+    for head, ax in enumerate(axes):
         part = probs[0, head, :: every[0], :: every[1]].float().numpy()
         data = pd.DataFrame(
             part,
@@ -141,10 +140,7 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
             columns=np.arange(part.shape[1]) * every[1],
         )
         plot_attention_map(data, title=f"head {head}, {entropy(probs[0, head]):.2f} bits", ax=ax)
-        if head < heads - columns:
-            ax.set_xlabel("")
-        if head % columns:
-            ax.set_ylabel("")
+    label_edges(axes)
     bar = figure.colorbar(
         axes[0].images[0], ax=axes, label="probability", fraction=0.02, extend="min"
     )
@@ -232,13 +228,14 @@ def head_error(data: pd.DataFrame, source: str, warning: str = "") -> Figure:
     width = max(3.4, 1.4 + 0.45 * heads)
     columns = min(len(formats), 2 if width < 8 else 1)
     rows = -(-len(formats) // columns)
-    figure, axes = sheet(width * columns, (0.4 * layers + 1.5) * rows + 0.8, rows, columns)
-    for ax in axes[len(formats) :]:
-        ax.set_visible(False)
+    figure, axes = sheet(
+        width * columns, (0.4 * layers + 1.5) * rows + 0.8, rows, columns, categories=True
+    )
+    axes = shown(axes, len(formats))
     finite = data["value"][np.isfinite(data["value"])]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     norm = Normalize(low, high if high > low else low + 1)
-    for ax, name in zip(axes, formats, strict=False):
+    for ax, name in zip(axes, formats, strict=True):
         cells = data[data["format"] == name]
         plot_heatmap(cells, label="SQNR (dB)", title=name, norm=norm, ax=ax)
         ax.set_xlabel("head")

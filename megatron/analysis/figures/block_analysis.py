@@ -18,7 +18,7 @@ from megatron.analysis.figures.figure_data import (
     file_name,
 )
 from megatron.analysis.figures.scale_maps import scale_map
-from megatron.analysis.figures.sheet import legend, sheet
+from megatron.analysis.figures.sheet import label_edges, legend, sheet, shown
 from megatron.analysis.figures.sums import FormatSum
 from megatron.analysis.figures.sums import code_usage as usage_of
 from megatron.analysis.plots.block_map import plot_block_map
@@ -81,9 +81,7 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
     columns = min(3, len(drawn))
     height = -(-len(drawn) // columns)
     figure, axes = sheet(4.6 * columns, 3.5 * height + 0.8, height, columns)
-    for ax in axes[len(drawn) :]:
-        ax.set_visible(False)
-    for ax, (row, data) in zip(axes, drawn, strict=False):
+    for ax, (row, data) in zip(shown(axes, len(drawn)), drawn, strict=True):
         title = f"L{row.layer_idx} {row.place}, {row.along_row:.1f} dB ({row.quant_type} run)"
         across = "output unit" if row.tensor_name.endswith("weight") else "row (token, head)"
         plot_block_map(
@@ -143,8 +141,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
         axes[2].set_visible(False)
     if alike := same_counts({name: total.block_range for name, total in totals.items()}):
         right_of_title(axes[1], "; ".join(map(" = ".join, alike)))
-    for ax in axes[1:]:
-        ax.set_ylabel("")
+    label_edges(axes, x=False)
     legend(figure, axes)
     note = (
         f"{figure_data.judged_origin}; ranges and scales without 0.01 % at each end, blocks of "

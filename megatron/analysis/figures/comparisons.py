@@ -8,7 +8,6 @@ from functools import partial
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.exponent_histograms import binade_shares
 from megatron.analysis.figures.figure_data import (
     KINDS,
     FigureData,
@@ -18,13 +17,12 @@ from megatron.analysis.figures.figure_data import (
     medians,
 )
 from megatron.analysis.figures.sheet import legend, share_y, sheet
-from megatron.analysis.plots.exponent_histogram import plot_exponent_histogram
 from megatron.analysis.plots.lines import plot_lines
 from megatron.analysis.plots.style import nothing
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures "exponents_by_type", "rms_by_type" and "deviation".
+    """Yield the figure "deviation".
 
     Raises:
         NothingToDrawError: the dump has fewer than two quantization types.
@@ -35,40 +33,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
         raise NothingToDrawError(
             f"there is one type only ({only}); collect others beside it, as `batch` does"
         )
-    yield "exponents_by_type", partial(exponents_by_type, figure_data, types)
-    yield "rms_by_type", partial(rms_by_type, figure_data)
     yield "deviation", partial(deviation, figure_data)
-
-
-def exponents_by_type(figure_data: FigureData, types: list[str]) -> Figure:
-    """Draw histograms of the magnitudes, one outline per quantization type."""
-    kinds = figure_data.kinds(figure_data.tensors)
-    figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds))
-    for ax, kind in zip(axes, kinds, strict=True):
-        places = set(figure_data.places_of(kind))
-        counts = {name: figure_data.sums.binades_of(places, name) for name in types}
-        plot_exponent_histogram(binade_shares(counts), title=KINDS[kind], ax=ax)
-    for ax in axes[1:]:
-        ax.set_ylabel("")
-    legend(figure, axes)
-    note = f"values before quantization, of runs trained in each type; {figure_data.origin}"
-    figure_data.headline(figure, "Values by magnitude in runs of each type", note)
-    return figure
-
-
-def rms_by_type(figure_data: FigureData) -> Figure:
-    """Draw the root mean square of the tensors by layer, one line per quantization type."""
-    kinds = figure_data.kinds(figure_data.tensors)
-    figure, axes = sheet(4.2 * len(kinds), 4.2, 1, len(kinds))
-    for ax, kind in zip(axes, kinds, strict=True):
-        tensors = figure_data.tensors[figure_data.tensors["kind"] == kind]
-        data = medians(tensors, "quant_type", "layer_idx", "rms")
-        plot_lines(data, xlabel="layer", ylabel="rms", title=KINDS[kind], logarithmic=True, ax=ax)
-    legend(figure, axes)
-    note = median_of(figure_data.tensors, ["kind", "quant_type", "layer_idx"], "point")
-    note = f"{note} of different modules; {figure_data.origin}"
-    figure_data.headline(figure, "Root mean square by layer", note)
-    return figure
 
 
 def deviation(figure_data: FigureData) -> Figure:
@@ -91,6 +56,7 @@ def deviation(figure_data: FigureData) -> Figure:
             ylabel="‖x - x0‖ / ‖x0‖",
             title=KINDS[kind],
             logarithmic=True,
+            narrow=1,
             ax=ax,
         )
     share_y([ax for ax in axes if ax.get_legend_handles_labels()[0]])

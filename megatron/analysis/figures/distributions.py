@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
@@ -21,11 +20,11 @@ from megatron.analysis.figures.exponent_histograms import (
     format_ranges,
 )
 from megatron.analysis.figures.figure_data import KINDS, FigureData, Make, NothingToDrawError
-from megatron.analysis.figures.sheet import legend, share_y, sheet
+from megatron.analysis.figures.sheet import label_edges, legend, sheet, shown
 from megatron.analysis.plots.boxes import plot_boxes
 from megatron.analysis.plots.density import plot_density
 from megatron.analysis.plots.exponent_histogram import plot_exponent_histogram
-from megatron.analysis.plots.quantiles import plot_quantiles
+from megatron.analysis.plots.style import FAINT, percent, text_size
 
 MOST = 36  #: maximum number of panels per figure
 REACH = 12.0  #: maximum distance from zero in a histogram, in standard deviations
@@ -40,7 +39,7 @@ _RISING = np.flatnonzero(_FINITE)[np.argsort(_VALUES[_FINITE], kind="stable")]
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures "exponents", "histogram", "box" and "qq".
+    """Yield the figures "exponents", "histogram" and "box".
 
     More than `MOST` panels are split into "histogram", "histogram_2" and so on.
 
@@ -54,8 +53,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     for number, first in enumerate(range(0, len(places), MOST), start=1):
         name = "histogram" if first == 0 else f"histogram_{number}"
         yield name, partial(histogram, figure_data, places[first : first + MOST])
-    for name, make in (("box", box), ("qq", quantile_quantile)):
-        yield name, partial(make, figure_data)
+    yield "box", partial(box, figure_data)
 
 
 def exponents(figure_data: FigureData) -> Figure:
@@ -69,8 +67,7 @@ def exponents(figure_data: FigureData) -> Figure:
         plot_exponent_histogram(
             exponent_shares(figure_data, kind), ranges, title=KINDS[kind], ax=ax
         )
-    for ax in axes[1:]:
-        ax.set_ylabel("")
+    label_edges(axes, x=False)
     legend(figure, axes)
     origin = figure_data.judged_origin if figure_data.formats else figure_data.origin
     note = f"{RANGE_NOTE}; zeros and the lowest 0.01 % are left out; {origin}"
@@ -83,19 +80,22 @@ def histogram(figure_data: FigureData, places: Sequence[str]) -> Figure:
     columns = min(4, len(places))
     rows = -(-len(places) // columns)
     figure, axes = sheet(3.1 * columns, 2.1 * rows + 0.9, rows, columns)
-    for ax in axes[len(places) :]:
-        ax.set_visible(False)
-    for ax, place in zip(axes, places, strict=False):
-        data = density(figure_data.sums.patterns[place])
+    axes = shown(axes, len(places))
+    for ax, place in zip(axes, places, strict=True):
+        patterns = figure_data.sums.patterns[place]
+        data = density(patterns)
         if data is None:
             ax.text(0.5, 0.5, "one value only", ha="center", transform=ax.transAxes)
-            ax.set_title(figure_data.label(place), loc="left", fontsize=9)
+            ax.set_title(figure_data.label(place), loc="left", fontsize=text_size(9))
             continue
         plot_density(data.assign(group=place.rpartition(" ")[2]), ax=ax)
-        ax.set_title(figure_data.label(place), loc="left", fontsize=9)
-    for ax in axes[: len(places) : columns]:
-        ax.set_ylabel("density")
-    note = f"x: standard deviations from zero, up to {REACH:g}; dotted: normal; "
+        ax.set_title(figure_data.label(place), loc="left", fontsize=text_size(9))
+        ax.set(xlabel="x / std", ylabel="density")
+        if beyond := share_beyond(patterns):
+            text = f"{percent(beyond)} beyond"
+            ax.text(0.98, 0.95, text, ha="right", va="top", color=FAINT, transform=ax.transAxes)
+    label_edges(axes)
+    note = f"std: standard deviation; a panel reaches to {REACH:g} std at most; dotted: normal; "
     figure_data.headline(figure, "Distribution of values", note + figure_data.origin)
     return figure
 
@@ -107,42 +107,11 @@ def box(figure_data: FigureData) -> Figure:
         | magnitude_quantiles(figure_data.sums.patterns[place])
         for place in figure_data.places_apart
     ]
-    figure, axes = sheet(9.5, 0.3 * len(rows) + 1.8)
+    figure, axes = sheet(9.5, 0.3 * len(rows) + 1.8, categories=True)
     plot_boxes(pd.DataFrame(rows), ax=axes[0])
     note = "box: middle half; line in it: median; whiskers: 1 % to 99 %; tick: largest; hatched: "
     note += "gradients; ▾: zeros reach to here (in attention_probs: the causal mask); "
     figure_data.headline(figure, "Magnitudes of each tensor", note + figure_data.origin)
-    return figure
-
-
-def quantile_quantile(figure_data: FigureData) -> Figure:
-    """Draw the quantiles of the values against the quantiles of a normal distribution.
-
-    Each place (module and tensor name) has one curve.
-    """
-    kinds = figure_data.kinds(figure_data.tensors)
-    figure, axes = sheet(4.9 * len(kinds), 6.2, 1, len(kinds))
-    normal = NormalDist()
-    shares = np.concatenate([10.0 ** np.arange(-6, -2), np.linspace(0.01, 0.99, 99)])
-    shares = np.union1d(shares, 1 - shares)
-    for ax, kind in zip(axes, kinds, strict=True):
-        curves = [
-            pd.DataFrame(
-                {
-                    "group": place,
-                    "normal": [normal.inv_cdf(share) for share in shares],
-                    "value": standard_quantiles(figure_data.sums.patterns[place], shares),
-                }
-            )
-            for place in figure_data.places_of(kind)
-        ]
-        plot_quantiles(pd.concat(curves, ignore_index=True).dropna(), title=KINDS[kind], ax=ax)
-        if ax.has_data():
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8)
-    share_y(axes)
-    note = "linear up to 10 standard deviations, logarithmic beyond; from 1e-6 to 1 - 1e-6; "
-    title = "Tails: quantiles against a normal distribution"
-    figure_data.headline(figure, title, note + figure_data.origin)
     return figure
 
 
@@ -179,27 +148,15 @@ def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
     return mean, float(np.sqrt(counts @ (values - mean) ** 2 / total))
 
 
-def standard_quantiles(
-    patterns: NDArray[np.int64], shares: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return quantiles of the finite values, as distances from the mean in standard deviations.
-
-    A quantile is NaN if fewer than one value is expected beyond it. All quantiles are NaN if the
-    standard deviation is zero.
+def share_beyond(patterns: NDArray[np.int64]) -> float:
+    """Return the share of the finite values that are more than `REACH` standard deviations from 0.
 
     Args:
         patterns: number of values with each bfloat16 bit pattern.
-        shares: probabilities of the quantiles, between 0 and 1.
     """
     counts = patterns[_RISING]
-    mean, std = moments(patterns)
-    total = int(counts.sum())
-    if not total or not std > 0:
-        return np.full(len(shares), np.nan)
-    at = np.searchsorted(np.cumsum(counts), shares * total)
-    quantiles = (_VALUES[_RISING][np.minimum(at, len(_RISING) - 1)] - mean) / std
-    enough = np.minimum(shares, 1 - shares) * total >= 1
-    return np.where(enough, quantiles, np.nan)
+    beyond = np.abs(_VALUES[_RISING]) > REACH * moments(patterns)[1]
+    return float(counts[beyond].sum() / max(counts.sum(), 1))
 
 
 def density(patterns: NDArray[np.int64]) -> pd.DataFrame | None:

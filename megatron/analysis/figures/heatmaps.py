@@ -1,4 +1,4 @@
-"""Draw the figures in `heatmaps/`: one number per layer and tensor, or per layer and iteration."""
+"""Draw the figures in `heatmaps/`: one number per layer and tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from megatron.analysis.figures.figure_data import (
-    KINDS,
     FigureData,
     Make,
     NothingToDrawError,
@@ -28,8 +27,6 @@ from megatron.analysis.plots.heatmap import plot_heatmap
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """Yield the figures "sqnr_<format>", "amax", "rms" and "kurtosis".
 
-    If the dump has several iterations, also yield "sqnr_by_iteration_<format>".
-
     Raises:
         NothingToDrawError: no tensor could be read.
     """
@@ -38,10 +35,6 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     norm = sqnr_norm(figure_data)
     for name in figure_data.formats:
         yield f"sqnr_{file_name(name)}", partial(layer_by_tensor_sqnr, figure_data, name, norm)
-    if figure_data.tensors["iteration"].nunique() > 1:
-        for name in figure_data.formats:
-            make = partial(layer_by_iteration_sqnr, figure_data, name, norm)
-            yield f"sqnr_by_iteration_{file_name(name)}", make
     for column, title, label in (
         ("amax", "Largest magnitude", "amax"),
         ("rms", "Root mean square", "rms"),
@@ -91,24 +84,6 @@ def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> 
     return figure
 
 
-def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
-    """Draw the SQNR of one format by layer and iteration, one panel per kind of tensor."""
-    uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    kinds = figure_data.kinds(uses)
-    iterations = sorted(uses["iteration"].unique())
-    layers = uses["layer_idx"].nunique()
-    width = max(3.6, 1.2 + 0.45 * len(iterations))
-    figure, axes = sheet(width * len(kinds), 0.32 * layers + 2.2, 1, len(kinds))
-    for ax, kind in zip(axes, kinds, strict=True):
-        data = cells(uses[uses["kind"] == kind], "sqnr_db", "iteration", list(iterations))
-        plot_heatmap(data, label="SQNR (dB)", title=KINDS[kind], norm=norm, ax=ax)
-        ax.set_xlabel("iteration")
-    note = median_of(uses, ["kind", "layer_idx", "iteration"], "cell")
-    title = f"{fmt}: SQNR by layer and iteration"
-    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
-    return figure
-
-
 def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
     """Draw a statistic by layer and place (module and tensor name) on a logarithmic color scale."""
     data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
@@ -127,4 +102,5 @@ def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, labe
 def _sheet_for(data: pd.DataFrame) -> tuple[Figure, list[Axes]]:
     """Return a figure and its axes; the figure's size depends on the number of heatmap cells."""
     columns, rows = data["column"].nunique(), min(data["row"].nunique(), 60)
-    return sheet(min(max(7.0, 2.2 + 0.48 * columns), 26.0), min(max(3.2, 2.3 + 0.32 * rows), 20.0))
+    width, height = max(7.0, 2.2 + 0.48 * columns), max(3.2, 2.3 + 0.32 * rows)
+    return sheet(min(width, 26.0), min(height, 20.0), categories=True)

@@ -22,7 +22,7 @@ from megatron.analysis.figures.sums import code_usage as usage_of
 from megatron.analysis.plots.code_usage import plot_code_usage
 from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
 from megatron.analysis.plots.stacked_shares import plot_stacked_shares
-from megatron.analysis.plots.style import INK, percent
+from megatron.analysis.plots.style import INK, percent, text_size
 from megatron.fake_quant import get_format
 
 #: Color, first binade and last binade of each precision region. The mantissa has 3 bits for numbers
@@ -108,7 +108,7 @@ def regions(figure_data: FigureData, fmt: str) -> Figure:
     if not rows:
         raise NothingToDrawError(figure_data.nothing_judged)
     data = pd.DataFrame(rows)
-    figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2)
+    figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2, categories=True)
     colors = {name: color for name, (color, _) in REGIONS.items()}
     plot_stacked_shares(data, colors, xlabel="share of values that are not zero", ax=axes[0])
     legend(figure, axes, columns=4)
@@ -144,7 +144,7 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
                         place,
                         visible_percent(share),
                         va="center",
-                        fontsize=7.5,
+                        fontsize=text_size(7.5),
                         color=INK,
                     )
         ax.set_yticks(y, names)

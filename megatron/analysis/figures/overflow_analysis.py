@@ -17,7 +17,7 @@ from megatron.analysis.figures.figure_data import (
     trimmed,
 )
 from megatron.analysis.figures.quantization_analysis import by_tensor
-from megatron.analysis.figures.sheet import legend, sheet
+from megatron.analysis.figures.sheet import label_edges, legend, sheet, shown
 from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
 from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.stacked_shares import plot_stacked_shares
@@ -77,19 +77,17 @@ def error_causes(figure_data: FigureData) -> Figure:
     places = [place for place in figure_data.places if (uses["place"] == place).any()]
     columns = 2 if len(formats) == 4 else min(3, len(formats))
     rows = -(-len(formats) // columns)
-    figure, axes = sheet(4.6 * columns, (0.3 * len(places) + 1.1) * rows + 1, rows, columns)
-    for ax in axes[len(formats) :]:
-        ax.set_visible(False)
-    for number, (ax, name) in enumerate(zip(axes, formats, strict=False)):
+    figure, axes = sheet(
+        4.6 * columns, (0.3 * len(places) + 1.1) * rows + 1, rows, columns, categories=True
+    )
+    axes = shown(axes, len(formats))
+    for ax, name in zip(axes, formats, strict=True):
         part = uses[uses["quantized_format"] == name]
         data, colors = cause_shares(part, places), dict(CAUSES.values())
         title = f"{name}, median SQNR {part['sqnr_db'].median():.1f} dB"
         plot_stacked_shares(data, colors, title=title, xlabel="share of the squared error", ax=ax)
-        if number % columns:
-            ax.tick_params(axis="y", labelleft=False)
-        if number + columns < len(formats):
-            ax.set_xlabel("")
-    legend(figure, axes[: len(formats)])
+    label_edges(axes, y_ticks=True)
+    legend(figure, axes)
     note = "a bar is the mean of its tensors; grid: rounding to a neighboring number; "
     figure_data.headline(figure, "Causes of the squared error", note + figure_data.judged_origin)
     return figure
@@ -134,8 +132,7 @@ def underflow_by_magnitude(figure_data: FigureData) -> Figure:
         ax.set_ylim(-0.02, 1.05)
         ax.set_ylabel("share of values that become zero")
         ax.yaxis.set_major_formatter(lambda y, _: percent(y))
-    for ax in axes[1:]:
-        ax.set_ylabel("")
+    label_edges(axes)
     legend(figure, axes)
     figure_data.headline(figure, "Underflow by magnitude", figure_data.judged_origin)
     return figure

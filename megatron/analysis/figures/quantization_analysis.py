@@ -16,21 +16,18 @@ from megatron.analysis.figures.figure_data import (
     Make,
     NothingToDrawError,
     median_of,
-    medians,
     trimmed,
 )
 from megatron.analysis.figures.sheet import legend, share_y, sheet
 from megatron.analysis.plots.dots import plot_dots
 from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
-from megatron.analysis.plots.lines import plot_lines
 from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures that show quantization errors by layer, tensor and magnitude.
+    """Yield the figures that show quantization errors by tensor and magnitude.
 
-    They are "sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias", "gain" and
-    "row_against_column".
+    They are "sqnr_by_tensor", "error_by_magnitude", "bias", "gain" and "row_against_column".
 
     Raises:
         NothingToDrawError: no format was requested.
@@ -38,7 +35,6 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     by = partial(by_tensor, figure_data)
-    yield "sqnr_by_layer", partial(by_layer, figure_data)
     yield (
         "sqnr_by_tensor",
         partial(by, "sqnr_db", xlabel="SQNR (dB)", title="SQNR of each tensor"),
@@ -52,23 +48,6 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
         "row_against_column",
         partial(by, "axis_disagreement", xlabel="share of values", title=title, shares=True),
     )
-
-
-def by_layer(figure_data: FigureData) -> Figure:
-    """Draw the SQNR of each format by layer, one panel per kind of tensor."""
-    kinds = figure_data.kinds(figure_data.judged)
-    figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
-    for ax, kind in zip(axes, kinds, strict=True):
-        uses = figure_data.judged[figure_data.judged["kind"] == kind]
-        data = medians(uses, "quantized_format", "layer_idx", "sqnr_db")
-        plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", title=KINDS[kind], least=2.0, ax=ax)
-    for ax in axes[1:]:
-        ax.set_ylabel("")
-    legend(figure, axes)
-    note = median_of(figure_data.judged, ["quantized_format", "kind", "layer_idx"], "point")
-    title = "Formats on the same tensors, by layer"
-    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
-    return figure
 
 
 def by_tensor(
@@ -96,7 +75,7 @@ def by_tensor(
     data = values.rename("value").reset_index()
     data = data.rename(columns={"quantized_format": "group", "place": "name"})
     data = data.assign(at=data["name"].map({place: i for i, place in enumerate(order)}))
-    figure, axes = sheet(9.0, 0.32 * len(order) + 2.2)
+    figure, axes = sheet(9.0, 0.32 * len(order) + 2.2, categories=True)
     data = data.sort_values("at", kind="stable")
     formats = pd.Categorical(data["group"], list(figure_data.formats))
     data = data.assign(group=formats.astype(str), rank=formats.codes)

@@ -35,7 +35,7 @@ def scales(figure_data: FigureData) -> Figure:
     data = data.rename(columns={"place": "name", "m0.01": "low", "amax": "high"})
     data = data.assign(group=[name.rpartition(" ")[2] for name in data["name"]])
     data["name"] = data["name"].map(figure_data.label)
-    figure, axes = sheet(9.0, 0.3 * len(data) + 1.8)
+    figure, axes = sheet(9.0, 0.3 * len(data) + 1.8, categories=True)
     plot_scales(data, ax=axes[0])
     note = "dot: rms; line: from the 1 % quantile of magnitudes to the largest; "
     note += f"{median_of(table, ['place'], 'row')}; {figure_data.origin}"

@@ -29,6 +29,8 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.figure_data import FigureData, Make, NothingToDrawError
+from megatron.analysis.figures.page import Page, drawing_on
+from megatron.analysis.figures.sheet import caption
 from megatron.analysis.garbage import one_garbage_collection
 from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.outputs.registry import DEVIATIONS, OUTPUTS, QUICK, REPORT, SUMS
@@ -47,6 +49,7 @@ class Order:
     image: str  #: file format of the figures, one of `IMAGES`
     run: str | None  #: ID of the run to draw; None if all runs are drawn
     cache: Path | None  #: folder of the statistics cache; None if nothing is cached
+    page: Page  #: width, font size and style of the figures
 
 
 @dataclass
@@ -196,20 +199,22 @@ def make(name: str, order: Order) -> Made:
 def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
     """Draw one figure or text file and write it; if this fails, record the reason in `made`."""
     try:
-        with matplotlib.rc_context(RC):
+        with matplotlib.rc_context(RC | order.page.settings), drawing_on(order.page):
             drawn = draw()
             if isinstance(drawn, str):
-                path, content = order.output / name, drawn.encode(errors="backslashreplace")
+                contents = {name: drawn.encode(errors="backslashreplace")}
             else:
-                path = order.output / f"{name}.{order.image}"
-                content = picture(drawn, order.image)
+                contents = {f"{name}.{order.image}": picture(drawn, order.image)}
+                if not order.page.headlines:
+                    text = f"{caption(drawn)}\n"
+                    contents[f"{name}.caption.txt"] = text.encode(errors="backslashreplace")
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
         return
     except Exception as error:
         made.failed[name] = "".join(traceback.format_exception(error))
         return
-    made.files.append(write(path, content))
+    made.files += [write(order.output / path, content) for path, content in contents.items()]
 
 
 def picture(figure: Figure, image: str) -> bytes:

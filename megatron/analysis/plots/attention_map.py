@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
-from megatron.analysis.plots.style import TRACK
+from megatron.analysis.plots.style import TRACK, text_size
 
 LOWEST = 1e-4  #: lowest probability on the color scale; smaller probabilities have the same color
 
@@ -29,5 +29,5 @@ def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None =
     norm = LogNorm(LOWEST, 1.0)
     ax.imshow(shown, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     ax.set(xlabel="key", ylabel="query")
-    ax.set_title(title, loc="left", fontsize=9)
+    ax.set_title(title, loc="left", fontsize=text_size(9))
     return ax

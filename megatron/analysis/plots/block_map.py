@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from megatron.analysis.plots.style import TRACK, power
+from megatron.analysis.plots.style import TRACK, power, text_size
 
 
 def plot_block_map(
@@ -50,7 +50,7 @@ def plot_block_map(
         axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axis.set_major_formatter(FuncFormatter(_named(numbers)))
     ax.set(xlabel=columns, ylabel=rows)
-    ax.set_title(title, loc="left", fontsize=9)
+    ax.set_title(title, loc="left", fontsize=text_size(9))
     return ax
 
 

@@ -16,6 +16,7 @@ from megatron.analysis.plots.style import (
     power,
     quiet,
     right_of_title,
+    text_size,
 )
 
 
@@ -53,7 +54,7 @@ def plot_code_usage(
     ticks = [*range(0, len(x), every)]
     values = data["value"].to_numpy(dtype=float)
     ax.set_xticks(ticks, [_number(values[i]) for i in ticks])
-    plt.setp(ax.get_xticklabels(), fontsize=8)
+    plt.setp(ax.get_xticklabels(), fontsize=text_size(8))
     ax.set_xlim(-0.8, len(x) - 0.2)
     ax.set_ylim(0, 1.08 * max(float(shares.max()), 1e-9))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))

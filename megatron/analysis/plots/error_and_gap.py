@@ -17,6 +17,7 @@ from megatron.analysis.plots.style import (
     nothing,
     quiet,
     right_of_title,
+    text_size,
 )
 
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)  #: distances of a name from its dot, in points
@@ -88,7 +89,7 @@ def _name_all(ax: Axes, points: pd.DataFrame) -> None:
         taken.append(Bbox.from_extents(x - 1, low, x + 1, high))
     frame = ax.get_window_extent()
     for (x, y), name in sorted(zip(map(tuple, centers), points["name"], strict=True)):
-        text = ax.text(0, 0, str(name), fontsize=8, transform=ax.transAxes)
+        text = ax.text(0, 0, str(name), fontsize=text_size(8), transform=ax.transAxes)
         size = text.get_window_extent()
         text.remove()
         best: tuple[float, Bbox, tuple[float, float]] | None = None
@@ -117,7 +118,7 @@ def _write(ax: Axes, name: str, point: tuple[float, float], offset: tuple[float,
         textcoords="offset points",
         ha=align,
         va="center",
-        fontsize=8,
+        fontsize=text_size(8),
         arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.6} if far else None,
         zorder=4,
     )

@@ -15,6 +15,7 @@ from megatron.analysis.plots.style import (
     percent,
     powers_of_two,
     quiet,
+    text_size,
 )
 
 LANE = 0.085  #: height of one format's range bar, as a fraction of the axes' height
@@ -111,5 +112,5 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         va="center",
         color=color,
         annotation_clip=False,
-        fontsize=8 * max(size, 0.6),
+        fontsize=text_size(8) * max(size, 0.6),
     )

@@ -10,8 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 
-from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing
+from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing, text_size
 
+LETTER = 0.62  #: width of a digit and its margin, as a fraction of the font size
+LEGIBLE = 3.5  #: smallest font size of the values in the cells, in points
+MAP = 0.8  #: approximate width of the cells together, as a fraction of the width for the axes
 MOST_NUMBERS = 700  #: values are written into the cells of heatmaps with at most this many cells
 
 
@@ -85,13 +88,29 @@ def _label_cells(ax: Axes, rows: list[object], columns: list[object]) -> None:
         plt.setp(ax.get_xticklabels(), rotation=40, ha="right", rotation_mode="anchor")
 
 
+def _cell_width(ax: Axes, cells: np.ndarray) -> float:
+    """Return the approximate width of a cell in points."""
+    place, figure = ax.get_subplotspec(), ax.get_figure(root=True)
+    assert figure is not None
+    side_by_side = 1 if place is None else place.get_gridspec().ncols
+    return float(72 * MAP * figure.get_figwidth() / side_by_side / cells.shape[1])
+
+
 def _write(ax: Axes, cells: np.ndarray, digits: str, color: object) -> None:
-    size = 8 if cells.shape[1] <= 30 else 6
+    """Write the values into the cells, unless the cells are too narrow for legible text."""
+    texts = np.array(["exact" if x == np.inf else f"{x:{digits}}" for x in cells.flat])
+    texts = texts.reshape(cells.shape)
+    longest = max(map(len, texts[~np.isnan(cells)]), default=1)
+    size = min(
+        text_size(8 if cells.shape[1] <= 30 else 6), _cell_width(ax, cells) / longest / LETTER
+    )
+    if size < LEGIBLE:
+        return
     for (i, j), value in np.ndenumerate(cells):
         if np.isnan(value):
             ax.text(j + 0.5, i + 0.5, "-", ha="center", va="center", color=FAINT, fontsize=size)
             continue
-        text = "exact" if value == np.inf else f"{value:{digits}}"
+        text = texts[i, j]
         red, green, blue, _ = color(min(value, 1e300))  # type: ignore[operator]
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
         ink = "white" if dark else INK

@@ -15,6 +15,7 @@ from megatron.analysis.plots.style import (
     nothing,
     quiet,
     right_of_title,
+    text_size,
 )
 
 
@@ -53,7 +54,7 @@ def plot_pareto(
             xytext=(-7 if to_left else 7, 3),
             textcoords="offset points",
             ha="right" if to_left else "left",
-            fontsize=8.5,
+            fontsize=text_size(8.5),
         )
     if len(rest := data[~data.index.isin(drawn.index)]):
         right_of_title(ax, f"without error or not finite: {', '.join(map(str, rest['name']))}")

@@ -14,6 +14,7 @@ from megatron.analysis.plots.style import (
     lighter,
     percent,
     short_count,
+    text_size,
 )
 
 MOST = 8  #: maximum number of rows; further rows are summed into the last one
@@ -53,7 +54,7 @@ def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) 
 
 
 def _label(ax: Axes, x: float, y: float, text: str, ink: str) -> None:
-    ax.text(x, y, text, va="center", color=ink, fontsize=9)
+    ax.text(x, y, text, va="center", color=ink, fontsize=text_size(9))
 
 
 def _fold(data: pd.DataFrame) -> pd.DataFrame:

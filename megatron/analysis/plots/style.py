@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from colorsys import hls_to_rgb
 from typing import Any, Literal
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
@@ -70,6 +71,9 @@ RC: dict[Any, Any] = {
     "ytick.labelcolor": INK,
     # Names of modules and folders may contain dollar signs, so no text is parsed as a formula.
     "text.parse_math": False,
+    # Publishers refuse Type 3 fonts, which matplotlib embeds by default; 42 is TrueType.
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
     "legend.frameon": False,
     "legend.fontsize": 9,
 }  #: settings that `matplotlib.rc_context` applies while a figure is drawn
@@ -207,6 +211,15 @@ def power(base: int, exponent: int) -> str:
     return f"{base}{str(exponent).translate(_RAISED)}"
 
 
+def text_size(size: float) -> float:
+    """Return a font size in points, adapted to the setting `font.size`.
+
+    Args:
+        size: font size in points if `font.size` is 10.
+    """
+    return size * float(matplotlib.rcParams["font.size"]) / 10
+
+
 def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
     """Draw thin grid lines behind the data."""
     ax.grid(axis=axis, color=RULE, linewidth=0.8)
@@ -231,4 +244,4 @@ def quiet(ax: Axes) -> Axes:
 
 def right_of_title(ax: Axes, note: str) -> None:
     """Write a note on the line of the axes' title, aligned to the right."""
-    ax.set_title(note, loc="right", color=FAINT, fontsize=9, fontweight="normal")
+    ax.set_title(note, loc="right", color=FAINT, fontsize=text_size(9), fontweight="normal")

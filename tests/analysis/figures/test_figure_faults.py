@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 
 from megatron.analysis.figures import block_analysis, comparisons, distributions, hifp8_analysis
-from megatron.analysis.figures.figure_data import FigureData
+from megatron.analysis.figures.figure_data import KINDS, FigureData
+from megatron.analysis.figures.sheet import sheet
+from megatron.analysis.plots.lines import plot_lines
 from megatron.analysis.plots.style import RC
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
@@ -55,12 +57,16 @@ def test_weights_that_are_equal_in_all_runs_are_said_to_be(figure_data):
     assert [text.get_text() for text in weights.texts] == ["equal in all runs\nin iteration 2"]
     limits = {ax.get_ylim() for ax in figure.axes if ax is not weights}
     assert len(limits) == 1
+    assert {ax.get_yscale() for ax in figure.axes if ax is not weights} == {"log"}
     assert next(iter(limits))[0] < 0.25 < 2.5 < next(iter(limits))[1]
 
 
-def test_titles_of_panels_stand_at_one_height(figure_data):
+def test_titles_of_panels_stand_at_one_height():
     with mpl.rc_context(RC):
-        figure = comparisons.rms_by_type(figure_data)
+        figure, axes = sheet(12, 4, 1, 3)
+        for ax, title, size in zip(axes, KINDS.values(), (1.0, 1e-2, 1e6), strict=True):
+            data = pd.DataFrame({"group": "mxfp8", "x": [0, 1], "value": [size, 1.01 * size]})
+            plot_lines(data, xlabel="layer", ylabel="rms", title=title, logarithmic=True, ax=ax)
         figure.draw_without_rendering()
         renderer = figure._get_renderer()
         heights = {

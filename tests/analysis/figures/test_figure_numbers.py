@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from megatron.analysis.figures.attention_maps import entropy, head_errors
-from megatron.analysis.figures.distributions import magnitude_quantiles, standard_quantiles
+from megatron.analysis.figures.distributions import density, magnitude_quantiles, share_beyond
 from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.figures.hifp8_analysis import REGIONS, by_region, region_shares
 from megatron.analysis.figures.overflow_analysis import CAUSES, cause_shares, error_causes
@@ -87,12 +85,18 @@ def test_quantiles_of_counted_patterns_are_those_of_the_values():
     magnitudes = np.sort(x.float().abs().numpy())
     assert found["p50"] == magnitudes[10000]
     assert found["largest"] == magnitudes[-1]
-    shares = np.array([1e-6, 0.25, 0.5])
-    standard = standard_quantiles(patterns, shares)
-    assert math.isnan(standard[0])  # the quantile of less than one value
-    values = np.sort(x.double().numpy())
-    expected = (values[[5000, 10000]] - values.mean()) / values.std()
-    np.testing.assert_allclose(standard[1:], expected, rtol=1e-9)
+
+
+def test_a_histogram_says_how_many_values_it_leaves_out():
+    x = torch.randn(20001, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x[:20] *= 100
+    patterns = np.bincount(x.view(torch.int16).int().numpy() & 0xFFFF, minlength=1 << 16)
+    values = x.double().numpy()
+    beyond = float((np.abs(values) > 12 * values.std()).mean())
+    assert 0 < share_beyond(patterns) == pytest.approx(beyond)
+    data = density(patterns)
+    shown = float((data["density"] * (data["right"] - data["left"])).sum())
+    assert shown == pytest.approx(1 - beyond)
 
 
 def test_heads_have_the_error_of_their_own_probabilities():

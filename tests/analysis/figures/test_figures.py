@@ -254,16 +254,6 @@ def test_boxes_stand_at_the_logarithms_of_the_quantiles(ax):
     assert (zeros.get_marker(), list(zeros.get_xdata())) == ("v", [-3])
 
 
-def test_quantiles_of_one_colour_differ_in_their_dashes(ax):
-    one = pd.DataFrame({"normal": [-1.0, 0.0, 1.0], "value": [-9.0, 0.0, 20.0]})
-    data = pd.concat([one.assign(group="qkv input"), one.assign(group="fc1 input")])
-    plots.plot_quantiles(data, ax=ax)
-    _, first, second = ax.get_lines()
-    assert first.get_color() == second.get_color() == TENSOR_COLORS["input"]
-    assert first.get_linestyle() != second.get_linestyle()
-    assert ax.get_ylim()[1] > 20
-
-
 def test_density_is_drawn_beside_a_normal_distribution(ax):
     data = pd.DataFrame({"group": "input", "left": [-1, 0], "right": [0, 1], "density": [0.5, 0.5]})
     plots.plot_density(data, ax=ax)
@@ -320,7 +310,6 @@ def test_scales_have_a_line_over_the_range_and_a_dot_at_the_rms(ax):
         (plots.plot_lines, ["group", "x", "value"], {"xlabel": "x", "ylabel": "y"}),
         (plots.plot_dots, ["group", "name", "value"], {"xlabel": "x"}),
         (plots.plot_error_by_magnitude, ["format", "exponent", "relative_error"], {}),
-        (plots.plot_quantiles, ["group", "normal", "value"], {}),
         (plots.plot_counts, ["format", "left", "right", "count"], {"xlabel": "x"}),
     ],
 )
