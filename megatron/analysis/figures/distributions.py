@@ -24,7 +24,7 @@ from megatron.analysis.figures.sheet import label_edges, legend, sheet, shown
 from megatron.analysis.plots.boxes import plot_boxes
 from megatron.analysis.plots.density import plot_density
 from megatron.analysis.plots.exponent_histogram import plot_exponent_histogram
-from megatron.analysis.plots.style import FAINT, percent, text_size
+from megatron.analysis.plots.style import FAINT, text_size, visible_percent
 
 MOST = 36  #: maximum number of panels per figure
 REACH = 12.0  #: maximum distance from zero in a histogram, in standard deviations
@@ -92,8 +92,16 @@ def histogram(figure_data: FigureData, places: Sequence[str]) -> Figure:
         ax.set_title(figure_data.label(place), loc="left", fontsize=text_size(9))
         ax.set(xlabel="x / std", ylabel="density")
         if beyond := share_beyond(patterns):
-            text = f"{percent(beyond)} beyond"
-            ax.text(0.98, 0.95, text, ha="right", va="top", color=FAINT, transform=ax.transAxes)
+            ax.text(
+                0.98,
+                0.96,
+                f"{visible_percent(beyond)} beyond",
+                ha="right",
+                va="top",
+                color=FAINT,
+                fontsize=text_size(7),
+                transform=ax.transAxes,
+            )
     label_edges(axes)
     note = f"std: standard deviation; a panel reaches to {REACH:g} std at most; dotted: normal; "
     figure_data.headline(figure, "Distribution of values", note + figure_data.origin)

@@ -22,7 +22,7 @@ from megatron.analysis.figures.sums import code_usage as usage_of
 from megatron.analysis.plots.code_usage import plot_code_usage
 from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
 from megatron.analysis.plots.stacked_shares import plot_stacked_shares
-from megatron.analysis.plots.style import INK, percent, text_size
+from megatron.analysis.plots.style import INK, percent, text_size, visible_percent
 from megatron.fake_quant import get_format
 
 #: Color, first binade and last binade of each precision region. The mantissa has 3 bits for numbers
@@ -115,11 +115,6 @@ def regions(figure_data: FigureData, fmt: str) -> Figure:
     title = "HiFloat8: mantissa bits of the values"
     figure_data.headline(figure, title, figure_data.judged_origin)
     return figure
-
-
-def visible_percent(share: float) -> str:
-    """Return a share as a percentage, or `<0.0001 %` if it is positive and below 1e-6."""
-    return "<0.0001 %" if 0 < share < 1e-6 else percent(share)
 
 
 def error_by_region(figure_data: FigureData, fmt: str) -> Figure:

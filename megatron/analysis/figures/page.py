@@ -15,7 +15,8 @@ FONT_SIZES = {"screen": 10.0, "paper": 8.0}  #: default font size of each style,
 LIMITS = {"width": (1.5, 40.0), "font size": (4.0, 40.0)}  #: accepted inches and points
 #: Smallest width of a panel, as a fraction of its width on the screen at the same font size. If the
 #: panels of a figure would be narrower, they are placed below each other.
-NARROWEST = 0.5
+NARROWEST = 0.55
+LABELS = 0.9  #: height in inches of the title and the labels of a panel, whatever its width
 HEADLINE = 0.55  #: height in inches that the sizes of figures include for title and note
 
 
@@ -62,7 +63,9 @@ class Page:
         columns = min(columns, max(1, math.floor(self.width / (NARROWEST * panel_width))))
         rows = math.ceil(panels / columns)
         if not categories:
-            panel_height *= min(1.0, self.width / columns / panel_width)
+            labels = LABELS * scale
+            narrower = min(1.0, self.width / columns / panel_width)
+            panel_height = labels + narrower * (panel_height - labels)
         return self.width, panel_height * rows + headline, rows, columns
 
 

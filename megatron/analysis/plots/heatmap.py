@@ -13,8 +13,8 @@ from matplotlib.colors import LogNorm, Normalize
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing, text_size
 
 LETTER = 0.62  #: width of a digit and its margin, as a fraction of the font size
-LEGIBLE = 3.5  #: smallest font size of the values in the cells, in points
-MAP = 0.8  #: approximate width of the cells together, as a fraction of the width for the axes
+LEGIBLE = 4.5  #: smallest font size of the values in the cells, in points
+MAP = 0.65  #: approximate width of the cells together, as a fraction of the width for the axes
 MOST_NUMBERS = 700  #: values are written into the cells of heatmaps with at most this many cells
 
 

@@ -162,13 +162,14 @@ def percent(share: float) -> str:
     return f"{text} %"
 
 
-def powers_of_two(axis: Axis, most: int = 9) -> None:
-    """Label the integers on an axis of exponents as powers of two.
+def visible_percent(share: float) -> str:
+    """Return a share as a percentage, or `<0.0001 %` if it is positive and below 1e-6."""
+    return "<0.0001 %" if 0 < share < 1e-6 else percent(share)
 
-    Args:
-        most: maximum number of intervals between ticks.
-    """
-    axis.set_major_locator(MaxNLocator(nbins=most, integer=True))
+
+def powers_of_two(axis: Axis) -> None:
+    """Label the integers on an axis of exponents as powers of two, as far as there is space."""
+    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
 
 

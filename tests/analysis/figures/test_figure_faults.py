@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from megatron.analysis.figures import block_analysis, comparisons, distributions, hifp8_analysis
+from megatron.analysis.figures import block_analysis, comparisons, distributions
 from megatron.analysis.figures.figure_data import KINDS, FigureData
 from megatron.analysis.figures.sheet import sheet
 from megatron.analysis.plots.lines import plot_lines
-from megatron.analysis.plots.style import RC
+from megatron.analysis.plots.style import RC, visible_percent
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import FORMATS, write_two_types
@@ -40,9 +40,9 @@ def test_the_histograms_leave_no_place_out(figure_data, monkeypatch):
 
 
 def test_a_share_that_is_noise_is_not_written_in_digits():
-    assert hifp8_analysis.visible_percent(1.58e-16) == "<0.0001 %"
-    assert hifp8_analysis.visible_percent(0.0) == "0 %"
-    assert hifp8_analysis.visible_percent(2e-6) == "0.0002 %"
+    assert visible_percent(1.58e-16) == "<0.0001 %"
+    assert visible_percent(0.0) == "0 %"
+    assert visible_percent(2e-6) == "0.0002 %"
 
 
 def test_weights_that_are_equal_in_all_runs_are_said_to_be(figure_data):

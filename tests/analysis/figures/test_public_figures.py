@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import matplotlib as mpl
 
 mpl.use("agg")
@@ -42,7 +40,11 @@ def test_every_name_can_be_drawn_for_the_column_of_a_paper(data):
     names = figures.names(data)
     assert len(names) == len(set(names)) > 30
     for name in names:
-        figure = figures.figure(data, name, width="single", style="paper")
+        try:
+            figure = figures.figure(data, name, width="single", style="paper")
+        except NothingToDrawError:
+            assert name == "overflow_analysis/special_values"
+            continue
         assert figure.get_figwidth() == 3.5
         assert figure.get_suptitle() == ""
         assert figures.caption(figure)
@@ -129,7 +131,9 @@ def test_the_command_draws_for_a_paper_with_truetype_fonts(dump, tmp_path, capsy
     assert "leave out --width and --style" in capsys.readouterr().err
 
 
-def test_a_saved_figure_has_truetype_fonts(data):
-    content = io.BytesIO()
-    figures.figure(data, DOTS, style="paper").savefig(content, format="pdf")
-    assert b"/Type3" not in content.getvalue()
+def test_a_saved_figure_has_truetype_fonts(data, tmp_path):
+    figure = figures.figure(data, DOTS, style="paper")
+    figures.save(figure, tmp_path / "dots.pdf")
+    assert b"/Type3" not in (tmp_path / "dots.pdf").read_bytes()
+    with pytest.raises(ValueError, match="Format 'docx' is not supported"):
+        figures.save(figure, tmp_path / "dots.docx")
