@@ -45,9 +45,9 @@ QUICK, REPORT = "quick", "report"  #: outputs that are files instead of folders 
 OUTPUTS = {
     QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick"),
     "distributions": Output(
-        "exponents, histograms, boxes, Q-Q", "figures.distributions", needs=(SUMS,)
+        "exponents, histograms, boxes", "figures.distributions", needs=(SUMS,)
     ),
-    "heatmaps": Output("layer by tensor, layer by iteration", "figures.heatmaps", slowness=3),
+    "heatmaps": Output("SQNR, amax, rms, kurtosis by layer and tensor", "figures.heatmaps", slowness=3),
     "comparisons": Output(
         "runs of different types against each other",
         "figures.comparisons",
