@@ -246,12 +246,11 @@ def test_a_bad_file_is_named_the_rest_is_drawn_and_the_status_is_3(dump, tmp_pat
 
 def test_what_a_dump_lacks_is_said(tmp_path, capsys):
     write_dump(tmp_path / "logs", layers=1)
-    names = ["comparisons", "attention_maps", "hifp8_analysis", "block_analysis"]
+    names = ["comparisons", "hifp8_analysis", "block_analysis"]
     options = ["--output-dir", str(tmp_path / "draw"), "--formats", "fp8_e4m3", "--figures", *names]
     assert main(["draw", str(tmp_path / "logs"), *options]) == 0
     said = capsys.readouterr().out
     assert "no comparisons: there is one type only (mxfp8)" in said
-    assert "no attention_maps: attention_probs were not collected" in said
     assert "no hifp8_analysis: hifp8 is not among the formats" in said
     assert "no block_analysis: none of the formats has blocks" in said
     assert not list((tmp_path / "draw").rglob("*.png"))

@@ -13,6 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from megatron.analysis.figures.attention_probabilities import Layer, layers_of, source_of
 from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
@@ -39,24 +40,25 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     Only one layer is in memory at a time if each figure is drawn before the next one is requested.
     For a layer that cannot be loaded, the yielded function raises `NothingToDrawError`.
     """
-    rows = latest(figure_data)
-    source = source_of(rows)
-    every = -(-len(rows) // LAYERS)
+    layers = layers_of(figure_data)
+    source = source_of(layers)
+    every = -(-len(layers) // LAYERS)
     loaded, unreadable, errors = 0, {}, []
-    for row in rows.itertuples():
-        name = f"probabilities_L{row.layer_idx}"
+    for layer in layers:
+        number = layer.row.layer_idx
+        name = f"probabilities_L{number}"
         try:
-            probs = by_head(figure_data.load(row.tensor))
+            probs = layer.probabilities(figure_data)
         except (ValueError, NothingToDrawError) as error:
             unreadable[name] = str(error)
             continue
         if loaded % every == 0:
-            title = f"Layer {row.layer_idx}: attention probabilities"
+            title = f"Layer {number}: attention compared with uniform attention"
             yield name, partial(probabilities, probs, title, source, figure_data.alarm)
         loaded += 1
         errors += [
-            {"format": fmt, "row": layer_name(row.layer_idx), "column": head, "value": value}
-            for fmt in formats_of(figure_data, row.tensor)
+            {"format": fmt, "row": layer_name(number), "column": head, "value": value}
+            for fmt in formats_of(figure_data, layer)
             for head, value in enumerate(head_errors(probs, fmt))
         ]
     if not loaded:
@@ -70,56 +72,23 @@ def _refuse(why: str) -> Figure:
     raise NothingToDrawError(why)
 
 
-def latest(figure_data: FigureData) -> pd.DataFrame:
-    """Return a table of the attention-probability tensors in the newest run's last iteration.
+def formats_of(figure_data: FigureData, layer: Layer) -> list[str]:
+    """Return the formats whose errors on a layer's probabilities can be computed.
 
-    There is one row per layer.
+    Some formats cannot be evaluated on a saved tensor with missing parts.
     """
-    table = figure_data.tensors
-    probs = table[table["tensor_name"] == "attention_probs"]
-    if probs.empty:
-        raise NothingToDrawError(
-            "attention_probs were not collected; collect with --collect-tensors all,attention_probs"
-        )
-    runs = probs["run_id"].fillna("")
-    newest = [run for run in figure_data.store.runs() if run in set(runs)][-1]
-    probs = probs[runs == newest]
-    last = probs[probs["iteration"] == probs["iteration"].max()]
-    return last.drop_duplicates("layer_idx").sort_values("layer_idx")
-
-
-def source_of(rows: pd.DataFrame) -> str:
-    """Return a phrase that names the run and the iteration of the tensors in `rows`."""
-    first = rows.iloc[0]
-    run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
-    return f"{run} (the newest), iteration {first['iteration']} (its last)"
-
-
-def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
-    """Return the formats for which the statistics contain the quantization errors of a tensor.
-
-    Some formats cannot be evaluated on a tensor with missing parts.
-    """
+    if layer.key is not None:
+        return list(figure_data.formats)
     uses = figure_data.uses
-    computed = set(uses.loc[uses["tensor"] == tensor, "quantized_format"])
+    computed = set(uses.loc[uses["tensor"] == layer.row.tensor, "quantized_format"])
     return [name for name in figure_data.formats if name in computed]
 
 
-def by_head(probs: Tensor) -> Tensor:
-    """Reshape attention probabilities to [batch, heads, queries, keys].
-
-    Raises:
-        NothingToDrawError: the tensor has fewer than three dimensions, or no values.
-    """
-    if probs.dim() < 3:
-        raise NothingToDrawError(f"attention_probs of shape {list(probs.shape)} have no heads")
-    if not probs.numel():
-        raise NothingToDrawError(f"attention_probs of shape {list(probs.shape)} have no values")
-    return probs.reshape(-1, *probs.shape[-3:])
-
-
 def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> Figure:
-    """Draw the attention probabilities of the first sequence, one map per head.
+    """Draw the attention of the first sequence compared with uniform attention, one map per head.
+
+    A probability is multiplied by the number of visible keys, because a query with few visible keys
+    gives each of them a large probability, whatever it attends to.
 
     Args:
         probs: probabilities [batch, heads, queries, keys].
@@ -133,7 +102,9 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
     axes = shown(axes, heads)
     every = [-(-side // PIXELS) for side in probs.shape[-2:]]
     for head, ax in enumerate(axes):
-        part = probs[0, head, :: every[0], :: every[1]].float().numpy()
+        queries = probs[0, head, :: every[0]].float()
+        visible = (queries > 0).sum(-1, keepdim=True)
+        part = (queries * visible)[:, :: every[1]].numpy()
         data = pd.DataFrame(
             part,
             index=np.arange(part.shape[0]) * every[0],
@@ -142,11 +113,15 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
         plot_attention_map(data, title=f"head {head}, {entropy(probs[0, head]):.2f} bits", ax=ax)
     label_edges(axes)
     bar = figure.colorbar(
-        axes[0].images[0], ax=axes, label="probability", fraction=0.02, extend="min"
+        axes[0].images[0],
+        ax=axes,
+        label="probability x number of visible keys",
+        fraction=0.02,
+        extend="both",
     )
     decades(bar.ax.yaxis)
     note = f"{source}; first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a "
-    headline(figure, title, f"{note}query; gray: masked", warning)
+    headline(figure, title, f"{note}query; 1: as uniform attention; gray: masked", warning)
     return figure
 
 

@@ -44,10 +44,8 @@ QUICK, REPORT = "quick", "report"  #: outputs that are files instead of folders 
 #: Outputs by name. The figures of an output are in a folder of the same name.
 OUTPUTS = {
     QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick"),
-    "distributions": Output(
-        "exponents, histograms, boxes", "figures.distributions", needs=(SUMS,)
-    ),
-    "heatmaps": Output("SQNR, amax, rms, kurtosis by layer and tensor", "figures.heatmaps", slowness=3),
+    "distributions": Output("exponents, histograms, boxes", "figures.distributions", needs=(SUMS,)),
+    "heatmaps": Output("numbers by layer and tensor", "figures.heatmaps", slowness=3),
     "comparisons": Output(
         "runs of different types against each other",
         "figures.comparisons",
@@ -59,7 +57,7 @@ OUTPUTS = {
     ),
     "statistics": Output("scale of each tensor; all numbers as CSV", "figures.statistics"),
     "attention_maps": Output(
-        "probabilities, error of each head", "figures.attention_maps", slowness=1
+        "attention and error of each head", "figures.attention_maps", slowness=1
     ),
     "hifp8_analysis": Output(
         "HiFloat8's precision regions, codes", "figures.hifp8_analysis", needs=(SUMS,)

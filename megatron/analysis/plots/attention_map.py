@@ -1,4 +1,4 @@
-"""Draw one head's attention probabilities as an image."""
+"""Draw one head's attention as an image."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from matplotlib.colors import LogNorm
 
 from megatron.analysis.plots.style import TRACK, text_size
 
-LOWEST = 1e-4  #: lowest probability on the color scale; smaller probabilities have the same color
+EXTREME = 32.0  #: end of the color scale; it reaches from 1 / EXTREME to EXTREME
 
 
 def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw one pixel per pair of query (y-axis) and key (x-axis); masked pairs are gray.
 
     Args:
-        data: probabilities, with the positions of queries as index and of keys as columns. Masked
-            pairs have the probability 0.
+        data: probabilities divided by those of uniform attention over the visible keys, with the
+            positions of queries as index and of keys as columns. Masked pairs have the value 0.
     """
     ax = plt.gca() if ax is None else ax
     values = data.to_numpy(dtype=float)
-    shown = np.ma.masked_where(values <= 0, np.maximum(values, LOWEST))
-    colors = plt.get_cmap("viridis").with_extremes(bad=TRACK)
+    shown = np.ma.masked_where(values <= 0, np.clip(values, 1 / EXTREME, EXTREME))
+    colors = plt.get_cmap("RdBu_r").with_extremes(bad=TRACK)
     at = [*data.columns], [*data.index]
     extent = (at[0][0] - 0.5, at[0][-1] + 0.5, at[1][-1] + 0.5, at[1][0] - 0.5)
-    norm = LogNorm(LOWEST, 1.0)
+    norm = LogNorm(1 / EXTREME, EXTREME)
     ax.imshow(shown, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     ax.set(xlabel="key", ylabel="query")
     ax.set_title(title, loc="left", fontsize=text_size(9))

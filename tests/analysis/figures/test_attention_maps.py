@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from megatron.analysis.figures import attention_maps
+from megatron.analysis.figures.attention_probabilities import layers_of, recomputed
 from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
 from megatron.analysis.figures.scale_maps import largest_finite, scale_map
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
+from megatron.analysis.verification.recorded_formats import Softmax
 from megatron.fake_quant import fake_quantize
 from tests.analysis.fake_dump import records, write_tensor
 
@@ -100,8 +102,9 @@ def test_it_is_the_last_iteration_of_the_newest_run(tmp_path):
     for layer in (0, 1):
         write(tmp_path / "old", layer, run_id="r3", iteration=7)
     store = TensorStore(tmp_path)
-    rows = attention_maps.latest(FigureData(store, compute(store, FORMATS), FORMATS))
-    assert rows[["run_id", "iteration", "layer_idx"]].to_numpy().tolist() == [["r2", 2, 0]]
+    layers = layers_of(FigureData(store, compute(store, FORMATS), FORMATS))
+    found = [(each.row.run_id, each.row.iteration, each.row.layer_idx) for each in layers]
+    assert found == [("r2", 2, 0)]
 
 
 def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatch):
@@ -180,3 +183,69 @@ def test_the_largest_magnitude_is_found_in_chunks(largest, monkeypatch):
     tall = torch.ones(400, 16)
     tall[-1] = 1000.0
     assert scale_map(tall, "nvfp4").iloc[0, 0] < scale_map(tall[:-1], "nvfp4").iloc[0, 0]
+
+
+def write_pass(folder, layer=0, *, heads=4, groups=2, dim=32):
+    """Write a query and a key of one pass, and return them."""
+    generator = torch.Generator().manual_seed(layer)
+    tensors = {}
+    for record, _, _ in records(run_id="r1", quant_type="mxfp8", layers=layer + 1):
+        if record.tensor_name not in ("query", "key") or record.layer_idx != layer:
+            continue
+        shape = [TOKENS, 2, heads if record.tensor_name == "query" else groups, dim]
+        x = torch.randn(shape, generator=generator).bfloat16()
+        given = {"shape": shape, "global_shape": shape}
+        write_tensor(folder, dataclasses.replace(record, **given), x)
+        tensors[record.tensor_name] = x
+    return tensors["query"], tensors["key"]
+
+
+def softmax_in_float64(query, key):
+    """Return causal attention probabilities [b, heads, s, s] computed in float64."""
+    q = query.double().permute(1, 2, 0, 3)
+    k = key.double().permute(1, 2, 0, 3).repeat_interleave(q.shape[1] // key.shape[2], dim=1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    mask = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+def test_probabilities_that_were_not_collected_are_recomputed(tmp_path):
+    query, key = write_pass(tmp_path)
+    write_pass(tmp_path, 1)
+    found = drawn(tmp_path)
+    assert list(found) == ["probabilities_L0", "probabilities_L1", "head_error"]
+    store = TensorStore(tmp_path)
+    data = FigureData(store, compute(store, FORMATS), FORMATS)
+    probs = layers_of(data)[0].probabilities(data)
+    torch.testing.assert_close(probs.double(), softmax_in_float64(query, key), rtol=0.02, atol=1e-4)
+    image = found["probabilities_L0"].axes[1].images[0].get_array()
+    expected = softmax_in_float64(query, key)[0, 1] * torch.arange(1, TOKENS + 1)[:, None]
+    assert image.mask.tolist() == (expected == 0).tolist()
+    clipped = expected.clamp(1 / 32, 32).numpy()[~image.mask]
+    assert image.compressed() == pytest.approx(clipped, rel=0.02)
+
+
+def test_only_some_sequences_and_heads_are_recomputed_if_there_are_many(monkeypatch, tmp_path):
+    query, key = write_pass(tmp_path)
+    whole = recomputed(query, key, Softmax())
+    name = "megatron.analysis.figures.attention_probabilities.MOST"
+    monkeypatch.setattr(name, 4 * TOKENS * TOKENS)
+    assert torch.equal(recomputed(query, key, Softmax()), whole[:1])
+    monkeypatch.setattr(name, 3 * TOKENS * TOKENS)
+    assert torch.equal(recomputed(query, key, Softmax()), whole[:1, :3])
+
+
+def test_a_dump_without_keys_says_what_to_collect(tmp_path):
+    for record, shape, _ in records(run_id="r1", quant_type="mxfp8", layers=1):
+        if record.tensor_name == "query":
+            write_tensor(tmp_path, record, torch.ones(shape, dtype=torch.bfloat16))
+    with pytest.raises(NothingToDrawError, match="--collect-tensors all"):
+        drawn(tmp_path)
+
+
+def test_query_and_key_that_do_not_fit_together_are_refused():
+    query = torch.zeros(8, 1, 4, 16)
+    with pytest.raises(NothingToDrawError, match=r"\[8, 1, 4, 16\] and \[8, 1, 3, 16\] do not fit"):
+        recomputed(query, torch.zeros(8, 1, 3, 16), Softmax())
+    with pytest.raises(NothingToDrawError, match="no probabilities"):
+        recomputed(torch.zeros(8, 16), query, Softmax())
