@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
-from megatron.analysis.plots.style import TRACK, text_size
+from megatron.analysis.plots.style import RULE, text_size
 
 EXTREME = 32.0  #: end of the color scale; it reaches from 1 / EXTREME to EXTREME
 
@@ -23,7 +23,7 @@ def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None =
     ax = plt.gca() if ax is None else ax
     values = data.to_numpy(dtype=float)
     shown = np.ma.masked_where(values <= 0, np.clip(values, 1 / EXTREME, EXTREME))
-    colors = plt.get_cmap("RdBu_r").with_extremes(bad=TRACK)
+    colors = plt.get_cmap("RdBu_r").with_extremes(bad=RULE)
     at = [*data.columns], [*data.index]
     extent = (at[0][0] - 0.5, at[0][-1] + 0.5, at[1][-1] + 0.5, at[1][0] - 0.5)
     norm = LogNorm(1 / EXTREME, EXTREME)
