@@ -1,10 +1,15 @@
-"""Run megatron-core 0.16.1 without a CUDA device, with CPU tensors and the gloo backend.
+"""Run megatron-core and trainers built on it without a CUDA device, on the CPU and with gloo.
 
 megatron-core uses `torch.cuda` everywhere: for the current device, streams and random states, and
 in `device="cuda"`. `activate()` replaces each of these names by a CPU implementation, as an
 out-of-tree accelerator does. The current device is then the CPU, all streams run in program order,
 and the random generator is torch's default one. `NAMES` lists every replaced name and the reason.
-Functions that work without CUDA (memory statistics, `empty_cache`) are not replaced.
+Functions that work without CUDA (`empty_cache`) are not replaced.
+
+A trainer of another source tree calls more of `torch.cuda`, and many trainers refuse to start
+unless `torch.cuda.is_available()`. `activate_for_scripts()` also replaces the names in
+`SCRIPT_NAMES`. Code in the folders of the script then sees one CUDA device per local rank. All
+other code, such as torch's own, still sees none.
 
 Limitations: the names stay replaced until the process ends, so a program that needs to know whether
 there is a GPU must call `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor returns
@@ -12,12 +17,16 @@ there is a GPU must call `torch.cuda.is_available()`. `Tensor.type()` of a CPU t
 between two events is always 0.0.
 """
 
+import collections
 import contextlib
+import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,7 +114,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Name:
-    """A name in `torch` to replace, its new value, and why megatron-core needs the new value."""
+    """A name in `torch` to replace, its new value, and why a trainer needs the new value."""
 
     path: str  #: dotted name without the leading `torch.`
     value: Any
@@ -164,6 +173,108 @@ _RNG_MODULES = (
 NAMES: tuple[Name, ...] = tuple(_names())  #: every name that `activate` replaces
 
 
+def _device_on_cpu(value: Any) -> Any:
+    """Return the CPU if `value` names a CUDA device, as a string or a `torch.device`."""
+    names_cuda = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return CPU if names_cuda else value
+
+
+def _moving(method: Callable) -> Callable:
+    """Return `method`, which accepts a device as any argument, with CUDA devices as the CPU."""
+
+    @functools.wraps(method)
+    def moved(self, *args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        return method(
+            self,
+            *(_device_on_cpu(value) for value in args),
+            **{key: _device_on_cpu(value) for key, value in kwargs.items()},
+        )
+
+    return moved
+
+
+def _with_gloo(function: Callable) -> Callable:
+    """Return a function that creates process groups, with gloo in place of NCCL."""
+
+    @functools.wraps(function)
+    def created(*args, **kwargs):
+        args = tuple("gloo" if _names_nccl(value) else value for value in args)
+        if _names_nccl(kwargs.get("backend")):
+            kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)  # binds the group to a GPU
+        return function(*args, **kwargs)
+
+    return created
+
+
+def _names_nccl(value: Any) -> bool:
+    return isinstance(value, str) and "nccl" in value.lower()
+
+
+#: factory functions besides those in `NAMES`, which megatron-core calls with the current device
+_FACTORIES = (
+    *("arange", "as_tensor", "asarray", "empty_like", "empty_permuted", "empty_strided", "eye"),
+    *("full", "full_like", "linspace", "logspace", "normal", "ones_like", "rand", "rand_like"),
+    *("randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor"),
+    *("tril_indices", "triu_indices", "zeros_like"),
+)
+#: methods that move data to a device, or create tensors on one
+_METHODS = (
+    *("Tensor.to", "nn.Module.to", "nn.Module.to_empty", "Tensor.new_empty", "Tensor.new_full"),
+    *("Tensor.new_ones", "Tensor.new_tensor", "Tensor.new_zeros"),
+)
+
+
+def _script_names() -> list[Name]:
+    device = [
+        Name("cuda.set_device", _returning(None), "a trainer selects the device of its local rank"),
+        Name("cuda.device", lambda *a: contextlib.nullcontext(), "selects a device for a block"),
+        Name("cuda.init", _returning(None), "initializes CUDA before the first tensor"),
+        Name("cuda.ipc_collect", _returning(None), "frees memory between phases"),
+        Name("cuda.set_stream", _returning(None), "all streams run in program order"),
+        Name("cuda.is_current_stream_capturing", _returning(False), "no CUDA graph is captured"),
+        Name("cuda.get_device_name", _returning("cpu"), "printed in logs"),
+        Name("cuda.get_device_capability", _returning((0, 0)), "no feature of a GPU is available"),
+        Name("cuda.get_device_properties", _returning(_PROPERTIES), "its architecture is read"),
+        Name("cuda.nvtx.range_push", _returning(None), "marks a range for a profiler"),
+        Name("cuda.nvtx.range_pop", _returning(None), "marks a range for a profiler"),
+    ]
+    memory = [
+        Name(f"cuda.{owner}{name}", value(), "memory of a GPU is logged")
+        for owner in ("", "memory.")
+        for name, value in (
+            ("memory_stats", lambda: _returning(collections.Counter())),
+            ("mem_get_info", lambda: _returning((0, 0))),
+            ("reset_peak_memory_stats", lambda: _returning(None)),
+        )
+    ]
+    memory.append(Name("cuda.device_memory_used", _returning(0), "memory of a GPU is logged"))
+    tensors = [
+        *(Name(name, _on_cpu(getattr(torch, name)), "called on a GPU") for name in _FACTORIES),
+        *(Name(name, _moving(_attribute(name)), "moves data to a GPU") for name in _METHODS),
+        Name("Tensor.pin_memory", lambda self, *a, **k: self, "only speeds up copies to a GPU"),
+    ]
+    groups = [
+        Name(f"distributed.{owner}{name}", _with_gloo(_attribute(f"distributed.{name}")), "NCCL")
+        for owner in ("", "distributed_c10d.")
+        for name in ("init_process_group", "new_group")
+    ]
+    return device + memory + tensors + groups
+
+
+def _attribute(path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), torch)
+
+
+#: properties of the CPU under the names of CUDA device properties; no GPU has this architecture
+_PROPERTIES = SimpleNamespace(
+    name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0, warp_size=32
+)
+#: every further name that `activate_for_scripts` replaces
+SCRIPT_NAMES: tuple[Name, ...] = tuple(_script_names())
+
+
 def _is_no_shared_generator_warning(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in str(record.msg)
 
@@ -192,12 +303,7 @@ def activate() -> bool:
             "own names: every tensor-parallel rank would start from the same weights; import "
             "megatron.cpu_backend and call activate() first"
         )
-    for name in NAMES:
-        *parents, leaf = name.path.split(".")
-        owner = torch
-        for parent in parents:
-            owner = getattr(owner, parent)
-        setattr(owner, leaf, name.value)
+    _replace(NAMES)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")
     if "torch._dynamo" in sys.modules:  # torch has already read the environment variable
@@ -205,6 +311,36 @@ def activate() -> bool:
     _active = True
     logger.info("no CUDA device: megatron-core runs on the CPU (%d torch names)", len(NAMES))
     return True
+
+
+def _replace(names: Sequence[Name]) -> None:
+    for name in names:
+        *parents, leaf = name.path.split(".")
+        setattr(functools.reduce(getattr, parents, torch), leaf, name.value)
+
+
+def activate_for_scripts(*folders: Path) -> None:
+    """Call `activate`, replace the names in `SCRIPT_NAMES`, and show `folders` a CUDA device.
+
+    Args:
+        folders: folders of the source files for which `torch.cuda.is_available()` is true and
+            `torch.cuda.device_count()` is the number of local ranks. The files of megatron-core
+            are excepted.
+    """
+    activate()
+    _replace(SCRIPT_NAMES)
+    prefixes = tuple(f"{folder}{os.sep}" for folder in folders)
+
+    def is_asked_by_script() -> bool:
+        caller = sys._getframe(2)
+        name = str(caller.f_globals.get("__name__"))
+        in_core = name == "megatron.core" or name.startswith("megatron.core.")
+        return not in_core and caller.f_code.co_filename.startswith(prefixes)
+
+    torch.cuda.is_available = lambda: is_asked_by_script()
+    torch.cuda.device_count = lambda: (
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_asked_by_script() else 0
+    )
 
 
 def is_active() -> bool:

@@ -138,7 +138,8 @@ def extend(package: str) -> None:
     once: dict[str, str] = {}
     for folder in extend_path(module.__path__, package):
         once.setdefault(os.path.realpath(folder), str(Path(folder).absolute()))
-    module.__path__ = list(once.values())
+    # Only the first megatron-core is the base: a source checkout may come before the wheel.
+    module.__path__ = list(once.values())[:2]
     SourceFileLoader(package, str(_installed(package, "__init__.py"))).exec_module(module)
 
 

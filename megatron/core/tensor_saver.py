@@ -9,7 +9,7 @@ The collection itself is `megatron.collection`, which does not need megatron-cor
 what only megatron-core knows: the coordinates of this rank and the modules of the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,12 @@ from megatron.core.low_precision.quantized_module import Quantized
 
 __all__ = [
     "begin_iteration",
+    "begin_run",
     "capture",
     "check_reached",
     "close",
     "configure",
+    "configure_later",
     "configured",
     "coordinates",
     "current",
@@ -102,6 +104,43 @@ def configure(
     """
     modules = _modules(model) if model else None
     session.configure(args, modules=modules, coordinates=coordinates(), **options)
+
+
+#: Function that returns the keyword arguments of `configure`; None if nothing is left to configure.
+_later: Callable[[], dict[str, Any]] | None = None
+
+
+def configure_later(arguments: Callable[[], dict[str, Any]]) -> None:
+    """Let `begin_run` configure the collection with the keyword arguments that are returned then.
+
+    A launcher uses this function, because only the trainer knows the arguments of the run and the
+    number of completed iterations.
+    """
+    global _later
+    _later = arguments
+
+
+def begin_run(model: Sequence[torch.nn.Module]) -> None:
+    """Call `configure` as `configure_later` requested; called before the first iteration.
+
+    Must be called on all ranks.
+
+    Args:
+        model: pipeline stages of this rank.
+
+    Raises:
+        ValueError: if a setting is wrong, or if the trainer has called `configure` itself.
+    """
+    global _later
+    if _later is None:
+        return
+    if session.configured():
+        raise ValueError(
+            "the script calls megatron.core.tensor_saver.configure itself; run it without the "
+            "flags of the collection before the script"
+        )
+    later, _later = _later, None
+    configure(**later(), model=model)
 
 
 def begin_iteration() -> None:

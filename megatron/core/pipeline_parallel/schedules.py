@@ -120,8 +120,9 @@ def _seed_of_the_run():
 def _iteration(run, model, seq_length):
     global _training, _steps, _checked
     if not _checked:
-        _check_schedule_of_recipe()
         chunks = model if isinstance(model, list) else [model]
+        tensor_saver.begin_run(chunks)
+        _check_schedule_of_recipe()
         recipe_check.check(chunks, seq_length)
         tensor_saver.check_reached(chunks)
         clock.seed = _seed_of_the_run()

@@ -1,0 +1,49 @@
+"""Describe what the launcher does, in lines that precede the output of the script."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from megatron import cpu_backend
+from megatron.collection.run_card import collection_folder
+from megatron.fake_quant import policy
+from megatron.overlay.command_line import Request
+from megatron.overlay.module_sources import OURS, Sources
+
+
+def announcement(request: Request, sources: Sources) -> Iterator[str]:
+    """Yield the lines: the origin of each package, the device, the formats and the collection."""
+    core = import_module("megatron.core")
+    base = Path(core.__path__[1])
+    yield f"{request.script} runs with the megatron-core of {OURS.parent}"
+    yield (
+        f"  megatron.core: {core.__version__} of {base.parents[1]}, {_overlaid(base)} of its files "
+        "overlaid"
+    )
+    training = sources.package("training")
+    yield f"  megatron.training: {training or 'none'}"
+    for path in sources.hidden():
+        yield f"  hidden by this project's package of the same name: {path}"
+    if cpu_backend.is_active():
+        yield "  device: CPU; torch.cuda, NCCL and torch.compile are replaced (no CUDA device)"
+    formats = policy.current()
+    options = request.options
+    if formats.changes_matmuls:
+        yield from (f"  format of {line}" for line in formats.describe())
+    if options.save_tensors is not None:
+        yield f"  tensors: to {options.save_tensors}"
+    if options.tensor_statistics is not None:
+        folder = collection_folder(request.collection["save_dir"])
+        yield f"  statistics: every {options.tensor_statistics} iterations, to {folder / 'statistics'}"
+    if not (formats.changes_matmuls or request.collects):
+        yield "  nothing is quantized or collected; add --quant TYPE or --save-tensors DIR"
+
+
+def _overlaid(base: Path) -> int:
+    """Return the number of files of the base that a file of this tree replaces."""
+    ours = OURS / "core"
+    return sum(
+        (base / path.relative_to(ours)).is_file()
+        for path in ours.rglob("*.py")
+        if path.name != "__init__.py"
+    )

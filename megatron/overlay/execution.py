@@ -1,0 +1,61 @@
+"""Execute the script as Python does: its arguments, its folder in `sys.path`, and `__main__`."""
+
+import importlib.machinery
+import io
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from megatron.overlay.command_line import Request
+
+_HERE = str(Path(__file__).parent)
+
+
+def prepare_path(request: Request, root: Path) -> None:
+    """Set `sys.argv` and `sys.path` as the script expects them, without this tree's folder.
+
+    The modules of this tree outside of `megatron`, such as its `tests`, are then no longer found.
+    """
+    sys.argv = [request.script, *request.arguments]
+    safe = getattr(sys.flags, "safe_path", False)  # Python 3.11: no folder comes first
+    first = [] if safe else [sys.path[0]]
+    others = sys.path if safe else sys.path[1:]
+    if first and request.is_module:
+        first = [str(Path.cwd())]
+    elif first:
+        first = [str(Path(request.script).resolve().parent)]
+    sys.path[:] = first + [entry for entry in others if Path(entry).resolve() != root]
+
+
+def execute(request: Request) -> None:
+    """Run the script or the module as `__main__`. Its errors are printed as Python prints them."""
+    sys.excepthook = _print_error
+    if request.is_module:
+        runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+        return
+    path = str(Path(request.script).absolute())
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    main = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _print_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print a traceback without the frames of the launcher that precede the script's."""
+    first = trace
+    while first is not None and _is_launcher(first):
+        first = first.tb_next
+    traceback.print_exception(kind, error, first or trace)
+
+
+def _is_launcher(trace: TracebackType) -> bool:
+    filename = trace.tb_frame.f_code.co_filename
+    return filename.startswith((_HERE, "<frozen runpy>", "<frozen importlib"))

@@ -1,0 +1,131 @@
+"""Set up a process as the command line requests, and then run the script in it."""
+
+import importlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron import cpu_backend
+from megatron.fake_quant import policy
+from megatron.overlay import children, execution, module_sources
+from megatron.overlay.command_line import Request, parse
+from megatron.overlay.missing_packages import missing_packages
+from megatron.overlay.module_sources import Sources
+
+ROOT = Path(__file__).resolve().parents[2]
+USAGE_ERROR = 2  #: exit status for a command line that cannot be carried out, as in argparse
+RUN_ERROR = 1  #: exit status if the collection fails after the script has started
+
+
+def main() -> None:
+    """Run `python -m megatron.overlay` with the arguments in `sys.argv`."""
+    request = parse(sys.argv[1:])
+    if not request.is_module and not Path(request.script).is_file():
+        _refuse(f"there is no script {request.script}; give the path of a Python file")
+    execution.prepare_path(request, ROOT)
+    sources = module_sources.install()
+    try:
+        _set_up(request, sources)
+        _announce(request, sources)
+        status = _run(request)
+    except ModuleNotFoundError as error:
+        _refuse_missing_packages(error, request)
+        raise
+    if (failure := _finish(request)) is not None:
+        _report(f"[ERROR] {failure}")
+        sys.exit(status or RUN_ERROR)
+    sys.exit(status)
+
+
+def set_up_child() -> dict[str, Any]:
+    """Set up a process that the script has spawned, and return the names that the script defines.
+
+    The process has the `sys.path` of its parent.
+    """
+    request = children.request_of_parent()
+    _set_up(request, module_sources.install())
+    return children.main_module(request)
+
+
+def _set_up(request: Request, sources: Sources) -> None:
+    """Prepare this process, and the processes that it spawns, for the script."""
+    if not torch.cuda.is_available():
+        _set_variables_without_cuda()
+        script = [] if request.is_module else [Path(request.script).resolve().parent]
+        folders = [*script, *(folder.parent for folder in sources.folders)]
+        cpu_backend.activate_for_scripts(*folders)
+    children.prepare_children(request)
+    try:
+        policy.configure(**request.formats)
+        collecting = importlib.import_module("megatron.overlay.collecting")
+    except ValueError as error:
+        _refuse(str(error))
+    except ImportError as error:
+        if error.name is not None:  # a package is missing, or a name in it
+            raise
+        _refuse(str(error))
+    collecting.configure_later(request)
+
+
+def _run(request: Request) -> Any:
+    """Run the script, and return the exit status that it gives to `sys.exit`; None without one."""
+    try:
+        execution.execute(request)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    return None
+
+
+def _finish(request: Request) -> str | None:
+    return importlib.import_module("megatron.overlay.collecting").finish(request)
+
+
+def _announce(request: Request, sources: Sources) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    module = importlib.import_module("megatron.overlay.announcement")
+    for line in module.announcement(request, sources):
+        _report(f"[megatron.overlay] {line}")
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Print an error message on the first rank of the machine, and exit."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _report(f"[ERROR] {message}")
+    sys.exit(USAGE_ERROR)
+
+
+def _refuse_missing_packages(error: ModuleNotFoundError, request: Request) -> None:
+    """Exit with a message if the script lacks packages, and name them all."""
+    if request.is_module:
+        return
+    folders = [Path(entry) for entry in sys.path if "site-packages" not in entry]
+    missing = missing_packages(Path(request.script).resolve(), folders)
+    if error.name is not None and error.name.partition(".")[0] in missing:
+        _refuse(
+            f"the script imports packages that are not installed: {', '.join(missing)}; "
+            f"run `pip install {' '.join(missing)}`"
+        )
+
+
+def _set_variables_without_cuda() -> None:
+    """Set the variables that torchrun sets for one rank, and one that Megatron-LM's checks need."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    one_rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    os.environ |= {name: str(value) for name, value in one_rank.items()}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))

@@ -1,0 +1,61 @@
+"""Run a script with the plain wheel and the names of the CPU backend, without the overlay.
+
+    python tests/overlay/plain_worker.py SCRIPT ARGUMENTS
+
+The results are what those of `python -m megatron.overlay SCRIPT ARGUMENTS` are compared with.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron import __path__ as folders
+
+REPO = Path(__file__).resolve().parents[2]
+LOADED = "cpu_backend_of_the_tests"  #: name under which `tests/fork_server.py` may have loaded it
+
+
+def backend():
+    if LOADED not in sys.modules:
+        spec = importlib.util.spec_from_file_location(LOADED, REPO / "megatron" / "cpu_backend.py")
+        sys.modules[LOADED] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[LOADED])
+    return sys.modules[LOADED]
+
+
+class Helpers:
+    """Finder of the wheel's compiled helpers, which a source checkout lacks."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "megatron.core.datasets.helpers_cpp":
+            return None
+        places = [str(Path(folder, "core", "datasets")) for folder in folders]
+        return importlib.machinery.PathFinder.find_spec(name, places)
+
+
+def main() -> None:
+    script = Path(sys.argv[1]).resolve()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.parent)
+    assert str(REPO) not in sys.path, "the overlay would be used"
+    backend().activate_for_scripts(script.parent)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "RANK" not in os.environ:
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(rank | {"MASTER_PORT": "29571"})
+    sys.meta_path.insert(0, Helpers)
+    if (script.parent / "megatron" / "legacy").is_dir():
+        from megatron.core.datasets import utils
+        from megatron.legacy import fused_kernels
+
+        utils.compile_helpers = lambda: None
+        fused_kernels.load = lambda args: None
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

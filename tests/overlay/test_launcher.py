@@ -1,0 +1,147 @@
+"""An unmodified script of another tree runs under the launcher as a plain Python script does.
+
+The folder `tree` holds the script and its own `megatron.training`, as Megatron-LM's checkout does.
+"""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from megatron.analysis.store import TensorStore
+from megatron.analysis.verification.verify import verify
+from tests import forks
+from tests.subprocesses import REPO, environment
+
+TREE = Path(__file__).with_name("tree")
+SCRIPT = TREE / "train.py"
+PLAIN = Path(__file__).with_name("plain_worker.py")
+
+
+def overlay(*words: str | Path, flags=(), ranks: int | None = None, script: Path = SCRIPT):
+    env = environment(PYTHONPATH=REPO)
+    command = ["-m", "megatron.overlay", *flags, script, *words]
+    return forks.run(*command, ranks=ranks, cwd=TREE, env=env)
+
+
+def output(result) -> list[str]:
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_flags_the_bits_are_those_of_the_plain_wheel(tmp_path, ranks):
+    words = ["--tensor-model-parallel-size", str(ranks), "--train-iters", "3", "--save"]
+    plain = forks.run(PLAIN, SCRIPT, *words, tmp_path / "plain", ranks=ranks, cwd=TREE)
+    result = overlay(*words, tmp_path / "overlay", ranks=ranks)
+    assert output(result) == output(plain)
+    assert len(output(plain)) == 3 * ranks
+    states = [torch.load(tmp_path / name)["model"] for name in ("plain", "overlay")]
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    assert "nothing is quantized or collected" in result.stderr
+    assert result.stderr.count("megatron.training:") == 1, "the first rank announces"
+
+
+def test_a_resumed_run_is_quantized_and_collected(tmp_path):
+    dump, checkpoint = tmp_path / "dump", tmp_path / "checkpoint"
+    flags = ["--quant", "mxfp8", "--save-tensors", dump, "--control-iter", "0"]
+    flags += ["--collect-layers", "0", "--collect-modules", "linear_*,core_attention"]
+    first = overlay("--save", checkpoint, flags=flags)
+    second = overlay("--load", checkpoint, "--train-iters", "3", flags=flags)
+    assert [line.split()[1] for line in output(first) + output(second)] == ["1", "2", "3"]
+    table = TensorStore(dump).select()
+    assert sorted(table["iteration"].unique()) == [1, 2, 3]
+    assert set(table["layer"]) == {0}
+    assert not verify(TensorStore(dump)).errors
+    cards = [json.loads(path.read_text()) for path in dump.glob("run*.json")]
+    assert sorted(card["arguments"]["train_iters"] for card in cards) == [2, 3]
+    assert {card["arguments"]["custom_quant_type"] for card in cards} == {"mxfp8"}
+    assert "[megatron.overlay] saved " in second.stderr
+    assert "format of linear: mxfp8" in second.stderr
+
+
+def test_statistics_are_saved_with_the_losses_of_the_script(tmp_path):
+    flags = ["--quant", "mxfp8", "--tensor-statistics", "1", "--tensor-save-dir", tmp_path]
+    lines = output(overlay("--tensor-model-parallel-size", "2", flags=flags, ranks=2))
+    expected = {float.fromhex(line.split()[3]) for line in lines}
+    tables = [pd.read_parquet(path) for path in (tmp_path / "statistics").rglob("iterations_*")]
+    assert len(expected) == 2
+    assert {float(loss) for table in tables for loss in table["loss"]} == expected
+
+
+def test_the_script_is_started_as_a_plain_script():
+    lines = dict(
+        line.split(" ", 1) for line in output(overlay("--do", "show", "--quant", "its own flag"))
+    )
+    assert lines["argv"] == str([str(SCRIPT), "--do", "show", "--quant", "its own flag"])
+    assert lines["path"] == f"{TREE} sibling of the script"
+    assert lines["main"] == f"{SCRIPT} None __main__ True"
+    assert lines["pickle"] == "unpickled"
+    assert lines["tests"] == "False", "this tree's root is not in sys.path"
+    assert lines["core"] == str(REPO / "megatron" / "core" / "__init__.py")
+    assert lines["training"] == str(TREE / "megatron" / "training" / "__init__.py")
+
+
+def test_its_exit_status_and_its_traceback_are_kept():
+    assert overlay("--do", "exit").returncode == 7
+    result = overlay("--do", "fail")
+    assert result.returncode == 1
+    trace = result.stderr[result.stderr.index("Traceback") :]
+    assert "RuntimeError: the script fails" in trace
+    assert str(SCRIPT) in trace
+    assert str(REPO / "megatron" / "overlay") not in trace
+
+
+def test_spawned_processes_have_the_same_set_up():
+    lines = output(overlay("--do", "children", flags=["--quant", "mxfp4"]))
+    core = REPO / "megatron" / "core" / "__init__.py"
+    training = TREE / "megatron" / "training" / "__init__.py"
+    expected = f"{core} {training} mxfp4 __mp_main__"
+    assert lines == [f"child spawn {expected}", f"child forkserver {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--qaunt", "mxfp8"], "unrecognized arguments: --qaunt, did you mean --quant?"),
+        (["--quant", "mxfp9"], "mxfp9"),
+        (["--control-iter", "2"], "--control-iter has no effect without --save-tensors DIR"),
+        (["--save-tensors", "a", "--tensor-save-dir", "b"], "remove --tensor-save-dir"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(flags, message):
+    result = overlay(flags=flags)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_script_is_refused():
+    result = overlay(script=TREE / "other.py")
+    assert (result.returncode, "give the path of a Python file" in result.stderr) == (2, True)
+
+
+def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
+    result = overlay("--do", "show", flags=["--save-tensors", tmp_path / "dump"])
+    assert result.returncode == 1
+    assert "the script ran no training iteration" in result.stderr
+
+
+def test_missing_packages_are_named_at_once(tmp_path):
+    (tmp_path / "script.py").write_text("import module_of_script\nimport first_missing.part\n")
+    (tmp_path / "module_of_script.py").write_text(
+        "import second_missing\ntry:\n    import optional\nexcept ImportError:\n    pass\n"
+    )
+    result = overlay(script=tmp_path / "script.py")
+    assert result.returncode == 2
+    assert "run `pip install first_missing second_missing`" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_flags_that_a_cpu_needs_are_named_at_once():
+    words = ["--transformer-impl", "transformer_engine", "--masked-softmax-fusion"]
+    result = overlay(*words)
+    assert result.returncode == 1
+    assert "add --transformer-impl local --no-masked-softmax-fusion" in result.stderr

@@ -1,0 +1,148 @@
+"""NVIDIA's own pretrain_gpt.py, unmodified, trains under the launcher.
+
+    MEGATRON_LM_CHECKOUT=/path/to/Megatron-LM bash tests/run_tests.sh --slow tests/overlay
+
+The checkout is tag core_v0.16.1; its Python packages, such as `six`, must be installed.
+"""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.analysis.store import TensorStore
+from tests.subprocesses import REPO, environment, free_port, run
+
+CHECKOUT = os.environ.get("MEGATRON_LM_CHECKOUT")
+PLAIN = Path(__file__).with_name("plain_worker.py")
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style cosine --lr-decay-iters 10 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 127 --eval-iters 1 --eval-interval 1000 --log-interval 1 --bf16
+    --attention-dropout 0 --hidden-dropout 0
+""")
+CPU = shlex.split("""
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion
+""")
+LAYOUTS = {
+    "one rank": (1, []),
+    "TP=2": (2, ["--tensor-model-parallel-size", "2"]),
+    "PP=2": (2, ["--pipeline-model-parallel-size", "2"]),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_CHECKOUT names no checkout"),
+]
+
+
+def pretrain(*words: str | Path, flags=(), ranks: int = 1, plain: bool = False, cpu=CPU):
+    """Run the script of the checkout; `flags` are those of the launcher."""
+    env = environment(PYTHONDONTWRITEBYTECODE="1", PYTHONWARNINGS="ignore")
+    launcher = [sys.executable]
+    if ranks > 1:
+        where = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+        launcher += ["-m", "torch.distributed.run", *where]
+    if plain:
+        launcher += [PLAIN]
+    else:
+        env["PYTHONPATH"] = str(REPO)
+        launcher += ["-m", "megatron.overlay", *flags]
+    command = [*launcher, Path(CHECKOUT, "pretrain_gpt.py"), *MODEL, *cpu, *words]
+    result = run(command, cwd=Path(CHECKOUT), env=env)
+    return result
+
+
+def trained(*words: str | Path, **how):
+    result = pretrain(*words, **how)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return result
+
+
+def losses(result) -> list[str]:
+    lines = [line for line in result.stdout.splitlines() if " iteration " in line]
+    return [field for line in lines for field in line.split("|") if "lm loss:" in field]
+
+
+def files() -> set[Path]:
+    return {path for path in Path(CHECKOUT).rglob("*") if "__pycache__" not in path.parts}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of the last checkpoint in `folder`, by file and path in the file."""
+    found: dict[str, torch.Tensor] = {}
+
+    def visit(value, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in items:
+                visit(part, f"{name}/{key}")
+
+    for path in sorted(folder.glob("iter_*/*/*.pt")):
+        visit(torch.load(path, weights_only=False), path.relative_to(folder).as_posix())
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_flags_the_bits_are_those_of_the_plain_wheel(tmp_path, layout, monkeypatch):
+    ranks, parallel = LAYOUTS[layout]
+    monkeypatch.syspath_prepend(CHECKOUT)  # a checkpoint holds the arguments as pickled objects
+    before, results = files(), {}
+    for name, plain in (("plain", True), ("overlay", False)):
+        save = ["--ckpt-format", "torch", "--save", tmp_path / name, "--save-interval", "3"]
+        words = [*parallel, "--train-iters", "3", *save]
+        results[name] = trained(*words, ranks=ranks, plain=plain)
+    assert len(losses(results["plain"])) == 3
+    assert losses(results["overlay"]) == losses(results["plain"])
+    expected, present = tensors(tmp_path / "plain"), tensors(tmp_path / "overlay")
+    assert len(expected) > 50
+    assert expected.keys() == present.keys()
+    different = [name for name in expected if not torch.equal(expected[name], present[name])]
+    assert not different
+    assert files() == before, "the launcher writes nothing into the checkout"
+    assert "nothing is quantized or collected" in results["overlay"].stderr
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_is_quantized_and_collected(tmp_path, layout):
+    ranks, parallel = LAYOUTS[layout]
+    if layout == "TP=2":  # only the norms of the overlay support it without Apex
+        parallel = [*parallel, "--sequence-parallel"]
+    checkpoint, dump = tmp_path / "checkpoint", tmp_path / "dump"
+    flags = ["--quant", "mxfp8", "--save-tensors", dump, "--control-iter", "0"]
+    flags += ["--collect-micro-batches", "0"]
+    saving = ["--save", checkpoint, "--save-interval", "2", "--load", checkpoint]
+    first = trained(*parallel, "--train-iters", "2", *saving, flags=flags, ranks=ranks)
+    second = trained(*parallel, "--train-iters", "4", *saving, flags=flags, ranks=ranks)
+    assert len(losses(first) + losses(second)) == 4
+    table = TensorStore(dump).select()
+    assert sorted(table["iteration"].unique()) == [1, 2, 3, 4]
+    assert set(table["quant_type"]) == {"mxfp8"}
+    verified = run([sys.executable, "-m", "megatron.analysis", "verify", dump])
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert "0 error(s)" in verified.stdout
+    cards = [json.loads(path.read_text()) for path in dump.glob("run*.json")]
+    assert sorted(card["arguments"]["train_iters"] for card in cards) == [2, 4]
+    assert {card["status"] for card in cards} == {"finished"}
+
+
+def test_a_spawned_checkpoint_writer_has_the_same_set_up(tmp_path):
+    words = ["--train-iters", "2", "--save", tmp_path, "--save-interval", "1", "--async-save"]
+    result = trained(*words, "--use-persistent-ckpt-worker")
+    assert "EOFError" not in result.stderr
+    assert (tmp_path / "iter_0000002" / "metadata.json").is_file()
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_all_flags_that_a_cpu_needs_are_named_at_once():
+    result = pretrain("--train-iters", "1", cpu=())
+    assert result.returncode == 1
+    assert " ".join(CPU) in result.stderr
