@@ -33,8 +33,8 @@ def announcement(request: Request, sources: Sources) -> Iterator[str]:
     if options.save_tensors is not None:
         yield f"  tensors: to {options.save_tensors}"
     if options.tensor_statistics is not None:
-        folder = collection_folder(request.collection["save_dir"])
-        yield f"  statistics: every {options.tensor_statistics} iterations, to {folder / 'statistics'}"
+        folder = collection_folder(request.collection["save_dir"]) / "statistics"
+        yield f"  statistics: every {options.tensor_statistics} iterations, to {folder}"
     if not (formats.changes_matmuls or request.collects):
         yield "  nothing is quantized or collected; add --quant TYPE or --save-tensors DIR"
 
