@@ -1,7 +1,7 @@
 """Set up the processes that the script starts by multiprocessing as the script's own process.
 
 A spawned process executes the main module of its parent again, under the name `__mp_main__`, before
-it unpickles what it is to do. This module has it execute `child_main.py` in place of that module.
+it unpickles its task. This module puts `child_main.py` in the place of the parent's main module.
 `child_main.py` finds the command line in the environment, sets up the process, and then executes
 the script. The same holds for the `forkserver` method. A forked process needs none of this.
 """
