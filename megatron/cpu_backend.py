@@ -179,14 +179,12 @@ def _device_on_cpu(value: Any) -> Any:
     return CPU if names_cuda else value
 
 
-def _moving(method: Callable) -> Callable:
-    """Return `method`, which accepts a device as any argument, with CUDA devices as the CPU."""
+def _moving(function: Callable) -> Callable:
+    """Return `function` with the CPU in place of every argument that names a CUDA device."""
 
-    @functools.wraps(method)
-    def moved(self, *args, **kwargs):
-        kwargs.pop("pin_memory", None)
-        return method(
-            self,
+    @functools.wraps(function)
+    def moved(*args, **kwargs):
+        return function(
             *(_device_on_cpu(value) for value in args),
             **{key: _device_on_cpu(value) for key, value in kwargs.items()},
         )
@@ -219,8 +217,9 @@ _FACTORIES = (
     *("randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor"),
     *("tril_indices", "triu_indices", "zeros_like"),
 )
-#: methods that move data to a device, or create tensors on one
-_METHODS = (
+#: functions that move data to a device, or create tensors on one
+_MOVING = (
+    *("load", "set_default_device"),
     *("Tensor.to", "nn.Module.to", "nn.Module.to_empty", "Tensor.new_empty", "Tensor.new_full"),
     *("Tensor.new_ones", "Tensor.new_tensor", "Tensor.new_zeros"),
 )
@@ -252,11 +251,12 @@ def _script_names() -> list[Name]:
     memory.append(Name("cuda.device_memory_used", _returning(0), "memory of a GPU is logged"))
     tensors = [
         *(Name(name, _on_cpu(getattr(torch, name)), "called on a GPU") for name in _FACTORIES),
-        *(Name(name, _moving(_attribute(name)), "moves data to a GPU") for name in _METHODS),
+        *(Name(name, _moving(_attribute(name)), "moves data to a GPU") for name in _MOVING),
         Name("Tensor.pin_memory", lambda self, *a, **k: self, "only speeds up copies to a GPU"),
     ]
+    reason = "NCCL communicates between GPUs only"
     groups = [
-        Name(f"distributed.{owner}{name}", _with_gloo(_attribute(f"distributed.{name}")), "NCCL")
+        Name(f"distributed.{owner}{name}", _with_gloo(_attribute(f"distributed.{name}")), reason)
         for owner in ("", "distributed_c10d.")
         for name in ("init_process_group", "new_group")
     ]

@@ -14,10 +14,10 @@ def python(code: str, **env: str):
 def test_every_name_has_a_reason_and_exists_in_torch():
     result = python(
         "from operator import attrgetter\n"
-        "for name in cpu_backend.NAMES:\n"
+        "for name in cpu_backend.NAMES + cpu_backend.SCRIPT_NAMES:\n"
         "    assert len(name.reason) > 10, name\n"
         "    assert attrgetter(name.path)(torch) is not None, name\n"
-        "paths = [name.path for name in cpu_backend.NAMES]\n"
+        "paths = [name.path for name in cpu_backend.NAMES + cpu_backend.SCRIPT_NAMES]\n"
         "assert len(paths) == len(set(paths))\n"
     )
     assert result.returncode == 0, result.stderr
@@ -49,6 +49,60 @@ def test_tensors_stay_on_the_cpu():
         "assert all(t.device == here for t in made)\n"
         "assert torch.ones(1).type() == 'torch.cuda.FloatTensor'\n"
         "assert torch.ones(1).type('torch.cuda.HalfTensor').dtype == torch.float16\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_scripts_create_and_move_tensors_on_the_cpu():
+    result = python(
+        "cpu_backend.activate_for_scripts()\n"
+        "gpu, x = torch.device('cuda', 0), torch.ones(2)\n"
+        "tensors = [x.to('cuda'), x.to(gpu, torch.float64), x.to(device='cuda:1'),"
+        " x.new_zeros(2, device=gpu), x.pin_memory(), torch.rand_like(x, device=gpu),"
+        " torch.arange(3, device='cuda'), torch.full((2,), 1.0, device=gpu),"
+        " torch.randn(2, device='cuda', pin_memory=True), torch.as_tensor([1], device=gpu),"
+        " torch.nn.Linear(2, 2).to(gpu).weight]\n"
+        "assert all(t.device.type == 'cpu' for t in tensors)\n"
+        "assert tensors[1].dtype == torch.float64\n"
+        "with torch.cuda.device(1):\n"
+        "    torch.cuda.set_device(gpu)\n"
+        "assert torch.cuda.get_device_capability() == (0, 0)\n"
+        "torch.set_default_device('cuda')\n"
+        "assert torch.ones(1).device.type == 'cpu'\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_only_the_script_is_told_that_there_is_a_device(tmp_path):
+    question = "import torch\nanswers = torch.cuda.is_available(), torch.cuda.device_count()\n"
+    for name in ("script", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}_module.py").write_text(question)
+    result = python(
+        "import sys\n"
+        "from pathlib import Path\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "sys.path += [str(here / 'script'), str(here / 'other')]\n"
+        "cpu_backend.activate_for_scripts(here / 'script')\n"
+        "import other_module, script_module\n"
+        "assert script_module.answers == (True, 4)\n"
+        "assert other_module.answers == (False, 0)\n"
+        "assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)\n",
+        LOCAL_WORLD_SIZE="4",
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_nccl_is_gloo(tmp_path):
+    result = python(
+        "cpu_backend.activate_for_scripts()\n"
+        f"store = 'file://{tmp_path}/store'\n"
+        "torch.distributed.init_process_group('cpu:gloo,cuda:nccl', init_method=store, rank=0,"
+        " world_size=1, device_id=torch.device('cuda:0'))\n"
+        "assert torch.distributed.get_backend() == 'gloo'\n"
+        "group = torch.distributed.new_group(backend='nccl')\n"
+        "assert torch.distributed.get_backend(group) == 'gloo'\n"
+        "torch.distributed.destroy_process_group()\n"
     )
     assert result.returncode == 0, result.stderr
 

@@ -130,7 +130,7 @@ def _parser() -> ArgumentParser:
 
 
 def _add_flag(group: Any, flag: Flag) -> None:
-    text = flag.help.replace("%", "%%")
+    text = flag.help.replace("%", "%%").replace("before training stops", "while training goes on")
     if flag.type is bool:
         group.add_argument(flag.option, action="store_true", help=text)
     elif flag.many:

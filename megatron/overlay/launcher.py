@@ -67,7 +67,8 @@ def _set_up(request: Request, sources: Sources) -> None:
     except ImportError as error:
         if error.name is not None:  # a package is missing, or a name in it
             raise
-        _refuse(str(error))
+        advice = f"or check out a supported release in {sources.core}" if sources.core else ""
+        _refuse(f"{error}; {advice}".removesuffix("; "))
     collecting.configure_later(request)
 
 
