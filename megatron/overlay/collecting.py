@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,27 @@ import torch
 
 from megatron.collection import session
 from megatron.collection.limits import gib
-from megatron.collection.run_card import rank_coordinates
+from megatron.collection.run_card import collection_folder, rank_coordinates
+from megatron.collection.settings import read_settings
+from megatron.collection.statistics.history import StatisticsSettings
 from megatron.core import tensor_saver
 from megatron.overlay import script_arguments
 from megatron.overlay.command_line import Request
 
+_STARTED = time.time()  #: time at which this process was set up
 LOSS = "lm loss"  #: name of the loss in the dictionaries of Megatron-LM's trainer
+
+
+def check(request: Request) -> None:
+    """Raise ValueError if a flag of the collection is invalid, before the script starts."""
+    options = request.collection
+    folder, iterations = options["save_dir"], options["control_iter"]
+    own = ("save_tensors", "save_dir", "control_iter")
+    flags = {name: value for name, value in options.items() if name not in own}
+    every = flags["tensor_statistics"]
+    StatisticsSettings.parse(tensor_statistics=every, directory=folder)
+    if options["save_tensors"]:
+        read_settings({}, save_dir=folder, control_iter=iterations, flags=flags)
 
 
 def configure_later(request: Request) -> None:
@@ -76,6 +92,8 @@ def finish(request: Request) -> str | None:
     if not request.collects:
         return None
     if not session.configured():
+        if _spawned_process_has_run(request):
+            return None
         return "tensors were requested, but the script ran no training iteration"
     limits = tensor_saver.settle()
     saver = tensor_saver.current()
@@ -87,6 +105,16 @@ def finish(request: Request) -> str | None:
         _report(report)
     failure = tensor_saver.close()
     return None if failure is None else f"the collection is not complete: {failure}"
+
+
+def _spawned_process_has_run(request: Request) -> bool:
+    """Return whether a process that the script has spawned wrote to the folder of the collection.
+
+    Such a process trains in place of this one, and has its own collection.
+    """
+    folder = collection_folder(request.collection["save_dir"])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return any(path.stat().st_mtime >= _STARTED for path in files)
 
 
 def _report(lines: Sequence[str]) -> None:

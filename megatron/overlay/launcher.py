@@ -5,13 +5,14 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 
 from megatron import cpu_backend
 from megatron.fake_quant import policy
-from megatron.overlay import children, execution, module_sources
+from megatron.overlay import children, execution, module_sources, replacements
 from megatron.overlay.command_line import Request, parse
 from megatron.overlay.missing_packages import missing_packages
 from megatron.overlay.module_sources import Sources
@@ -30,12 +31,14 @@ def main() -> None:
     sources = module_sources.install()
     try:
         _set_up(request, sources)
+        _import_core(sources)
+        _check_collection(request)
         _announce(request, sources)
         status = _run(request)
     except ModuleNotFoundError as error:
         _refuse_missing_packages(error, request)
         raise
-    if (failure := _finish(request)) is not None:
+    if (failure := _collecting().finish(request)) is not None:
         _report(f"[ERROR] {failure}")
         sys.exit(status or RUN_ERROR)
     sys.exit(status)
@@ -61,15 +64,34 @@ def _set_up(request: Request, sources: Sources) -> None:
     children.prepare_children(request)
     try:
         policy.configure(**request.formats)
-        collecting = importlib.import_module("megatron.overlay.collecting")
     except ValueError as error:
         _refuse(str(error))
+    # A process that the script spawns may do without megatron-core, whose import takes seconds.
+    replacements.register(
+        "megatron.core.tensor_saver", lambda module: _collecting().configure_later(request)
+    )
+
+
+def _import_core(sources: Sources) -> None:
+    """Import megatron-core, or exit with a message if this tree does not fit it."""
+    try:
+        importlib.import_module("megatron.core.tensor_saver")
     except ImportError as error:
         if error.name is not None:  # a package is missing, or a name in it
             raise
-        advice = f"or check out a supported release in {sources.core}" if sources.core else ""
-        _refuse(f"{error}; {advice}".removesuffix("; "))
-    collecting.configure_later(request)
+        advice = f"; or check out a supported release in {sources.core}" if sources.core else ""
+        _refuse(f"{error}{advice}")
+
+
+def _check_collection(request: Request) -> None:
+    try:
+        _collecting().check(request)
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _collecting() -> ModuleType:
+    return importlib.import_module("megatron.overlay.collecting")
 
 
 def _run(request: Request) -> Any:
@@ -80,10 +102,6 @@ def _run(request: Request) -> Any:
         if end.code not in (None, 0):
             raise
     return None
-
-
-def _finish(request: Request) -> str | None:
-    return importlib.import_module("megatron.overlay.collecting").finish(request)
 
 
 def _announce(request: Request, sources: Sources) -> None:

@@ -16,7 +16,11 @@ from pkgutil import extend_path
 from types import ModuleType
 
 import megatron
-from megatron.overlay.replacements import REPLACEMENTS, replace_after_import
+from megatron.overlay.replacements import (
+    REPLACEMENTS,
+    replace_after_import,
+    replace_in_imported,
+)
 
 OURS = Path(__file__).resolve().parents[1]  #: folder `megatron` of this tree
 #: modules and packages in `megatron` that come from this tree: all of them except `training`
@@ -108,4 +112,5 @@ def install() -> Sources:
     sources = Sources(folders)
     sys.meta_path.insert(0, _Finder(sources))
     megatron.__path__ = [str(folder) for folder in folders]
+    replace_in_imported()
     return sources

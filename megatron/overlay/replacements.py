@@ -83,6 +83,13 @@ REPLACEMENTS: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
+def register(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Call `change` with the module `name` after its import, or now if it is already imported."""
+    REPLACEMENTS[name] = change
+    if name in sys.modules:
+        change(sys.modules[name])
+
+
 def replace_after_import(spec: ModuleSpec) -> ModuleSpec:
     """Return `spec` with a loader that changes the module after it has been executed."""
     loader: Any = spec.loader
@@ -94,3 +101,10 @@ def replace_after_import(spec: ModuleSpec) -> ModuleSpec:
 
     loader.exec_module = exec_module
     return spec
+
+
+def replace_in_imported() -> None:
+    """Change the modules that were imported before the finder was installed."""
+    for name, change in REPLACEMENTS.items():
+        if name in sys.modules:
+            change(sys.modules[name])

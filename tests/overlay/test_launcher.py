@@ -94,12 +94,22 @@ def test_its_exit_status_and_its_traceback_are_kept():
     assert str(REPO / "megatron" / "overlay") not in trace
 
 
-def test_spawned_processes_have_the_same_set_up():
-    lines = output(overlay("--do", "children", flags=["--quant", "mxfp4"]))
+def test_a_spawned_process_has_the_same_set_up_and_trains(tmp_path):
+    flags = ["--quant", "mxfp4", "--save-tensors", tmp_path / "dump"]
+    lines = output(overlay("--do", "spawn", flags=flags))
     core = REPO / "megatron" / "core" / "__init__.py"
     training = TREE / "megatron" / "training" / "__init__.py"
-    expected = f"{core} {training} mxfp4 __mp_main__"
-    assert lines == [f"child spawn {expected}", f"child forkserver {expected}"]
+    assert lines[0] == f"child sent {core} {training} mxfp4 __mp_main__"
+    assert [line.split()[1] for line in lines[1:]] == ["1", "2"]
+    assert set(TensorStore(tmp_path / "dump").select()["quant_type"]) == {"mxfp4"}
+    [card] = (tmp_path / "dump").glob("run*.json")
+    assert json.loads(card.read_text())["status"] == "finished"
+
+
+def test_a_process_of_a_fork_server_has_the_same_set_up():
+    """It imports megatron-core only if the script does so."""
+    lines = output(overlay(flags=["--quant", "mxfp4"], script=TREE / "light.py"))
+    assert lines == ["__mp_main__ mxfp4 False"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +119,8 @@ def test_spawned_processes_have_the_same_set_up():
         (["--quant", "mxfp9"], "mxfp9"),
         (["--control-iter", "2"], "--control-iter has no effect without --save-tensors DIR"),
         (["--save-tensors", "a", "--tensor-save-dir", "b"], "remove --tensor-save-dir"),
+        (["--save-tensors", "a", "--collect-layers", "x"], "collect_layers"),
+        (["--save-tensors", "a", "--control-iter", "-1"], "--control-iter is -1"),
     ],
 )
 def test_a_wrong_command_line_is_refused(flags, message):

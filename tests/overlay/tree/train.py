@@ -20,13 +20,20 @@ class Message:
         self.text = text
 
 
+def run() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = iter(lambda: torch.randint(64, (2, 16), generator=generator), None)
+    train(batches, load=get_args().load)
+
+
 def child(queue, message: Message) -> None:
-    """Put where this process finds its packages, and whether it can use CUDA's names."""
+    """Put where this process finds its packages, and train in a spawned process."""
     from megatron.fake_quant import policy
 
-    torch.zeros(1).to("cuda")
     files = [megatron.core.__file__, megatron.training.__file__]
     queue.put((message.text, *files, policy.current().quant_type, __name__))
+    initialize()
+    run()
 
 
 def show() -> None:
@@ -40,15 +47,14 @@ def show() -> None:
     print("training", megatron.training.__file__)
 
 
-def start_children() -> None:
-    for method in ("spawn", "forkserver"):
-        context = multiprocessing.get_context(method)
-        queue = context.Queue()
-        process = context.Process(target=child, args=(queue, Message(method)))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-        print("child", *queue.get())
+def start_child() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue, Message("sent")))
+    process.start()
+    print("child", *queue.get(), flush=True)
+    process.join()
+    assert process.exitcode == 0
 
 
 def fail() -> None:
@@ -56,13 +62,9 @@ def fail() -> None:
 
 
 if __name__ == "__main__":
-    initialize()
-    action = get_args().do
-    if action == "train":
-        generator = torch.Generator().manual_seed(0)
-        batches = iter(lambda: torch.randint(64, (2, 16), generator=generator), None)
-        train(batches, load=get_args().load)
-    elif action == "exit":
-        sys.exit(7)
+    if "spawn" in sys.argv:
+        start_child()
     else:
-        {"show": show, "children": start_children, "fail": fail}[action]()
+        initialize()
+        actions = {"train": run, "show": show, "exit": lambda: sys.exit(7), "fail": fail}
+        actions[get_args().do]()
