@@ -34,14 +34,13 @@ def main() -> None:
         _import_core(sources)
         _check_collection(request)
         _announce(request, sources)
-        status = _run(request)
+        _run(request)
     except ModuleNotFoundError as error:
         _refuse_missing_packages(error, request)
         raise
     if (failure := _collecting().finish(request)) is not None:
         _report(f"[ERROR] {failure}")
-        sys.exit(status or RUN_ERROR)
-    sys.exit(status)
+        sys.exit(RUN_ERROR)
 
 
 def set_up_child() -> dict[str, Any]:
@@ -94,14 +93,13 @@ def _collecting() -> ModuleType:
     return importlib.import_module("megatron.overlay.collecting")
 
 
-def _run(request: Request) -> Any:
-    """Run the script, and return the exit status that it gives to `sys.exit`; None without one."""
+def _run(request: Request) -> None:
+    """Run the script until it ends normally; any other end is raised."""
     try:
         execution.execute(request)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    return None
 
 
 def _announce(request: Request, sources: Sources) -> None:

@@ -4,6 +4,7 @@ The folder `tree` holds the script and its own `megatron.training`, as Megatron-
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -20,10 +21,16 @@ SCRIPT = TREE / "train.py"
 PLAIN = Path(__file__).with_name("plain_worker.py")
 
 
-def overlay(*words: str | Path, flags=(), ranks: int | None = None, script: Path = SCRIPT):
+def overlay(
+    *words: str | Path,
+    flags=(),
+    ranks: int | None = None,
+    script: Path = SCRIPT,
+    libraries_only: bool = False,
+):
     env = environment(PYTHONPATH=REPO)
     command = ["-m", "megatron.overlay", *flags, script, *words]
-    return forks.run(*command, ranks=ranks, cwd=TREE, env=env)
+    return forks.run(*command, ranks=ranks, cwd=TREE, env=env, libraries_only=libraries_only)
 
 
 def output(result) -> list[str]:
@@ -119,7 +126,7 @@ def test_a_process_of_a_fork_server_has_the_same_set_up():
         (["--quant", "mxfp9"], "mxfp9"),
         (["--control-iter", "2"], "--control-iter has no effect without --save-tensors DIR"),
         (["--save-tensors", "a", "--tensor-save-dir", "b"], "remove --tensor-save-dir"),
-        (["--save-tensors", "a", "--collect-layers", "x"], "collect_layers"),
+        (["--save-tensors", "a", "--collect-layers", "x"], "'x' is not understood"),
         (["--save-tensors", "a", "--control-iter", "-1"], "--control-iter is -1"),
     ],
 )
@@ -157,3 +164,44 @@ def test_flags_that_a_cpu_needs_are_named_at_once():
     result = overlay(*words)
     assert result.returncode == 1
     assert "add --transformer-impl local --no-masked-softmax-fusion" in result.stderr
+
+
+def test_a_checkout_with_its_own_core_is_the_base(tmp_path):
+    """It lacks the compiled helpers; those of the wheel are used, and nothing is compiled."""
+    import megatron.core
+
+    base = tmp_path / "megatron" / "core"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(megatron.core.__path__[1], base, ignore=ignored)
+    (base / "datasets" / "Makefile").write_text("default:\n\ttouch compiled\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "sys.dont_write_bytecode = True\n"
+        "from megatron.core.datasets.utils import compile_helpers\n"
+        "compile_helpers()\n"
+        "from megatron.core.datasets import helpers_cpp\n"
+        "from megatron.core import utils\n"
+        "from megatron.core.tensor_parallel import layers\n"
+        "print(utils.__file__, layers.__file__, helpers_cpp.__file__)\n"
+    )
+    result = overlay(script=script, libraries_only=True)
+    utils, layers, helpers = output(result)[-1].split()
+    assert utils == str(base / "utils.py")
+    assert layers == str(REPO / "megatron" / "core" / "tensor_parallel" / "layers.py")
+    assert Path(helpers).parents[2] == Path(megatron.core.__path__[1]).parent
+    assert not (base / "datasets" / "compiled").exists()
+    assert f"megatron.core: {megatron.core.__version__} of {tmp_path}" in result.stderr
+
+
+def test_a_checkout_with_an_unsupported_core_is_refused(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text('__version__ = "0.9.0"\n')
+    script = tmp_path / "script.py"
+    script.touch()
+    result = overlay(script=script, libraries_only=True)
+    assert result.returncode == 2
+    assert f"megatron-core 0.9.0 is behind this tree, in {core}" in result.stderr
+    assert f"or check out a supported release in {core}" in result.stderr
+    assert "Traceback" not in result.stderr
