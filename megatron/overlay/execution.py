@@ -10,7 +10,8 @@ from types import ModuleType, TracebackType
 
 from megatron.overlay.command_line import Request
 
-_HERE = str(Path(__file__).parent)
+#: files whose frames precede those of the script in a traceback
+_BEFORE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def prepare_path(request: Request, root: Path) -> None:
@@ -49,13 +50,10 @@ def execute(request: Request) -> None:
 def _print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print a traceback without the frames of the launcher that precede the script's."""
+    """Print a traceback that begins with the script, without the frames of the launcher."""
     first = trace
-    while first is not None and _is_launcher(first):
+    while first is not None and first.tb_frame.f_code.co_filename != __file__:
+        first = first.tb_next
+    while first is not None and first.tb_frame.f_code.co_filename in _BEFORE_SCRIPT:
         first = first.tb_next
     traceback.print_exception(kind, error, first or trace)
-
-
-def _is_launcher(trace: TracebackType) -> bool:
-    filename = trace.tb_frame.f_code.co_filename
-    return filename.startswith((_HERE, "<frozen runpy>", "<frozen importlib"))

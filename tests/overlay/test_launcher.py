@@ -44,9 +44,11 @@ def test_without_flags_the_bits_are_those_of_the_plain_wheel(tmp_path, ranks):
     plain = forks.run(PLAIN, SCRIPT, *words, tmp_path / "plain", ranks=ranks, cwd=TREE)
     result = overlay(*words, tmp_path / "overlay", ranks=ranks)
     assert output(result) == output(plain)
-    assert len(output(plain)) == 3 * ranks
+    assert len(output(plain)) == 3
     states = [torch.load(tmp_path / name)["model"] for name in ("plain", "overlay")]
-    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    names = [name for name, value in states[0].items() if value is not None]
+    assert len(names) > 20
+    assert all(torch.equal(states[0][name], states[1][name]) for name in names)
     assert "nothing is quantized or collected" in result.stderr
     assert result.stderr.count("megatron.training:") == 1, "the first rank announces"
 
@@ -60,7 +62,7 @@ def test_a_resumed_run_is_quantized_and_collected(tmp_path):
     assert [line.split()[1] for line in output(first) + output(second)] == ["1", "2", "3"]
     table = TensorStore(dump).select()
     assert sorted(table["iteration"].unique()) == [1, 2, 3]
-    assert set(table["layer"]) == {0}
+    assert set(table["layer_idx"]) == {0}
     assert not verify(TensorStore(dump)).errors
     cards = [json.loads(path.read_text()) for path in dump.glob("run*.json")]
     assert sorted(card["arguments"]["train_iters"] for card in cards) == [2, 3]
@@ -122,7 +124,7 @@ def test_a_process_of_a_fork_server_has_the_same_set_up():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--qaunt", "mxfp8"], "unrecognized arguments: --qaunt, did you mean --quant?"),
+        (["--qaunt", "mxfp8"], "unrecognized arguments: --qaunt, did you mean --quant"),
         (["--quant", "mxfp9"], "mxfp9"),
         (["--control-iter", "2"], "--control-iter has no effect without --save-tensors DIR"),
         (["--save-tensors", "a", "--tensor-save-dir", "b"], "remove --tensor-save-dir"),

@@ -90,10 +90,11 @@ def train(batches, *, load: str | None) -> None:
         torch.cuda.synchronize()
         loss = torch.stack([part["lm loss"] for part in reduced]).mean()
         training_log({"lm loss": loss}, iteration + 1, skipped_iter=0, grad_norm=1.0)
-    if args.save is not None:
+    if args.save is not None and torch.distributed.get_rank() == 0:
         state = {"model": model.state_dict(), "iteration": args.train_iters}
         torch.save(state, args.save)
 
 
 def training_log(loss_dict, iteration, skipped_iter, grad_norm) -> None:
-    print(f"iteration {iteration} loss {float(loss_dict['lm loss']).hex()}", flush=True)
+    if torch.distributed.get_rank() == 0:
+        print(f"iteration {iteration} loss {float(loss_dict['lm loss']).hex()}", flush=True)
