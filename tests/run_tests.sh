@@ -48,7 +48,7 @@ for mark in "${left_out[@]}"; do
   if [[ -n $mark ]]; then marks+="${marks:+ and }not $mark"; fi
 done
 
-py=$(bash "$repo/script/setup_env.sh")
+py=$(bash "$repo/script/setup_env.sh" --test)
 cd -- "$repo"
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 # One thread per test process; otherwise each process would use as many threads as there are cores.

@@ -17,6 +17,7 @@ ALLOWED = {
     "megatron.console": set(),
     "megatron.bounded_files": set(),
     "megatron.forks": set(),
+    "megatron.optional_packages": set(),
     "megatron.tensor_record": {"megatron.bounded_files"},
     "megatron.cpu_backend": set(),
     "megatron.fake_quant": {
@@ -30,6 +31,7 @@ ALLOWED = {
         "megatron.fake_quant",
         "megatron.tensor_record",
         "megatron.bounded_files",
+        "megatron.optional_packages",
     },
     "megatron.core": {
         "megatron.core",
@@ -46,6 +48,7 @@ ALLOWED = {
         "megatron.tensor_record",
         "megatron.cpu_backend",
         "megatron.bounded_files",
+        "megatron.optional_packages",
         "megatron.console",
     },
     "megatron.overlay": {
@@ -61,6 +64,7 @@ ALLOWED = {
         "megatron.fake_quant",
         "megatron.tensor_record",
         "megatron.bounded_files",
+        "megatron.optional_packages",
         "megatron.console",
     },
 }
@@ -70,6 +74,7 @@ ONLY = {
     "megatron.bounded_files": set(),
     "megatron.console": set(),
     "megatron.forks": set(),
+    "megatron.optional_packages": set(),
     "megatron.tensor_record": set(),
     "megatron.fake_quant": {"torch"},
     "megatron.fake_quant.recipe_yaml": {"yaml"},

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pandas as pd
-import pyarrow.parquet
 
 from megatron.fake_quant.gradient_rule import GRADIENTS, THRESHOLD
+from megatron.optional_packages import check_installed
 
 #: columns that identify an operand
 OPERAND = ["rank", "layer_idx", "module", "operation", "gemm", "tensor", "format"]
@@ -53,6 +53,9 @@ def _read(folder: Path, name: str) -> pd.DataFrame:
             f"{folder} holds no {name}_*.parquet; give the folder `statistics` of a run with "
             "--tensor-statistics"
         )
+    check_installed("pyarrow", f"{folder}, which holds Parquet files,")
+    import pyarrow.parquet
+
     runs: dict[str, list[pd.DataFrame]] = {}
     starts: dict[str, int] = {}
     for path in files:

@@ -126,7 +126,7 @@ class HostBuffers:
             else:
                 del self._spare[kind]
         if pinned:  # torch would otherwise keep freed pinned memory in its cache
-            torch.accelerator.empty_host_cache()
+            _empty_host_cache()
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:
         with self.changed:
@@ -134,6 +134,14 @@ class HostBuffers:
             self._spare[kind] = [*self._spare.pop(kind, ()), buffer]
             self._spare_bytes += taken_by(*kind)
             self.changed.notify_all()
+
+
+def _empty_host_cache() -> None:
+    """Free the pinned memory in torch's cache."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # up to torch 2.11
+        torch._C._host_emptyCache()
 
 
 def taken_by(size: int, pinned: bool) -> int:

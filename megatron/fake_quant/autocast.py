@@ -8,9 +8,10 @@ import torch
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
     """Return autocast's state and dtype on a device type, or None if it has no autocast."""
-    if not torch.amp.is_autocast_available(device):
+    try:  # torch.compile in torch 2.11 cannot trace torch.amp.is_autocast_available
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    except RuntimeError:
         return None
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 `operator_rules.py` explains when they are called, and their arguments `batch`, `seeds` and `amax`.
 """
 
-from collections.abc import Sequence
+import typing
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ def dequantize(
     blocks: Tensor,
     whole: Tensor,
     fmt: str,
-    shape: Sequence[int],
+    shape: typing.Sequence[int],  # torch 2.6 derives no schema from collections.abc
     axis: int,
     dtype: torch.dtype,
     batch: int,
@@ -190,7 +190,7 @@ def _(
     blocks: Tensor,
     whole: Tensor,
     fmt: str,
-    shape: Sequence[int],
+    shape: typing.Sequence[int],
     axis: int,
     dtype: torch.dtype,
     batch: int,
@@ -206,7 +206,7 @@ def _(
     blocks: Tensor,
     whole: Tensor,
     fmt: str,
-    shape: Sequence[int],
+    shape: typing.Sequence[int],
     axis: int,
     dtype: torch.dtype,
     batch: int,

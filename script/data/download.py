@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
+from megatron.optional_packages import check_installed
+
 #: For each corpus: the dataset's name on the hub, and the part that is used by default.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
@@ -26,10 +28,13 @@ def download(
     `folder`.
 
     Raises:
-        ValueError: if the files cannot be downloaded, for example without a network.
+        ValueError: if the files cannot be downloaded, for example without a network, or if a
+            package for it is not installed.
     """
     from tqdm import tqdm
 
+    for package in ("datasets", "aiohttp"):
+        check_installed(package, "the download from the Hugging Face hub")
     print(f"Asking the Hugging Face hub for {name} ({part}) ...", file=sys.stderr)
     try:
         urls = _wikipedia_urls(name, part) if corpus == "wikipedia" else _dolma_urls(name, part)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batch import Batch, Position
+from megatron.optional_packages import check_installed
 
 ROWS = 32  #: number of rows that are decoded at a time
 #: Maximum size of a cell, in bytes; documents in other input formats have the same limit.
@@ -19,8 +20,10 @@ def read_parquet(
     """Yield the documents of a Parquet file from the position `start` on, in batches.
 
     Raises:
-        ValueError: if the file is damaged, or has no text in the requested columns.
+        ValueError: if the file is damaged, has no text in the requested columns, or if pyarrow is
+            not installed.
     """
+    check_installed("pyarrow", f"{path}, a Parquet file,")
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.collection import host_buffers
 from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.plan import CountingWriter
 from tests.collection.samples import SIZE, TENSOR, nothing
@@ -59,7 +60,7 @@ def test_memory_is_used_again_and_never_beyond_its_limit():
 
 def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
     given_back = []
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append(1))
+    monkeypatch.setattr(host_buffers, "_empty_host_cache", lambda: given_back.append(1))
     memory = HostBuffers(4 * SIZE)
     for pinned in (False, True):
         memory.used += SIZE

@@ -18,10 +18,10 @@ from tests.subprocesses import REPO, environment, run
 
 # Programs besides Python that the script calls, for a PATH that contains nothing else.
 TOOLS = ("bash", "cp", "dirname", "grep", "mkdir", "mv", "readlink", "rm", "sed", "tail")
-PINS = """
-RUNTIME = {"lab-runtime": "%s"}
+TABLES = """
+RUNTIME = {"lab-runtime": ">=1.0"}
 TEST = {}
-LINT = {"lab-lint": "1.0"}
+LINT = {"lab-lint": "==1.0"}
 """
 
 
@@ -56,6 +56,11 @@ class Tree:
             assert found is not None, name
             (self.bin / name).symlink_to(found)
         shutil.copy(REPO / "script/setup_env.sh", self.root / "script")
+        source = (REPO / "setup.py").read_text()
+        before, after = source.split("\nif __name__", 1)
+        (self.root / "setup.py").write_text(f"{before}{TABLES}\nif __name__{after}")
+        (self.root / "megatron/core").mkdir(parents=True)
+        shutil.copy(REPO / "megatron/core/_overlay.py", self.root / "megatron/core")
         for release in ("1.0", "1.1"):
             wheel(self.wheels, "lab-runtime", release)
         wheel(self.wheels, "lab-lint", "1.0")
@@ -63,10 +68,13 @@ class Tree:
         self.python("python3")
 
     def pin(self, release: str) -> None:
-        """Pin lab-runtime and lab-lint instead of the real requirements."""
-        source = (REPO / "setup.py").read_text()
-        before, after = source.split("\nif __name__", 1)
-        (self.root / "setup.py").write_text(f"{before}{PINS % release}\nif __name__{after}")
+        """Let .venv contain this release of lab-runtime."""
+        constraints = f"lab-runtime=={release}\nlab-lint==1.0\n"
+        (self.root / "script/constraints.txt").write_text(constraints)
+
+    def require_the_real_packages(self) -> None:
+        for name in ("setup.py", "script/constraints.txt"):
+            shutil.copy(REPO / name, self.root / name)
 
     def python(self, name: str, body: str | None = None) -> None:
         """Put a Python into PATH: the one that runs the tests, or the script `body`."""

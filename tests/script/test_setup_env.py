@@ -1,6 +1,7 @@
 """Test script/setup_env.sh in copies of the tree whose only requirement is a wheel made here."""
 
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -9,9 +10,11 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.core._overlay import SUPPORTED
 from tests.script.setup_tree import Tree, check_error, separate_python
 from tests.subprocesses import REPO, environment, free_port, run
 
@@ -53,9 +56,9 @@ def fastest(tree: Tree, **changes: str) -> float:
 # --- a Python that has everything -----------------------------------------------------------------
 
 
-def test_the_python_in_path_is_used_if_it_has_the_pins(tree):
+def test_the_python_in_path_is_used_if_its_packages_fit(tree):
     tree.python("python3")
-    shutil.copy(REPO / "setup.py", tree.root)  # the real pins, which the tests' Python satisfies
+    tree.require_the_real_packages()  # the tests' Python has them
     result = tree.call()
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{sys.executable}\n", "")
     assert not (tree.root / ".venv").exists()
@@ -63,23 +66,112 @@ def test_the_python_in_path_is_used_if_it_has_the_pins(tree):
 
 
 def test_lab_python_takes_the_place_of_python3(tree):
-    shutil.copy(REPO / "setup.py", tree.root)
+    tree.require_the_real_packages()
     tree.python("python3", "echo must not run; exit 1")
     assert tree.call(LAB_PYTHON=sys.executable).stdout == f"{sys.executable}\n"
 
 
-def test_pins_are_what_the_tests_run_with():
-    pins = runpy.run_path(str(REPO / "setup.py"))
-    wanted = pins["pins"](pins["RUNTIME"], pins["TEST"])
-    assert {name: version(name).split("+")[0] for name in wanted} == wanted
+def installed_in(folder: Path, **releases: str) -> str:
+    """Let packages appear installed to a Python with `folder` in its PYTHONPATH; return it."""
+    for name, release in releases.items():
+        info = folder / f"{name}-{release}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: {release}\n")
+    return str(folder)
 
 
-def test_every_pin_has_a_requirement_for_each_supported_python():
-    pins = runpy.run_path(str(REPO / "setup.py"))
-    lines = pins["requirements"](pins["RUNTIME"])
-    assert "torch==2.13.0" in lines
-    assert "numpy==2.4.6; python_version >= '3.11'" in lines
-    assert "numpy==2.2.6; python_version < '3.11'" in lines
+def test_other_releases_within_the_ranges_are_used_as_they_are(tree, tmp_path):
+    tree.pin("1.1")
+    user = installed_in(tmp_path / "user", lab_runtime="1.2.0a0+nv25.01")
+    result = tree.call(PYTHONPATH=user)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.endswith("/python\n")
+    assert ".venv" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("release", "options", "reason"),
+    [
+        ("0.9", (), "because it has lab-runtime 0.9 (>=1.0 is needed); install it there"),
+        ("1.0", ("--dev",), "because it lacks lab-lint==1.0; install it there"),
+    ],
+)
+def test_a_line_names_the_packages_that_do_not_fit(tree, tmp_path, release, options, reason):
+    (tree.root / ".venv.lock").mkdir()  # nothing can be made: the line is all that is wanted
+    user = installed_in(tmp_path / "user", lab_runtime=release)
+    result = tree.call(*options, PYTHONPATH=user)
+    (note,) = [line for line in result.stderr.splitlines() if "[NOTE]" in line]
+    assert reason in note
+
+
+# --- the tables of setup.py -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    return runpy.run_path(str(REPO / "setup.py"))
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "expected"),
+    [
+        ("2.13.0+cpu", ">=2.6", True),
+        ("2.6.0a0+ecf3bae40a.nv25.01", ">=2.6", True),  # NVIDIA's containers
+        ("2.5.1", ">=2.6", False),
+        ("1.26", ">=1.26.0", True),
+        ("3.0.1", ">=2,<3", False),
+        ("0.16.1", "==0.16.1", True),
+        ("0.16.10", "==0.16.1", False),
+        ("2.1", ">=2,!=2.1.0", False),
+        ("unknown", ">=1", False),
+        ("unknown", "", True),
+    ],
+)
+def test_a_release_is_compared_with_a_range(tables, version, wanted, expected):
+    assert tables["fits"](version, wanted) is expected
+
+
+def test_what_an_environment_lacks_is_one_line(tables):
+    group = {"torch": ">=2.6", "numba": ">=0.58.1", "tqdm": ">=4.65"}
+    misfits = tables["misfits"]
+    assert misfits({"torch": "2.6", "numba": "1.0", "tqdm": "4.65.1"}.get, group) == ""
+    assert misfits({"torch": "2.5.1", "tqdm": "5"}.get, group) == (
+        "it has torch 2.5.1 (>=2.6 is needed) and it lacks numba>=0.58.1"
+    )
+    assert misfits({}.get, group) == "it has none of the required packages"
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_every_package_has_a_pin_within_its_range(tables, monkeypatch, minor):
+    monkeypatch.setattr(sys, "version_info", (3, minor))
+    groups = [tables[name] for name in ("RUNTIME", "TEST", "TRACKING", "LINT")]
+    pins, ranges = tables["pins"](*groups), tables["ranges"](*groups)
+    assert pins.keys() == ranges.keys()
+    assert all(tables["fits"](pin, ranges[name]) for name, pin in pins.items())
+    assert pins["numpy"] == ("2.2.6" if minor == 10 else "2.4.6")
+    assert ("en_dtypes" in pins) == (minor < 13)
+
+
+def test_the_tests_run_with_packages_that_fit(tables):
+    """In .venv, the releases are those of script/constraints.txt."""
+    groups = tables["RUNTIME"], tables["TEST"]
+    assert tables["misfits"](version, *groups) == ""
+    if Path(sys.prefix).resolve() == (REPO / ".venv").resolve():
+        pins = tables["pins"](*groups)
+        assert {name: version(name).split("+")[0] for name in pins} == pins
+
+
+def test_the_page_shows_the_ranges(tables):
+    text = (REPO / "docs/requirements.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (\S*\d\S*) \| .* \|$", text, re.M))
+    assert rows == tables["RUNTIME"] | tables["OPTIONAL"] | tables["CLUSTER"]
+
+
+def test_requirements_have_markers(tables):
+    lines = tables["requirements"](tables["TEST"])
+    assert "en_dtypes>=0.0.4; python_version < '3.13'" in lines
+    assert "triton>=3.2; sys_platform == 'linux'" in lines
+    assert f"megatron-core=={SUPPORTED}" in tables["requirements"](tables["RUNTIME"])
 
 
 # --- a Python that cannot be used -----------------------------------------------------------------
@@ -220,7 +312,7 @@ def test_a_tree_that_cannot_be_written(tree):
 @pytest.mark.slow
 def test_the_real_requirements(tree):
     """A complete installation downloads what pip has not cached, up to some GB."""
-    shutil.copy(REPO / "setup.py", tree.root)
+    tree.require_the_real_packages()
     python = sys._base_executable
     settings = {k: v for k, v in environment().items() if k.startswith(("PIP_", "PATH", "HOME"))}
     result = run(tree.command(), env=settings | {"LAB_PYTHON": python})

@@ -40,9 +40,8 @@ DTYPES = frozenset(
         torch.float8_e4m3fnuz,
         torch.float8_e5m2,
         torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
     }
-)
+) | ({torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set())  # new in torch 2.7
 
 
 class UnreadableTensorError(ValueError):

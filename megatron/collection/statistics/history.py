@@ -24,6 +24,7 @@ from megatron.fake_quant.gemm_formats import SLOTS
 from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.optional_packages import check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class StatisticsSettings:
             tensor_statistics: value of the flag.
 
         Raises:
-            ValueError: if the number of iterations is not positive.
+            ValueError: if the number of iterations is not positive, or pyarrow is not installed.
         """
         if tensor_statistics is None:
             return None
@@ -85,6 +86,7 @@ class StatisticsSettings:
             raise ValueError(
                 f"--tensor-statistics is {tensor_statistics}; give 1 or more, or leave it out"
             )
+        check_installed("pyarrow", "--tensor-statistics")
         return cls(tensor_statistics, collection_folder(directory) / FOLDER)
 
 

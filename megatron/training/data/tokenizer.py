@@ -24,6 +24,7 @@ from megatron.bounded_files import (
     read_json,
     refuse_special_files,
 )
+from megatron.optional_packages import check_installed
 from megatron.training.data.deferred_import import transformers_when_needed
 from megatron.training.errors import UserError
 
@@ -225,6 +226,7 @@ def _tiktoken(path: Path) -> MegatronTokenizerText:
             f"{path} has no file in tiktoken's format; a TikTokenizer needs a tokenizer.model or "
             ".tiktoken file with lines of base64 and rank"
         )
+    _check_package("tiktoken", "TikTokenizer")
     from megatron.training.data.tiktoken_tokenizer import TiktokenTokenizer
 
     try:
@@ -250,10 +252,18 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
             f"{' or '.join(HUGGING_FACE_FILES)}, as save_pretrained writes them"
         )
     _check_configuration(folder)
+    _check_package("transformers", "HuggingFaceTokenizer")
     try:
         return _from_wheel("huggingface", folder, use_fast=True)
     except Exception as error:  # the library can raise almost any exception on a wrong file
         raise _unreadable(folder, error) from error
+
+
+def _check_package(package: str, tokenizer_type: str) -> None:
+    try:
+        check_installed(package, f"--tokenizer-type {tokenizer_type}")
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _check_configuration(folder: Path) -> None:

@@ -237,6 +237,8 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "metadata: a boolean": (_strange_metadata(micro_batch=True), "micro_batch"),
     "metadata: negative": (_strange_metadata(iteration=-3), "iteration"),
 }
+if not hasattr(torch, "float4_e2m1fn_x2"):  # new in torch 2.8
+    del TENSORS["4-bit dtype"]
 
 
 def copy_of(good: Path, path: Path) -> Path:

@@ -1,0 +1,25 @@
+"""Refuse a flag or a file whose package is not installed, and say how to install the package.
+
+setup.py lists the packages that only some flags and files need. An environment may lack them. This
+module imports only the standard library.
+"""
+
+import sys
+from importlib.util import find_spec
+
+
+def check_installed(package: str, needed_for: str) -> None:
+    """Check that a package is installed, without importing it.
+
+    Args:
+        package: its name, in imports and for pip.
+        needed_for: what needs the package, as the beginning of a sentence: "--tensor-statistics".
+
+    Raises:
+        ValueError: if it is not installed.
+    """
+    if find_spec(package) is None:
+        raise ValueError(
+            f"{needed_for} needs the {package} package, which this Python does not have; run "
+            f"`{sys.executable} -m pip install {package}`"
+        )
