@@ -15,8 +15,7 @@
 #
 # Options
 #   --test      also require the packages that tests/run_tests.sh needs (.venv always has them)
-#   --dev       also require these and the linters that script/check.sh runs (ruff, mypy, shellcheck),
-#               and upgrade pip in .venv before it installs anything
+#   --dev       also require these and the linters that script/check.sh runs (ruff, mypy, shellcheck)
 #   -h, --help  print this
 #
 # Environment
@@ -276,9 +275,9 @@ rm -f "$log"
 progress=(--quiet --progress-bar off)
 if [[ -t 2 ]]; then progress=(--progress-bar on); fi
 inside
-# pip 23, which Python 3.11 contains, needs twice the time of pip 26 for these requirements. CI makes
-# an environment in every run, so it upgrades pip first.
-if [[ $groups == *LINT* ]] && ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-input \
+# pip 23, which Python 3.11 contains, needs twice the time of pip 26 for these requirements. Without
+# an index, there is no newer pip.
+if [[ ${PIP_NO_INDEX:-0} == 0 ]] && ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-input \
   --quiet --upgrade pip; then
   say "[NOTE] pip could not be upgraded (the reason is above); installing with the present one"
 fi

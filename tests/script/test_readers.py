@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megatron import optional_packages
 from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
@@ -202,3 +204,15 @@ def test_the_columns_of_parquet(tmp_path):
         list(read_file(path, settings(path, json_keys=("id",))))
     (batch,) = read_file(path, settings(path), start=Position(1))
     assert batch.documents == [(2, (None,))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "compression", "package"), [("jsonl", ".zst", "zstandard"), ("parquet", "", "pyarrow")]
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, kind, compression, package):
+    path = write(tmp_path, kind, compression)
+    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(str(path))}, .* needs the {package} package"
+    ):
+        list(read_file(path, settings(path)))
