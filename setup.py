@@ -20,11 +20,13 @@ COMPARE = {">=": operator.ge, "<": operator.lt, "==": operator.eq, "!=": operato
 
 
 def supported_cores() -> str:
-    """Return the range of megatron-core, from `SUPPORTED` in megatron/core/_overlay.py."""
+    """Return the releases of megatron-core in `SUPPORTED` of megatron/core/_overlay.py."""
     source = (ROOT / "megatron/core/_overlay.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED":
-            return f"=={ast.literal_eval(node.value)}"
+            releases = ast.literal_eval(node.value)
+            releases = [releases] if isinstance(releases, str) else releases
+            return " or ".join(f"=={release}" for release in releases)
     raise ValueError("megatron/core/_overlay.py defines no SUPPORTED")
 
 
@@ -110,16 +112,20 @@ def ranges(*groups: dict[str, str]) -> dict[str, str]:
 
 
 def fits(version: str, wanted: str) -> bool:
-    """Return whether a version is in a range such as ">=2.6,<3" or "==0.16.1".
+    """Return whether a version is in a range such as ">=2.6,<3" or "==0.16.1 or ==0.17.1".
 
     A pre-release counts as its release, because NVIDIA's containers contain versions such as
     2.6.0a0+ecf3bae40a.nv25.01.
     """
-    for clause in filter(None, wanted.split(",")):
-        sign, bound = re.fullmatch(r"(>=|<|==|!=)([\d.]+)", clause).groups()
-        if not COMPARE[sign](_release(version), _release(bound)):
-            return False
-    return True
+    return any(
+        all(_fits_clause(version, clause) for clause in filter(None, alternative.split(",")))
+        for alternative in wanted.split(" or ")
+    )
+
+
+def _fits_clause(version: str, clause: str) -> bool:
+    sign, bound = re.fullmatch(r"(>=|<|==|!=)([\d.]+)", clause).groups()
+    return COMPARE[sign](_release(version), _release(bound))
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -169,10 +175,20 @@ def _applies(marker: str) -> bool:
 
 
 def requirements(group: dict[str, str]) -> list[str]:
-    """Return the requirement strings of `group`, with markers for Python version and platform."""
+    """Return the requirement strings of `group`, with markers for Python version and platform.
+
+    pip knows no alternatives: of several releases, it gets the range. Importing megatron.core then
+    checks the release.
+    """
     markers = dict.fromkeys(BEFORE_PYTHON_3_13, "; python_version < '3.13'")
     markers |= dict.fromkeys(ON_LINUX, "; sys_platform == 'linux'")
-    return [f"{name}{wanted}{markers.get(name, '')}" for name, wanted in group.items()]
+    lines = []
+    for name, wanted in group.items():
+        first, *others = wanted.split(" or ")
+        if others:
+            first = f"{first.replace('==', '>=')},{others[-1].replace('==', '<=')}"
+        lines.append(f"{name}{first}{markers.get(name, '')}")
+    return lines
 
 
 if __name__ == "__main__":

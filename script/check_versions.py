@@ -51,16 +51,14 @@ ENVIRONMENTS = (
 
 def requirements(environment: Environment) -> list[str]:
     """Return what pip installs into an environment."""
-    exact = {line.partition("==")[0] for line in environment.exact}
-    lines = list(environment.exact)
-    for name, wanted in (TABLES["RUNTIME"] | TABLES["TEST"]).items():
-        marker = "; python_version < '3.13'" if name in TABLES["BEFORE_PYTHON_3_13"] else ""
-        if environment.releases == "lowest" and wanted.startswith(">="):
-            wanted = "==" + wanted.removeprefix(">=").partition(",")[0]
-        # torch requires the only triton that fits it.
-        if name not in exact and name != "triton":
-            lines.append(name + wanted + marker)
-    return lines
+    replaced = {line.partition("==")[0] for line in environment.exact}
+    groups = TABLES["RUNTIME"] | TABLES["TEST"]
+    # torch requires the only triton that fits it.
+    kept = {name: groups[name] for name in groups if name not in (*replaced, "triton")}
+    lines = TABLES["requirements"](kept)
+    if environment.releases == "lowest":
+        lines = [re.sub(r">=([\d.]+)[^;]*", r"==\1", line, count=1) for line in lines]
+    return [*environment.exact, *lines]
 
 
 def install(environment: Environment, folder: Path) -> Path:
