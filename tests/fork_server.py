@@ -181,6 +181,7 @@ def store_of_ranks(server: socket.socket) -> Any:
 
     port = server.getsockname()[1]
     listening = {"master_listen_fd": server.detach(), "wait_for_workers": False}
+    listening["use_libuv"] = False  # with libuv, torch 2.6 takes no socket
     return TCPStore("127.0.0.1", port, None, is_master=True, **listening)
 
 

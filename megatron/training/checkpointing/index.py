@@ -86,8 +86,9 @@ def _index(content: Any) -> Metadata:
         {name: _entry(name, entry) for name, entry in tensors.items()},
         storage_data=dict(_place(key, place) for key, place in stored.items()),
         storage_meta=StorageMeta(),
-        version=state.get("version") if isinstance(state.get("version"), str) else None,
     )
+    if hasattr(index, "version") and isinstance(state.get("version"), str):  # not in torch 2.6
+        index.version = state["version"]
     for name, entry in index.state_dict_metadata.items():
         for key in _expected(name, entry):
             if key not in index.storage_data:
