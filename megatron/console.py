@@ -128,7 +128,13 @@ def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
     first = words[0].partition("=")[0]
     if not first.startswith("-"):
         return f"unrecognized arguments: {' '.join(words)}"
-    return f"unrecognized arguments: {' '.join(words)}{did_you_mean(first, options)}"
+    options = list(options)
+    hint = (
+        f" ({first} is an option of another command)"
+        if first in options
+        else did_you_mean(first, options)
+    )
+    return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
 class _Outliving(io.FileIO):

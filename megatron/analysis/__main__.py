@@ -118,17 +118,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     if not arguments.slack > 0:
         raise ValueError(f"--slack is {arguments.slack:g}; give a number above 0")
     check_folder(arguments.folder)
-    from tqdm import tqdm
-
+    from megatron.analysis.progress import Progress
     from megatron.analysis.store import TensorStore
     from megatron.analysis.verification.verify import Verification
 
     store = TensorStore(arguments.folder)
     if arguments.run is not None:
         store = store.only(arguments.run)
-    # show a progress bar only on a terminal, so that a log contains only the findings
     total = Verification.steps(store)
-    with tqdm(total=total, desc="Verifying", disable=None, leave=False) as bar:
+    with Progress(total, "Verifying", "step") as bar:
         verdict = Verification(store, arguments.exact, arguments.slack, bar.update).run()
     for finding in verdict.findings:
         print(finding)

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from megatron.analysis.cli.stats_command import CACHE_FOLDER
 from megatron.analysis.dump.run_endings import remarks_on, unfinished
 from megatron.analysis.dump.tensor_files import Problem
@@ -27,6 +25,7 @@ from megatron.analysis.judged import JUDGED, OPERANDS
 from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
 from megatron.analysis.outputs.registry import IMAGES, OUTPUTS, QUICK, REPORT
 from megatron.analysis.outputs.render import Made, Order, make_all
+from megatron.analysis.progress import Progress
 from megatron.analysis.quick import QuickResult, check_output, quick_analysis
 from megatron.analysis.stats.executors import affordable
 from megatron.analysis.stats.result import REPEATED
@@ -80,7 +79,7 @@ def draw(
         page: width, font size and style of the figures, as `figures.page.page_of` returns them;
             the report has its own.
         say: function called with the path of each file that is written.
-        progress: whether to show progress bars on a terminal.
+        progress: whether to report the progress on stderr.
         computing: arguments `workers`, `max_memory`, `scheduler` and `strict` of `stats.compute`.
 
     Raises:
@@ -148,10 +147,9 @@ def _draw_outputs(
     result.unchanged = len(result.files)
     names = [name for name in names if name not in current]
     result.kept = set_aside(output, names, dump)
-    # `disable=None` makes tqdm show the bar only on a terminal
-    hidden = None if order.figure_data.progress else True
+    shown = order.figure_data.progress
     drawn = []
-    with tqdm(total=len(names), desc="Drawing", unit="output", leave=False, disable=hidden) as bar:
+    with Progress(len(names), "Drawing", "output", shown=shown) as bar:
         for made in make_all(names, order, workers):
             bar.update()
             _add(made, result)

@@ -9,6 +9,7 @@ import os
 import resource
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,30 @@ class LogValues:
     seconds: float  #: duration of an iteration, in seconds
     throughput: float | None = None  #: TFLOP/s per device; None without `--log-throughput`
     memory: dict[str, int] | None = None  #: see `memory_scalars`; None if it is not logged
+
+
+class TimeLeft:
+    """Estimate of the time until the last iteration, for a line after a log line."""
+
+    PERIOD = 60.0  #: minimum number of seconds between two estimates
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def line(self, done: int, total: int, seconds: float) -> str | None:
+        """Return a line with the time left, or None if the last estimate is recent.
+
+        Args:
+            done: number of completed iterations.
+            total: number of iterations of the whole run.
+            seconds: mean duration of an iteration, in seconds.
+        """
+        now = time.monotonic()
+        if now - self._last < self.PERIOD or done >= total:
+            return None
+        self._last = now
+        left = timedelta(seconds=round((total - done) * seconds))
+        return f"> about {left} (hours:minutes:seconds) left for {total - done} iterations"
 
 
 def log_line(

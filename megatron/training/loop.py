@@ -28,6 +28,7 @@ from megatron.training.hf.writing import save_weights
 from megatron.training.logging import (
     LogInterval,
     LogValues,
+    TimeLeft,
     TrainingProgress,
     log_line,
     memory_scalars,
@@ -73,6 +74,7 @@ class TrainingLoop:
         )
         self.scalars = Scalars(run.args)
         self.interval = LogInterval()
+        self.time_left = TimeLeft()
         self.started = time.monotonic()
         self.plotted_at: int | None = None
         self.saved_at: int | None = progress.iteration if resumes_in_place(run.args) else None
@@ -157,6 +159,9 @@ class TrainingLoop:
                 numbers.learning_rate, numbers.loss_scale, numbers.params_norm, seconds=mean
             )
             print_rank_last(log_line(args, progress, interval, step, shown))
+            left = self.time_left.line(progress.iteration, args.train_iters, mean)
+            if left is not None:
+                print_rank_last(left)
             self.interval = LogInterval()
             if args.timing_log_level > 0:
                 names = [name for name in self.timers._timers if name != "interval-time"]

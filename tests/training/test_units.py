@@ -10,7 +10,7 @@ from megatron.training.data import paths
 from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import UserError
 from megatron.training.evaluate import perplexity
-from megatron.training.logging import LogInterval
+from megatron.training.logging import LogInterval, TimeLeft
 from megatron.training.train_step import StepResult
 
 
@@ -123,3 +123,16 @@ def test_a_checkpoint_is_replaced_only_by_a_complete_one(tmp_path):
     files.put_in_place(partial, final)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]
     assert (final / "name").read_text() == "iter_0000010.partial"
+
+
+def test_the_time_left_is_estimated_once_per_minute(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("megatron.training.logging.time.monotonic", lambda: now)
+    estimate = TimeLeft()
+    assert estimate.line(1, 10_000, 2.5) is None
+    now = 160.0
+    words = "> about 6:55:00 (hours:minutes:seconds) left for 9960 iterations"
+    assert estimate.line(40, 10_000, 2.5) == words
+    assert estimate.line(41, 10_000, 2.5) is None
+    now = 300.0
+    assert estimate.line(10_000, 10_000, 2.5) is None

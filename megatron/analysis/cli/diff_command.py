@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.analysis.dump.folder import check_folder
+from megatron.analysis.progress import with_progress
 from megatron.analysis.text_table import shown
 
 if TYPE_CHECKING:
@@ -114,7 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
     default, relative = _tolerances(arguments)
     for folder in (arguments.a, arguments.b):
         check_folder(folder)
-    from tqdm import tqdm
 
     from megatron.analysis.diff.comparison import Rules
     from megatron.analysis.diff.difference import Tolerance
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     summary = Summary(rules)
     # The summary is printed first, so the lines about the pairs are kept in a temporary file.
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
-        progress = tqdm(keys, desc="Comparing", unit="tensor", disable=None, leave=False)
+        progress = with_progress(keys, "Comparing", "tensor")
         for result in summary.follow(comparison.run(progress)):
             if arguments.format == "jsonl":
                 spool.write(f"{as_json(result)}\n")

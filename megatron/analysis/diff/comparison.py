@@ -8,7 +8,7 @@ both runs, partial sums are added, and the whole tensors are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ class Comparison:
         order |= {key: self.a.order(key) for key in self.a.tensors}
         return sorted(order, key=lambda key: (order[key], str(key)))
 
-    def run(self, keys: Sequence[TensorKey]) -> Iterator[Result]:
+    def run(self, keys: Iterable[TensorKey]) -> Iterator[Result]:
         """Compare the tensors with the given keys, and yield the results in this order."""
         for position, key in enumerate(keys):
             yield from self._tensor(key, position)

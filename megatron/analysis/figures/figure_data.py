@@ -16,13 +16,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.analysis.dump.run_endings import alarm
 from megatron.analysis.figures.deviations import deviations
 from megatron.analysis.figures.sheet import headline
 from megatron.analysis.figures.sums import FormatSum, Sums, add_up
 from megatron.analysis.judged import JUDGED, OPERANDS
+from megatron.analysis.progress import with_progress
 from megatron.analysis.stats import Statistics
 from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.store import TensorStore
@@ -55,7 +55,7 @@ class FigureData:
     store: TensorStore
     statistics: Statistics
     formats: tuple[str, ...]
-    progress: bool = False  #: if True, show a progress bar on a terminal while reading many tensors
+    progress: bool = False  #: whether to report the progress of reading many tensors
     judge: str = OPERANDS  #: group of tensors on which formats are evaluated, one of `JUDGED`
 
     @functools.cached_property
@@ -149,11 +149,8 @@ class FigureData:
         return deviations(self.tensors, self.load, self._bar)
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
-        """Return the rows as an iterable that shows a progress bar labeled `what`."""
-        # `disable=None` makes tqdm show the bar only on a terminal
-        hidden = None if self.progress else True
-        bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
-        return bar
+        """Return the rows as an iterable that reports its progress, labeled `what`."""
+        return with_progress(rows, what, "tensor", shown=self.progress)
 
     @functools.cached_property
     def _records(self) -> pd.DataFrame:

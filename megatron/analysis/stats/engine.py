@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
+from megatron.analysis.progress import Progress
 from megatron.analysis.stats.cache import Cache, open_cache
 from megatron.analysis.stats.errors import FormatErrors
 from megatron.analysis.stats.executors import affordable, on_cluster, on_threads
@@ -54,7 +54,7 @@ def compute(
         cache: folder in which results are stored for later calls; None disables the cache.
         strict: whether to raise an exception for the first file that cannot be read, instead of
             listing it in `problems`.
-        progress: whether to show a progress bar on a terminal.
+        progress: whether to report the progress on stderr.
 
     Raises:
         ValueError: if a format is unknown, or `max_memory` does not suffice for one thread.
@@ -70,21 +70,14 @@ def compute(
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
     columns, done, failures = ResultColumns(), set(), []
-    # with `disable=None`, tqdm shows the bar only on a terminal and does not write it to log files
-    bar = tqdm(
-        total=len(tensors),
-        desc="Measuring",
-        unit="tensor",
-        leave=False,
-        disable=None if progress else True,
-    )
+    bar = Progress(len(tensors), "Measuring", "tensor", shown=progress)
     with bar, open_cache(cache, store.folder) as results_cache:
         merger = ResultMerger(tensors, names, results_cache)
         jobs = merger.jobs()
         job_results = on_cluster(jobs, scheduler) if scheduler else on_threads(jobs, workers)
         for number, result in merger.results(job_results):
             done.add(number)
-            bar.update(len(done) - bar.n)
+            bar.update(len(done) - bar.done)
             if isinstance(result, Failure):
                 if strict:
                     raise UnreadableTensorError(Path(result.path), f"{result.why}; {_STRICT}")

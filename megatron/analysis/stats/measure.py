@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.judged import OPERANDS, RESULTS
+from megatron.analysis.progress import Progress
 from megatron.analysis.stats.cache import open_cache
 from megatron.analysis.stats.executors import on_threads, processors
 from megatron.analysis.stats.histogram import Histogram
@@ -119,15 +119,14 @@ def measure_dump(
     Args:
         cache: folder of the cache, which is shared with `stats.compute`; None disables the cache.
         workers: number of threads; None means one per processor.
-        progress: whether to show a progress bar on a terminal.
+        progress: whether to report the progress on stderr.
     """
     all_tensors = list(logical_tensors(store.records))
     tensors = first_passes(all_tensors)
     rows: dict[int, dict[str, Any]] = {}
     problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
-    hidden = None if progress else True  # None hides the bar unless the output is a terminal
-    bar = tqdm(total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False)
+    bar = Progress(len(tensors), "Reading", "tensor", shown=progress)
     with bar, open_cache(cache, store.folder) as results_cache:
         merger = ResultMerger(tensors, (), results_cache)
         job_results = on_threads(merger.jobs(), workers or processors())

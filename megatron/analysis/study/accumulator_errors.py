@@ -20,7 +20,6 @@ The rows of linear layers and of attention are tokens in fprop and dgrad (`grad_
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
+from megatron.analysis.progress import with_progress
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study.candidates import HIGH_PRECISION, Candidate, fitting_pairs
 from megatron.analysis.study.gemm_errors import Row
@@ -103,14 +103,12 @@ def study_accumulators(
         raise ValueError(f"no operands of a matmul in {store.folder}")
     result.left_out.update(found.left_out)
     rows: list[Row] = []
-    for done, of_pass in enumerate(found.passes, 1):
+    shown_passes = with_progress(found.passes, "Studying accumulators", "pass", shown=progress)
+    for of_pass in shown_passes:
         if max_memory is not None and of_pass.nbytes > max_memory:
             result.left_out["passes that need more memory than --max-memory"] += 1
             continue
         rows += _rows_of_pass(of_pass, store, pairs, result)
-        if progress:
-            total = len(found.passes)
-            print(f"[PROGRESS] accumulators: {done} of {total} passes", file=sys.stderr, flush=True)
     result.rows = pd.DataFrame(rows)
     return result
 

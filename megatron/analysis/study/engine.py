@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
+from megatron.analysis.progress import Progress
 from megatron.analysis.stats.executors import processors, run_on_threads
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study.candidates import Candidate
@@ -41,7 +39,6 @@ COLUMNS = (
     "variance",
 )
 SHARE_OF_MEMORY = 0.5  #: default limit for the operands in memory, as a share of physical memory
-PERIOD = 10.0  #: seconds between two lines of progress if the output is not a terminal
 
 
 @dataclass
@@ -138,7 +135,7 @@ def study(
             return _measure(of_pass, candidates, settings, store, kept)
 
     outcomes: list[_Outcome] = []
-    with _progress(len(passes), shown=progress) as bar:
+    with Progress(len(passes), "Studying", "pass", shown=progress) as bar:
         for outcome in run_on_threads(measure, passes, workers or processors()):
             outcomes.append(outcome)
             bar.update()
@@ -205,36 +202,3 @@ def _table(rows: list[dict[str, object]]) -> pd.DataFrame:
 def _memory() -> int:
     """Return the default limit of the memory, in bytes."""
     return int(SHARE_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-class _Lines:
-    """Progress in lines of text, for a log file."""
-
-    def __init__(self, total: int, *, shown: bool):
-        self._total, self._shown, self._done = total, shown, 0
-        self._start = self._last = time.monotonic()
-
-    def update(self) -> None:
-        """Count one pass, and print a line unless the last one was printed recently."""
-        self._done += 1
-        now = time.monotonic()
-        if self._shown and now - self._last >= PERIOD:
-            seconds = now - self._start
-            left = seconds / self._done * (self._total - self._done)
-            print(
-                f"[PROGRESS] {self._done} of {self._total} passes, {seconds:.0f} s, "
-                f"about {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._last = now
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[tqdm | _Lines]:
-    """Report the progress as a bar on a terminal, and otherwise as lines of text."""
-    if not shown or not sys.stderr.isatty():
-        yield _Lines(total, shown=shown)
-        return
-    with tqdm(total=total, desc="Studying", unit="pass", leave=False) as bar:
-        yield bar
