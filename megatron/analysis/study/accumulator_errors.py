@@ -97,7 +97,7 @@ def study_accumulators(
     }
     fitting, misfits = fitting_pairs(list(bare), accumulators)
     pairs = [(bare[fmt], accumulator) for fmt, accumulator in fitting]
-    result.left_out.update(f"pair of a format and an accumulator: {reason}" for reason in misfits)
+    result.left_out.update(f"pairs of a format and an accumulator: {reason}" for reason in misfits)
     found = find_passes(store, store.records if select is None else select)
     if not found.passes:
         raise ValueError(f"no operands of a matmul in {store.folder}")

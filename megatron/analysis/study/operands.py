@@ -30,6 +30,8 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError, Sof
 from megatron.fake_quant.gemm import quantized_matmul
 
 Load = Callable[[Any], Tensor]
+#: Operands of attention with the dimensions sequence, batch, head and head_dim, in this order.
+_OF_HEADS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ def matmuls(of_pass: Pass, load: Load) -> Iterator[Matmul]:
 def _linear(by_name: Mapping[str, Any], load: Load) -> Matmul:
     if "input" not in by_name:
         raise NotCheckedError("no input")
-    tensors = {name: load(row).flatten(0, -2) for name, row in by_name.items()}
-    _check_dtypes(tensors)
+    loaded = {name: load(row) for name, row in by_name.items()}
+    _check(loaded, dims=2)
+    tensors = {name: x.flatten(0, -2) for name, x in loaded.items()}
     a, b, c = tensors["input"], tensors["weight"], tensors.get("grad_output")
     if a.shape[1] != b.shape[1] or (c is not None and c.shape != (len(a), len(b))):
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
@@ -76,27 +79,28 @@ def _attention(of_pass: Pass, load: Load) -> Iterator[Matmul]:
     first = of_pass.first
     ranks = [{name: load(row) for name, row in by_name.items()} for by_name in of_pass.ranks]
     for tensors in ranks:
-        _check_dtypes(tensors)
+        _check(tensors, dims=3)  # the gradient of the result has heads and head_dim in one
+        _check({name: tensors[name] for name in tensors if name in _OF_HEADS}, dims=4)
     if not pd.isna(first.cp_size) and len(ranks) != int(first.cp_size):
         raise NotCheckedError("keys and values of a context-parallel rank are missing")
     softmax = (
         recorded_formats.softmax_of_card(of_pass.card, first.module, int(first.iteration))
         or Softmax()
     )
-    key = gathered([tensors["key"] for tensors in ranks])
-    value = None
-    if all("value" in tensors for tensors in ranks):
-        value = gathered([tensors["value"] for tensors in ranks])
-    for rank, tensors in enumerate(ranks):
-        row = next(iter(of_pass.ranks[rank].values()))
-        mask = mask_of(len(tensors["query"]), rank, len(ranks), softmax.window)
-        hidden = mask.hidden(slice(0, len(key)))
-        assert hidden is not None
-        try:
+    try:
+        key = gathered([tensors["key"] for tensors in ranks])
+        value = None
+        if all("value" in tensors for tensors in ranks):
+            value = gathered([tensors["value"] for tensors in ranks])
+        for rank, tensors in enumerate(ranks):
+            row = next(iter(of_pass.ranks[rank].values()))
+            mask = mask_of(len(tensors["query"]), rank, len(ranks), softmax.window)
+            hidden = mask.hidden(slice(0, len(key)))
+            assert hidden is not None
             yield from _of_rank(row, tensors, (key, value), softmax, hidden)
-        except (RuntimeError, ValueError) as error:
-            line = str(error).partition("\n")[0]
-            raise NotCheckedError(f"operands that do not fit together: {line}") from None
+    except (RuntimeError, ValueError) as error:
+        line = str(error).partition("\n")[0]
+        raise NotCheckedError(f"operands that do not fit together: {line}") from None
 
 
 def _of_rank(
@@ -132,8 +136,11 @@ def _of_rank(
         context_BMD = torch.bmm(p_BMN, v_BDN.transpose(1, 2))
         (ds_BMN,) = torch.autograd.grad(context_BMD, scores_BMN, do_BMD)
     yield Matmul(row, "qk", q_BMD, k_BND, ds_BMN, scale)
-    saved = tensors.get("attention_probs")
-    p_BMN = p_BMN.detach() if saved is None else saved.flatten(0, 1)
+    p_BMN = p_BMN.detach()
+    if (saved := tensors.get("attention_probs")) is not None:
+        if saved.shape != (query.shape[1], heads, *p_BMN.shape[1:]):
+            raise ValueError(f"attention_probs {list(saved.shape)}, query {list(query.shape)}")
+        p_BMN = saved.flatten(0, 1)
 
     def unnormalized() -> tuple[Tensor, Tensor]:
         masked = masked_scores(scores_BMN.detach(), softmax, hidden)
@@ -142,10 +149,16 @@ def _of_rank(
     yield Matmul(row, "pv", p_BMN, v_BDN, do_BMD, unnormalized=unnormalized)
 
 
-def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `NotCheckedError` unless all operands have the same dtype and formats support it."""
+def _check(tensors: Mapping[str, Tensor], *, dims: int) -> None:
+    """Raise `NotCheckedError` unless all operands have the same supported dtype, and are not empty.
+
+    Each must have `dims` dimensions or more.
+    """
     dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in tensors.values()})
     if len(dtypes) > 1 or dtypes[0] not in ("bfloat16", "float16", "float32"):
         raise NotCheckedError(f"operands of {' and '.join(dtypes)}")
-    if any(not x.numel() for x in tensors.values()):
-        raise NotCheckedError("an empty operand")
+    for name, x in tensors.items():
+        if not x.numel():
+            raise NotCheckedError("an empty operand")
+        if x.dim() < dims:
+            raise NotCheckedError(f"{name} of shape {list(x.shape)}, which has too few dimensions")
