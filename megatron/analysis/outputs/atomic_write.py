@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -13,15 +15,31 @@ def write(path: Path, content: bytes) -> Path:
     """Write a file under a temporary name, then rename it, replacing an earlier file.
 
     Return `path`.
+
+    Raises:
+        OSError: if the file cannot be written; the message names it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     return path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the output file in an OSError of the `with` block; those of a full disk name none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"cannot write {path}: {error.strerror or error}; free some space or change the "
+            "permissions there, or name another output folder"
+        ) from error
 
 
 def write_keeping(path: Path, content: bytes) -> list[Path]:

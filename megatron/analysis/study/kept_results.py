@@ -16,6 +16,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from megatron.analysis.outputs.atomic_write import naming
 from megatron.analysis.stats.cache import code_version
 from megatron.analysis.study.candidates import Candidate
 from megatron.analysis.study.gemm_errors import Row, Settings
@@ -77,7 +78,7 @@ class KeptResults:
         with self._lock:
             self._rows[key] = rows
             if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as file:
+                with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(self._gap + json.dumps({"key": key, "rows": rows}) + "\n")
                 self._gap = ""
 
