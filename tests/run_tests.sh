@@ -15,6 +15,8 @@
 # root of the repository.
 #
 # Environment
+#   MEGATRON_CORE  supported release of megatron-core to test instead of the installed one; it is
+#                  downloaded once, into .megatron-core/
 #   TEST_WORKERS   processes that share the tests, one file at a time (default 3, because
 #                  many tests wait; 0 runs all in pytest)
 set -euo pipefail
@@ -48,7 +50,12 @@ for mark in "${left_out[@]}"; do
   if [[ -n $mark ]]; then marks+="${marks:+ and }not $mark"; fi
 done
 
+<<<<<<< HEAD
 py=$(bash "$repo/script/setup_env.sh" --test)
+=======
+py=$(bash "$repo/script/setup_env.sh")
+if [[ -n ${MEGATRON_CORE-} ]]; then py=$(bash "$repo/tests/other_core.sh" "$py" "$MEGATRON_CORE"); fi
+>>>>>>> 5334d183 (wip3)
 cd -- "$repo"
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 # One thread per test process; otherwise each process would use as many threads as there are cores.

@@ -16,8 +16,9 @@ The overlay has one limitation: the `__module__` of a class that we do not repla
 the plain wheel cannot read a pickle of such a class. megatron-core's checkpoints contain no such
 references.
 
-To move to another megatron-core, change `SUPPORTED`, check `UPSTREAM` against the new wheel with
-tests/core/test_overlay.py, and review every overlaid file.
+The overlaid files fit every release in `SUPPORTED`; the one that is installed is used. They ask for
+features of the wheel (`hasattr`, a parameter of a function), never for its version. Only `UPSTREAM`
+names versions. CONTRIBUTING.md says how to add a release.
 """
 
 import os
@@ -28,14 +29,18 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-SUPPORTED = "0.16.1"  #: version of megatron-core for which the files of this tree are written
+#: releases of megatron-core that the files of this tree fit; the tests have passed with each
+SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+TESTED_BY_CI = SUPPORTED[0]  #: release in script/constraints.txt; error messages recommend it
 
-#: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
+#: All names of megatron-core that this tree subclasses, rebinds or calls, by module. A name that
+#: not every supported release has is marked with the releases that have it, as in `name>=0.17`.
 UPSTREAM = {
     # names that the files in megatron/core subclass or rebind, and methods that they override
     # (written as `Class.method`)
     "megatron.core.models.gpt.gpt_model": "GPTModel",
-    "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
+    "megatron.core.pipeline_parallel.schedules": "backward_step "
+    "backward_step_multimodule>=0.17 forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
     "forward_backward_pipelining_without_interleaving",
     "megatron.core.tensor_parallel.layers": "ColumnParallelLinear._forward_impl "
@@ -46,7 +51,8 @@ UPSTREAM = {
     "megatron.core.transformer.dot_product_attention": "DotProductAttention.forward",
     "megatron.core.transformer.moe.moe_utils": "get_moe_layer_wise_logging_tracker "
     "maybe_move_tensor_to_cpu track_moe_metrics",
-    "megatron.core.transformer.multi_latent_attention": "HAVE_TE MLASelfAttention",
+    "megatron.core.transformer.multi_latent_attention": ""
+    "FusedMLASelfAttention._qkv_down_projection>=0.17 HAVE_TE MLASelfAttention",
     "megatron.core.transformer.torch_norm": "WrappedTorchNorm",
     # names that the files in megatron/core use
     "megatron.core": "dist_checkpointing parallel_state",
@@ -60,12 +66,12 @@ UPSTREAM = {
     "megatron.core.datasets.blended_megatron_dataset_builder": "BlendedMegatronDatasetBuilder",
     "megatron.core.datasets.gpt_dataset": "GPTDataset GPTDatasetConfig MockGPTDataset",
     "megatron.core.datasets.indexed_dataset": "IndexedDataset",
+    "megatron.core.dist_checkpointing": "serialization",
     "megatron.core.dist_checkpointing.core": "CheckpointingException",
     "megatron.core.dist_checkpointing.mapping": "ShardedObject ShardedTensor",
-    "megatron.core.dist_checkpointing.strategies": "filesystem_async torch",
+    "megatron.core.dist_checkpointing.strategies": "common filesystem_async torch",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": ""
     "CachedMetadataFileSystemReader",
-    "megatron.core.dist_checkpointing.strategies.common": "TorchCommonLoadStrategy",
     "megatron.core.dist_checkpointing.strategies.fully_parallel": ""
     "FullyParallelSaveStrategyWrapper",
     "megatron.core.distributed": "DistributedDataParallel DistributedDataParallelConfig "
@@ -87,7 +93,8 @@ UPSTREAM = {
     "megatron.core.timers": "Timers",
     "megatron.core.tokenizers": "MegatronTokenizer",
     "megatron.core.tokenizers.text.libraries.abstract_tokenizer": "MegatronTokenizerTextAbstract",
-    "megatron.core.tokenizers.text.text_tokenizer": "MegatronTokenizerText",
+    "megatron.core.tokenizers.text.text_tokenizer": "MegatronTokenizerText "
+    "TOKENIZER_MAPPING_LIBRARIES",
     "megatron.core.transformer.module": "Float16Module param_is_not_shared",
     "megatron.core.transformer.transformer_config": "MLATransformerConfig TransformerConfig",
     "megatron.core.utils": "get_attr_wrapped_model get_batch_on_this_cp_rank unwrap_model",
@@ -106,25 +113,35 @@ def _installed(package: str, filename: str) -> Path:
             return path
     raise ImportError(
         f"{package.replace('.', '/')}/{filename} of megatron-core is not installed; "
-        f"run `pip install megatron-core=={SUPPORTED}` or `bash script/setup_env.sh`"
+        f"run `pip install megatron-core=={TESTED_BY_CI}` or `bash script/setup_env.sh`"
     )
 
 
 def check_version() -> None:
-    """Raise ImportError if the installed megatron-core is not version `SUPPORTED`.
+    """Raise ImportError if the installed megatron-core is not one of the `SUPPORTED` releases.
 
     Call `extend` first.
 
     Raises:
-        ImportError: if the version behind this tree is not `SUPPORTED`.
+        ImportError: if the release behind this tree is not in `SUPPORTED`. The message names it,
+            its folder and the supported releases.
     """
     package = sys.modules["megatron.core"]
-    if package.__version__ != SUPPORTED:
+    if installed_release() not in SUPPORTED:
         raise ImportError(
             f"megatron-core {package.__version__} is behind this tree, in {package.__path__[1]}, "
-            f"but its files overlay {SUPPORTED}; run `pip install megatron-core=={SUPPORTED}`, "
-            "and take other copies of Megatron out of PYTHONPATH"
+            f"but its files overlay {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}; run "
+            f"`pip install megatron-core=={TESTED_BY_CI}`, and take other copies of Megatron out "
+            "of PYTHONPATH"
         )
+
+
+def installed_release() -> str:
+    """Return the release of the megatron-core behind this tree.
+
+    Since 0.18, megatron-core appends a commit to its version if its folder is in a Git repository.
+    """
+    return sys.modules["megatron.core"].__version__.partition("+")[0]
 
 
 def extend(package: str) -> None:

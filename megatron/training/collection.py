@@ -109,12 +109,6 @@ def configure_collection(
         settings = history.settings
         times = "every iteration" if settings.every == 1 else f"every {settings.every} iterations"
         print_rank_0(f"> measuring all matmul operands, {times}, to {settings.folder}")
-        first = settings.first_after(progress.iteration)
-        if args.train_iters and first > args.train_iters:
-            print_rank_0(
-                f"> --tensor-statistics {settings.every} first measures operands in iteration "
-                f"{first}, and this run ends with {args.train_iters}: it records only the losses"
-            )
     if (saver := tensor_saver.current()) is None:
         return
     if not args.collect_plan:

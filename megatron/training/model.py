@@ -48,7 +48,7 @@ def check_buildable(args: argparse.Namespace) -> None:
     ):
         if given:
             raise UserError(
-                f"{flag} does not run on the local layers of megatron-core 0.16.1; leave it out "
+                f"{flag} does not run on the local layers of megatron-core; leave it out "
                 "(with Transformer Engine installed: --transformer-impl transformer_engine, which "
                 "takes neither a format nor --save-tensors)"
             )
@@ -56,7 +56,7 @@ def check_buildable(args: argparse.Namespace) -> None:
     if with_biases and args.expert_model_parallel_size == 1:
         raise UserError(
             f"--num-experts {args.num_moe_experts} with biases does not run on the local layers: "
-            "the experts of megatron-core 0.16.1 add their biases in place, and autograd refuses "
+            "the experts of megatron-core add their biases in place, and autograd refuses "
             "this on one expert-parallel rank; give --disable-bias-linear"
         )
 

@@ -1,7 +1,6 @@
 """Test the statistics of operands: their numbers, and files that survive a kill and a resume."""
 
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -196,8 +195,3 @@ def test_a_number_of_iterations_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="--tensor-statistics is 0; give 1 or more"):
         StatisticsSettings.parse(tensor_statistics=0)
     assert StatisticsSettings.parse() is None
-
-
-@pytest.mark.parametrize(("done", "first"), [(0, 10), (9, 10), (10, 20), (11, 20)])
-def test_the_first_measured_iteration_is_known(done, first):
-    assert StatisticsSettings(10, Path("statistics")).first_after(done) == first

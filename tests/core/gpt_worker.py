@@ -10,6 +10,7 @@ import argparse
 import atexit
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -125,13 +126,18 @@ def batches(seed: int = 7):
 
 
 def forward_step(data, model):
+    from megatron.core.parallel_state import get_context_parallel_group
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     tokens, labels = next(data)
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
     mask = torch.ones(SEQ, SEQ).triu(1).bool().view(1, 1, SEQ, SEQ)
     batch = {"tokens": tokens, "labels": labels, "positions": positions, "attention_mask": mask}
-    tokens, labels, positions, mask = get_batch_on_this_cp_rank(batch).values()
+    parameters = inspect.signature(get_batch_on_this_cp_rank).parameters
+    options = {"cp_group": get_context_parallel_group()}
+    if "is_hybrid_cp" in parameters:  # since megatron-core 0.18
+        options["is_hybrid_cp"] = False
+    tokens, labels, positions, mask = get_batch_on_this_cp_rank(batch, **options).values()
     return model(tokens, positions, mask, labels=labels), loss_of
 
 

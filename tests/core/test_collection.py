@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.analysis.store import TensorStore
+from megatron.core._overlay import installed_release
 from megatron.fake_quant import get_format
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import GemmFormats
@@ -161,7 +162,7 @@ def test_the_run_card_tells_the_run(single):
     assert {r["run_id"] for r in records} == {card["run_id"]}
     assert card["quant_type"] == "mxfp8"
     assert card["formats"][0] == "linear: mxfp8 (environment variable CUSTOM_QUANT_TYPE)"
-    assert card["versions"]["megatron-core"] == "0.16.1"
+    assert card["versions"]["megatron-core"] == installed_release()
 
 
 def test_pipeline_keeps_micro_batches_and_global_layer_numbers(tmp_path):

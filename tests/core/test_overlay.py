@@ -7,11 +7,13 @@ them.
 import ast
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
-from megatron.core._overlay import ADDED, UPSTREAM
+import megatron.core
+from megatron.core._overlay import ADDED, SUPPORTED, UPSTREAM, installed_release
 from tests import forks
 from tests.subprocesses import REPO, environment, run, torchrun
 
@@ -39,7 +41,7 @@ def assert_overlaid(files: dict[str, str]) -> None:
     for name in OVERLAID:
         assert files[name] == str(REPO / (name.replace(".", "/") + ".py"))
     assert not Path(files["wheel"]).is_relative_to(REPO / "megatron")
-    assert files["version"] == "0.16.1"
+    assert files["version"].partition("+")[0] in SUPPORTED
 
 
 def test_there_is_something_to_overlay():
@@ -103,18 +105,17 @@ def test_names_that_the_wheel_defines_are_all_there():
 
 def test_another_megatron_core_is_refused(tmp_path):
     """The loaded code decides, not what pip lists as installed."""
-    import megatron.core
-
     other = tmp_path / "megatron" / "core"
     other.parent.mkdir()
     shutil.copytree(megatron.core.__path__[1], other, ignore=shutil.ignore_patterns("__pycache__"))
     info = other / "package_info.py"
-    info.write_text(info.read_text() + '\n__version__ = "0.17.0"\n')
+    info.write_text(info.read_text() + '\n__version__ = "0.15.3"\n')
     env = environment(PYTHONPATH=f"{REPO}{os.pathsep}{tmp_path}")
     code = "import megatron.core"
     result = forks.run("-c", code, cwd=tmp_path, env=env, libraries_only=True)
     assert result.returncode != 0
-    assert f"megatron-core 0.17.0 is behind this tree, in {other}" in result.stderr
+    assert f"megatron-core 0.15.3 is behind this tree, in {other}" in result.stderr
+    assert f"overlay {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}; run" in result.stderr
     assert "pip install megatron-core==0.16.1" in result.stderr
 
 
@@ -141,27 +142,48 @@ def is_ours(name: str) -> bool:
         return True
     module, _, leaf = name.rpartition(".")
     file = (REPO / module.replace(".", "/")).with_suffix(".py")
-    if not file.exists() or leaf in UPSTREAM.get(module, "").replace(".", " ").split():
+    if not file.exists() or leaf in re.split(r"[\s.<>=]+", UPSTREAM.get(module, "")):
         return False
     return leaf in ADDED.get(module, "").split() or f" {leaf}" in file.read_text(encoding="utf-8")
 
 
 def test_every_name_of_the_wheel_that_is_used_is_listed():
     listed = {
-        f"{module}.{name.partition('.')[0]}"
+        f"{module}.{re.split('[.<>]', name)[0]}"
         for module, names in UPSTREAM.items()
         for name in names.split()
     }
     assert used_upstream_names() == listed
 
 
+def release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def names_of(version: str) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+    """Return the listed names that a release of megatron-core has, and those that it lacks."""
+    has: dict[str, list[str]] = {}
+    lacks = []
+    for module, marked in UPSTREAM.items():
+        for text in marked.split():
+            name, sign, bound = re.fullmatch(r"([\w.]+)(?:(>=|<)([\d.]+))?", text).groups()
+            if sign is None or (sign == ">=") == (release(version) >= release(bound)):
+                has.setdefault(module, []).append(name)
+            else:
+                lacks.append((module, name.partition(".")[0]))
+    return has, lacks
+
+
 def test_the_wheel_has_every_listed_name():
+    """A name marked with other releases is one that the installed release lacks."""
+    has, lacks = names_of(installed_release())
     code = (
         "import importlib, operator\n"
-        "from megatron.core._overlay import UPSTREAM\n"
-        "for path, names in UPSTREAM.items():\n"
+        f"for path, name in {lacks}:\n"
+        "    assert not hasattr(importlib.import_module(path), name), (path, name)\n"
+        f"for path, names in {has}.items():\n"
         "    module = importlib.import_module(path)\n"
-        "    for name in names.split():\n"
+        "    for name in names:\n"
         "        if not hasattr(module, name.partition('.')[0]):\n"
         "            importlib.import_module(f'{path}.{name}')\n"
         "        operator.attrgetter(name)(module)\n"

@@ -89,10 +89,6 @@ class StatisticsSettings:
         check_installed("pyarrow", "--tensor-statistics")
         return cls(tensor_statistics, collection_folder(directory) / FOLDER)
 
-    def first_after(self, iteration: int) -> int:
-        """Return the first iteration after `iteration` in which the operands are measured."""
-        return (iteration // self.every + 1) * self.every
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

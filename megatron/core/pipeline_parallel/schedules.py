@@ -3,9 +3,10 @@
 The clock knows the iteration, the micro-batch and whether a forward pass is recomputed.
 
 The file is overlaid because only the schedule knows which micro-batch runs. The seams are the three
-pipeline schedules, called once per training iteration, and `forward_step` and `backward_step`,
-called once per micro-batch. The schedules find these two functions, and `get_forward_backward_func`
-finds the schedules, in the globals of their module.
+pipeline schedules, called once per training iteration, and `forward_step` and `backward_step`
+(`backward_step_multimodule` for a model of several modules, since megatron-core 0.17), called once
+per micro-batch. The schedules find these functions, and `get_forward_backward_func` finds the
+schedules, in the globals of their module.
 
 Under 1F1B a backward step belongs to an earlier micro-batch than the last forward step. The
 micro-batch is therefore an attribute of the output tensor, which the schedule passes to
@@ -24,7 +25,6 @@ from megatron.fake_quant import policy
 
 _upstream = shadowed(__name__)
 _upstream_forward_step = _upstream.forward_step
-_upstream_backward_step = _upstream.backward_step
 
 
 _training = False  #: True while a schedule trains, with forward and backward passes
@@ -33,7 +33,13 @@ _steps = 0  #: number of forward steps in the current training iteration
 
 
 def _first(tensors):
-    return tensors[0] if isinstance(tensors, list) else tensors
+    """Return the first tensor of an output: a tensor, a list, or a dict with one entry per module.
+
+    Return None if the output holds no tensor.
+    """
+    if isinstance(tensors, dict):
+        return next((t for t in map(_first, tensors.values()) if t is not None), None)
+    return _first(tensors[0]) if isinstance(tensors, list) and tensors else tensors
 
 
 @functools.wraps(_upstream_forward_step)
@@ -63,23 +69,27 @@ def forward_step(forward_step_func, data_iterator, model, *args, current_microba
     return output, num_tokens
 
 
-@functools.wraps(_upstream_backward_step)
-def backward_step(input_tensor, output_tensor, *args, **kwargs):
-    """Run megatron-core's backward step, and mark forward passes inside it as recomputation.
+def _observed(backward):
+    """Wrap a backward step so that it marks forward passes inside it as recomputation.
 
-    Then update the amax histories of delayed scaling.
+    Afterward it updates the amax histories of delayed scaling.
     """
-    before = clock.micro_batch
-    delayed = getattr(_first(output_tensor), "_delayed_scaling", None)
-    clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
-    clock.recomputing = True
-    try:
-        gradient = _upstream_backward_step(input_tensor, output_tensor, *args, **kwargs)
-        if delayed is not None:
-            delayed.end_backward(clock.micro_batch.index)
-        return gradient
-    finally:
-        clock.micro_batch, clock.recomputing = before, False
+
+    @functools.wraps(backward)
+    def observed(input_tensor, output_tensor, *args, **kwargs):
+        before = clock.micro_batch
+        delayed = getattr(_first(output_tensor), "_delayed_scaling", None)
+        clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
+        clock.recomputing = True
+        try:
+            gradient = backward(input_tensor, output_tensor, *args, **kwargs)
+            if delayed is not None:
+                delayed.end_backward(clock.micro_batch.index)
+            return gradient
+        finally:
+            clock.micro_batch, clock.recomputing = before, False
+
+    return observed
 
 
 def _counted(schedule):
@@ -142,6 +152,10 @@ def _iteration(run, model, seq_length):
     return result
 
 
+backward_step = _observed(_upstream.backward_step)
+if hasattr(_upstream, "backward_step_multimodule"):
+    _upstream.backward_step_multimodule = _observed(_upstream.backward_step_multimodule)
+    backward_step_multimodule = _upstream.backward_step_multimodule
 forward_backward_no_pipelining = _counted(_upstream.forward_backward_no_pipelining)
 forward_backward_pipelining_with_interleaving = _counted(
     _upstream.forward_backward_pipelining_with_interleaving

@@ -56,6 +56,7 @@ class _QuantizedLinear(Quantized):
         grad_output_buffer=None,
         wgrad_deferral_limit=None,
         tp_group=None,
+        gtp_remat_size=1,
     ):
         """Exchange the input between ranks, multiply shards, and pass all tensors to `capture`."""
         if gradient_accumulation_fusion or grad_output_buffer is not None:
@@ -63,6 +64,12 @@ class _QuantizedLinear(Quantized):
                 "gradient-accumulation fusion and deferred embedding weight gradients compute the "
                 "weight gradient outside of the quantized and collected matmul; give "
                 "--no-gradient-accumulation-fusion and leave out --defer-embedding-wgrad-compute"
+            )
+        if gtp_remat_size > 1:
+            raise ValueError(
+                f"this layer keeps 1/{gtp_remat_size} of its weight per rank and gathers it inside "
+                "of the matmul, so the weight can be neither quantized nor collected; set "
+                "gtp_weight_remat_size and expert_gtp_weight_remat_size to 1"
             )
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)

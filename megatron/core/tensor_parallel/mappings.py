@@ -3,6 +3,7 @@
 The file is overlaid because of these two functions, which the wheel's autograd functions call in
 the forward and the backward pass. The seam is their names. `_reduce` sums a copy of a
 non-contiguous tensor but returns the tensor itself, unsummed; MLA's gradients are such tensors.
+(Since megatron-core 0.19 it returns the sum.)
 `_gather_along_first_dim` gathers parts of unequal size, which NCCL accepts and gloo does not. Such
 parts occur with both expert and tensor parallelism, because the ranks of an expert's
 tensor-parallel group hold different numbers of tokens. In every other case the wheel's code runs.

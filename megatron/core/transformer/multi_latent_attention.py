@@ -1,7 +1,7 @@
 """Make multi-latent attention work with the local layers, without Transformer Engine.
 
-The file is overlaid for two reasons. First, the wheel assumes that Transformer Engine is installed
-if megatron-core's wrapper for it can be imported, which is always the case. The wheel then checks
+The file is overlaid for two reasons. First, megatron-core 0.16 assumes that Transformer Engine is
+installed if its wrapper for it can be imported, which is always the case. The wheel then checks
 whether a layer is a `TELinear`, but without Transformer Engine that name is a mock. The seam is the
 name `HAVE_TE`.
 
@@ -10,8 +10,9 @@ positional part of the key has one head, which every rank repeats for its own he
 is a sum over the heads of all ranks. In its backward pass, the wheel's gather only cuts the
 gradient, so each rank's columns learn from the rank's own heads alone. (Transformer Engine's layer
 is not sharded, and for it the wheel computes the sum.) The seam is the output of
-`linear_kv_down_proj`. We gather it before the wheel would, with the sum in the backward pass.
-Without tensor parallelism nothing changes.
+`linear_kv_down_proj`; in `FusedMLASelfAttention`, which megatron-core has since 0.17, it is the
+result of `_qkv_down_projection`. We gather it before the wheel would, with the sum in the backward
+pass. Without tensor parallelism nothing changes.
 """
 
 import torch
@@ -39,17 +40,34 @@ class MLASelfAttention(_upstream.MLASelfAttention):
             layer.register_forward_hook(self._gathered)
 
     def _gathered(self, layer, inputs, output):
-        """Gather the columns of `[s, b, latent + RoPE part]` from all tensor-parallel ranks.
-
-        With sequence parallelism, return this rank's slice of s.
-        """
         combined, bias = output
-        combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
-        if self.config.sequence_parallel:
-            # After this, megatron-core gathers the positional (RoPE) part of the keys along s. The
-            # backward pass of that gather sums the gradient over the ranks.
-            return scatter_to_sequence_parallel_region(combined, group=self.tp_group), bias
-        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        latent, position = combined.split(sizes, dim=-1)
-        position = copy_to_tensor_model_parallel_region(position, group=self.tp_group)
-        return torch.cat([latent, position], dim=-1), bias
+        return gathered_latent(self, combined), bias
+
+
+def gathered_latent(attention, combined):
+    """Gather the columns of `[s, b, latent + RoPE part]` from all tensor-parallel ranks.
+
+    With sequence parallelism, return this rank's slice of s.
+    """
+    config, group = attention.config, attention.tp_group
+    combined = gather_from_tensor_model_parallel_region(combined, group=group)
+    if config.sequence_parallel:
+        # After this, megatron-core gathers the positional (RoPE) part of the keys along s. The
+        # backward pass of that gather sums the gradient over the ranks.
+        return scatter_to_sequence_parallel_region(combined, group=group)
+    latent, position = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+    position = copy_to_tensor_model_parallel_region(position, group=group)
+    return torch.cat([latent, position], dim=-1)
+
+
+if hasattr(_upstream, "FusedMLASelfAttention"):
+
+    class FusedMLASelfAttention(_upstream.FusedMLASelfAttention):
+        """The `FusedMLASelfAttention` of megatron-core, with the same correction."""
+
+        def _qkv_down_projection(self, hidden_states):
+            query, combined = super()._qkv_down_projection(hidden_states)
+            layer = self.linear_qkv_down_proj
+            if isinstance(layer, ColumnParallelLinear) and self.tp_group.size() > 1:
+                combined = gathered_latent(self, combined)
+            return query, combined

@@ -1,8 +1,9 @@
 """Command-line flags that are generated from megatron-core's configuration dataclasses.
 
-Every field whose type can be expressed on a command line becomes a flag: `hidden_size` is set by
-`--hidden-size`, and a field `x` of type bool by `--x` and `--no-x`. Flags that Megatron-LM spells
-differently are listed in the metadata of the fields (`argparse_meta`) and in `HISTORICAL`.
+Every field of megatron-core 0.16.1 whose type can be expressed on a command line becomes a flag:
+`hidden_size` is set by `--hidden-size`, and a field `x` of type bool by `--x` and `--no-x`. Flags
+that Megatron-LM spells differently are listed in the metadata of the fields (`argparse_meta`) and
+in `HISTORICAL`.
 A generated flag that is not given stays None, so that its default can be derived from the device
 and other flags. If no default is derived, the default of the dataclass applies.
 """
@@ -19,6 +20,8 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Literal, Union
 
 import torch
+
+from megatron.training.arguments.core_releases import LATER
 
 #: configuration fields that have no generated flag, each with the reason
 EXCLUDED: dict[str, str] = {
@@ -190,6 +193,7 @@ def flagged_fields(config: type) -> dict[str, Field]:
         if f.init
         and not f.name.startswith("_")
         and f.name not in EXCLUDED
+        and f.name not in LATER
         and flag_options(f.type) is not None
     }
 

@@ -98,8 +98,8 @@ _UNREAD_BY_REASON = (
 UNREAD: dict[str, str] = {
     name: why for why, names in _UNREAD_BY_REASON for name in names.split()
 } | {
-    "apply_residual_connection_post_layernorm": "no layer of megatron-core 0.16.1 reads it",
-    "cuda_graph_use_single_mempool": "no code of megatron-core 0.16.1 reads it",
+    "apply_residual_connection_post_layernorm": "no layer of megatron-core reads it",
+    "cuda_graph_use_single_mempool": "no code of megatron-core reads it",
     "heterogeneous_block_specs": "its per-layer specifications are a JSON file that needs another "
     "configuration class, which this program has no flag for",
     "max_seqlen_per_dp_cp_rank": "it is for hybrid context parallelism, which is refused",

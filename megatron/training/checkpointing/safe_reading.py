@@ -6,8 +6,9 @@
     common.pt       torch unpickles it if an           read by `common_state`
                     environment variable requests it
 
-At each load, megatron-core's strategies look up the reader and the planner in their own module.
-Importing this module replaces both there, so that all checkpoints in this process are read safely.
+At each load, megatron-core looks up the reader, the planner and, since 0.17, the function that
+reads common.pt in its own modules. Importing this module replaces them there, so that all
+checkpoints in this process are read safely.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron.bounded_files import printable
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import common as common_strategies
 from megatron.core.dist_checkpointing.strategies import torch as wheel
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.training.checkpointing import checked_archive
 from megatron.training.checkpointing.common_state import read_common
 from megatron.training.checkpointing.index import DamagedError, read_index
 
 
-class CommonStrategy(TorchCommonLoadStrategy):
-    """A load strategy for megatron-core that reads `common.pt` safely, with `read_common`."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """Return the content of `common.pt`."""
-        return read_common(checkpoint_dir)
+def load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """Return the content of a checkpoint: the parts that `state` describes, and `common.pt`."""
+    if _READS_COMMON_BY_STRATEGY:
+        strategy = common_strategies.TorchCommonLoadStrategy()
+        strategy.load_common = read_common
+        return dist_checkpointing.load(state, str(folder), common_strategy=strategy)
+    return dist_checkpointing.load(state, str(folder))
 
 
 class Window(io.RawIOBase):
@@ -81,13 +85,15 @@ class Window(io.RawIOBase):
 class Reader(CachedMetadataFileSystemReader):
     """A subclass of megatron-core's file reader that checks all data before torch opens it."""
 
+    _index: Metadata | None = None
+
     def read_metadata(self) -> Metadata:
         """Return the checkpoint's index, which is read once and then cached."""
-        if self._cached_metadata is None:
+        if self._index is None:
             index = read_index(Path(self.path))
             meta = dataclasses.replace(index.storage_meta, load_id=self.load_id)
-            self._cached_metadata = dataclasses.replace(index, storage_meta=meta)
-        return self._cached_metadata
+            self._index = dataclasses.replace(index, storage_meta=meta)
+        return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the tensors and objects that a load plan requests.
@@ -154,9 +160,15 @@ def _holds_bytes(objects: list[Any]) -> bool:
     return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in objects)
 
 
-def _reader(folder: str | Path, cache_metadata: bool = False) -> Reader:
+def _reader(folder: str | Path, **options: Any) -> Reader:
+    """Return a reader. The wheel's options select caching and a library for asynchronous saves."""
     return Reader(folder)
 
 
+#: True for megatron-core 0.16, which reads common.pt with an object that `load` receives
+_READS_COMMON_BY_STRATEGY = hasattr(common_strategies, "TorchCommonLoadStrategy")
 wheel._get_filesystem_reader = _reader
 wheel.MCoreLoadPlanner = Planner
+for _name, _replacement in (("load_common", read_common), ("_get_filesystem_reader", _reader)):
+    if hasattr(serialization, _name):
+        setattr(serialization, _name, _replacement)

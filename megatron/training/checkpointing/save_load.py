@@ -24,7 +24,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron.bounded_files import printable
 from megatron.collection.loss_spikes import checked_levels
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -51,7 +52,7 @@ from megatron.training.checkpointing.files import (
     write_tracker,
 )
 from megatron.training.checkpointing.index import read_index
-from megatron.training.checkpointing.safe_reading import CommonStrategy
+from megatron.training.checkpointing.safe_reading import load
 from megatron.training.collective_errors import first_rank_does
 from megatron.training.errors import Interrupted, RunError, UserError
 from megatron.training.hf.flags import converts
@@ -101,15 +102,31 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
         state["opt_param_scheduler"] = trained.scheduler.state_dict()
     if args.save_rng:
         state["rng_state"] = random_state.sharded(random_state.current())
-    strategy = FullyParallelSaveStrategyWrapper(
-        dist_checkpointing.serialization.get_default_save_sharded_strategy(args.ckpt_format),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
     _pass_results_within_this_process()
     with _write_errors(final):
-        dist_checkpointing.save(state, str(partial), strategy)
+        _write(state, partial, args.ckpt_format)
     first_rank_does(finish)
     print_rank_0(f"successfully saved checkpoint at iteration {progress.iteration:7d}")
+
+
+def _write(state: dict[str, Any], folder: Path, ckpt_format: str) -> None:
+    """Write a checkpoint in the layout of megatron-core 0.16, whichever release is installed.
+
+    Later releases can read this layout. Since 0.19, their own `save` writes no `common.pt`.
+    """
+    strategy = FullyParallelSaveStrategyWrapper(
+        serialization.get_default_save_sharded_strategy(ckpt_format),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    sharded, common = serialization.save_preprocess(state)
+    first = torch.distributed.get_rank() == 0
+    if first:
+        torch.save(common, folder / COMMON)
+    strategy.save(sharded, folder)
+    if first:
+        config = serialization.CheckpointingConfig(strategy.backend, strategy.version)
+        serialization.save_config(config, str(folder))
+    torch.distributed.barrier()
 
 
 def _pass_results_within_this_process() -> None:
@@ -240,7 +257,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
     if with_rng:
         state["rng_state"] = random_state.sharded(None)
     with _read_errors(folder):
-        state = dist_checkpointing.load(state, str(folder), common_strategy=CommonStrategy())
+        state = load(state, folder)
         for key, chunk in _chunks(trained).items():
             chunk.load_state_dict(state[key])
         amax_histories.restore(trained.model, state.get("amax_histories", {}))

@@ -4,6 +4,7 @@ In shapes, b is the micro-batch size and s is the sequence length.
 """
 
 import argparse
+import inspect
 from functools import partial
 
 import torch
@@ -16,6 +17,8 @@ from megatron.training.data.datasets import MicroBatches, stage_needs_data
 from megatron.training.signals import raise_if_received
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+#: True for megatron-core 0.18 and later, whose function also cuts packed sequences
+_NAMES_HYBRID = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
 
 
 def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> dict:
@@ -59,7 +62,15 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
     tensor_saver.set_sample_idx(sample_idx)
     if not stage_needs_data(args):
         return dict.fromkeys((*FIELDS, "attention_mask"))
-    return get_batch_on_this_cp_rank(_share(batch, args))
+    return part_of_this_rank(_share(batch, args))
+
+
+def part_of_this_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Return this context-parallel rank's part of a batch whose sequences are not packed."""
+    # Since megatron-core 0.18, the default group is that of all ranks.
+    group = parallel_state.get_context_parallel_group()
+    not_hybrid = {"is_hybrid_cp": False} if _NAMES_HYBRID else {}
+    return get_batch_on_this_cp_rank(batch, cp_group=group, **not_hybrid)
 
 
 def loss_func(

@@ -133,7 +133,7 @@ def build_tokenizer(
                 f"the NullTokenizer needs a vocabulary size of at least 1, but got {vocab_size}; "
                 "give --vocab-size"
             )
-        return _from_wheel("null", None, vocab_size=vocab_size)
+        return _null(vocab_size)
     if model_path is None:
         raise UserError(f"the {tokenizer_type} needs a file or folder; give --tokenizer-model")
     _refuse_special(Path(model_path))
@@ -145,6 +145,8 @@ def build_tokenizer(
     return make(Path(model_path))
 
 
+#: beginning of a warning that megatron-core gives when it is imported
+_NO_FUSED_KERNELS = "Transformer Engine and Apex are not installed"
 #: Text that different tokenizers split differently. It contains repeated spaces, digits, code,
 #: upper and lower case, several scripts and an emoji.
 PROBE = "Hello  world's 12345.67\n\tdef f(x): return x**2  # naïve, 漢字かな 한국어 Привет 🙂\r\n"
@@ -204,6 +206,20 @@ def _refuse_special(path: Path) -> None:
             refuse_special_files(path.parent, concerns=lambda name: name in _CONFIGURATION)
     except (OSError, UnusableFileError) as error:
         raise UserError(f"{error}; give a tokenizer that consists of regular files") from error
+
+
+def _null(vocab_size: int) -> MegatronTokenizerText:
+    """Return a tokenizer of the ids below `vocab_size`, and of its eod, `vocab_size`."""
+    with warnings.catch_warnings(), transformers_when_needed():
+        warnings.filterwarnings("ignore", message=_NO_FUSED_KERNELS)
+        from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
+
+    library = "null" if "null" in TOKENIZER_MAPPING_LIBRARIES else "null-text"  # since 0.17
+    tokenizer = _from_wheel(library, None, vocab_size=vocab_size)
+    if tokenizer.vocab_size == vocab_size:  # since 0.18, the argument includes the eod
+        tokenizer = _from_wheel(library, None, vocab_size=vocab_size + 1)
+    tokenizer.library = "null"  # the name in manifests of prepared data
+    return tokenizer
 
 
 def _sentencepiece(path: Path) -> MegatronTokenizerText:
@@ -313,7 +329,7 @@ def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronT
     wrong path is reported without this delay.
     """
     with warnings.catch_warnings(), transformers_when_needed():
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        warnings.filterwarnings("ignore", message=_NO_FUSED_KERNELS)
         import megatron.core.tokenizers.text.libraries  # noqa: F401
         from megatron.core.tokenizers import MegatronTokenizer
 

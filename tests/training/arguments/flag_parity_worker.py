@@ -19,7 +19,7 @@ from tests.training.hf import hf_worker  # first: it prepares the device
 from tests.training.hf.hf_models import TOKENS, sample
 
 from megatron.core import parallel_state  # isort: skip
-from megatron.core.utils import get_batch_on_this_cp_rank  # isort: skip
+from megatron.training.data.batch import part_of_this_rank  # isort: skip
 from megatron.training.errors import UserError  # isort: skip
 from megatron.training.hf import flags  # isort: skip
 
@@ -30,7 +30,7 @@ def forward_step(_, chunk):
     """Compute the logits of this context-parallel rank's tokens."""
     tokens = sample()
     batch = {"tokens": tokens, "positions": torch.arange(TOKENS).repeat(2, 1)}
-    batch = get_batch_on_this_cp_rank(batch)
+    batch = part_of_this_rank(batch)
     output = chunk(batch["tokens"], batch["positions"], None)
     return output, lambda output, non_loss_data: output
 

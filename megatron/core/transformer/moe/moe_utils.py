@@ -1,7 +1,8 @@
 """Make the router and the token dispatchers work without Transformer Engine and on a CPU.
 
-The file is overlaid because the router checks whether `te_general_gemm` is None, but the wheel
-defines this name only if Transformer Engine is installed. The all-to-all dispatcher also takes the
+The file is overlaid because the router checks whether `te_general_gemm` is None, but up to
+megatron-core 0.16 this name exists only if Transformer Engine is installed. The all-to-all
+dispatcher also takes the
 sizes of its messages from `maybe_move_tensor_to_cpu`, which converts them to the numbers that torch
 requires only if they come from a GPU. The seam is these two names.
 """

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Make a Python environment that differs from another one only in its release of megatron-core.
+#
+#   bash tests/other_core.sh PYTHON VERSION        # prints the path of the new environment's Python
+#
+# The environment is made once, in .megatron-core/. It contains megatron-core, and finds every other
+# package in the environment of PYTHON. megatron-core 0.17 and later are declared for Python 3.12 and
+# later; they are installed for any Python here, because their code also runs with Python 3.11.
+set -euo pipefail
+
+(($# == 2)) || { sed -n '4s/^# *//p' "${BASH_SOURCE[0]}" >&2 && exit 2; }
+py=$1 version=$2
+repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$repo/.megatron-core/$version-$("$py" -c 'import sys; print("py%d.%d" % sys.version_info[:2])')
+
+search='import pathlib, site, sys, sysconfig
+venv = pathlib.Path(sys.argv[1])
+inside = sysconfig.get_path("purelib", vars={"base": str(venv)})
+outside = [path for path in sys.path if path in site.getsitepackages()]
+pathlib.Path(inside, "other_core.pth").write_text("\n".join([str(venv / "core"), *outside]) + "\n")'
+
+if [[ ! -e $venv/complete ]]; then
+  rm -rf -- "$venv"
+  "$py" -m venv --without-pip "$venv"
+  "$py" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+    --target "$venv/core" "megatron-core==$version" >&2
+  "$py" -c "$search" "$venv"
+  : >"$venv/complete"
+fi
+echo "$venv/bin/python"
