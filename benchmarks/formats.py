@@ -12,8 +12,9 @@ except peers based on numpy (ml_dtypes, en_dtypes), which use one thread. In eac
 has one turn; a peer that is very slow takes part in the first rounds only.
 
 On the CPU, results are written to memory newly obtained from the system, and its page faults take
-most of a copy's time. A second pass, only for the copy and our function, reuses freed memory. (By
-default, the C library does either, depending on the holes in its heap.)
+most of a copy's time. Our function asks Linux for huge pages, which have fewer page faults; a copy
+to such memory is timed, too. A second pass, only for copies and our function, reuses freed memory.
+(By default, the C library does either, depending on the holes in its heap.)
 
 Peers work along the last axis. For the first axis, they get the transposed matrix, and both
 transpositions are part of their time. The values of each peer are compared with ours element by
@@ -103,7 +104,8 @@ GOALS = (
     "candidates are computed for each block (4/6, IF4, MixFP4); 2.5 for HiFloat4. Columns with a "
     "dtype and an axis have this ratio. The fastest peer should take at least 4 times as long as "
     "ours; the smallest and largest of its ratios are shown, with the name of the closest one. "
-    "This goal is out of reach where a copy is not 4 times as fast as the peer either."
+    "This goal is out of reach where a copy is not 4 times as fast as the peer either, be it a "
+    "clone or a copy to memory in huge pages, which our function requests from Linux."
 )
 READING = (
     "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's time "

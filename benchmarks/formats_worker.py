@@ -33,7 +33,9 @@ from torch import Tensor
 
 import peer_reasons
 import peers
+from formats_report import HUGE
 from megatron.fake_quant import Format, fake_quantize, get_format
+from megatron.fake_quant.fused import tensor_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
@@ -93,6 +95,11 @@ def other_bits(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
+def copied(x: Tensor) -> Tensor:
+    """Copy a matrix to new memory as our function does, in huge pages if the system has them."""
+    return tensor_memory.empty_like(x).copy_(x)
+
+
 def milliseconds(call: Callable[[], Tensor], device: str) -> float:
     """Return the duration of one call, in milliseconds."""
     if device == "cpu":
@@ -140,6 +147,8 @@ def run_case(
     del expected
 
     turns = {"clone": torch.clone, "ours": ours} | {n: calls[n] for n in compared}
+    if device == "cpu":
+        turns[HUGE] = copied
     times: dict[str, list[float]] = {name: [] for name in turns}
     shuffle = random.Random(0).shuffle
     gc.collect()

@@ -97,6 +97,8 @@ def get_format(name: str) -> Format:
     Raises:
         ValueError: if there is no such format; the message lists the accepted names.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is not the name of a format; give a string such as 'mxfp8'")
     if len(name) > _LONGEST_NAME:
         raise ValueError(
             f"a format's name of {len(name)} characters, {name[:20]!r}...; choose a name of at "
@@ -156,13 +158,18 @@ def _in_order(variants: str, base: Format, kinds: set[str]) -> list[str]:
 def _unknown(name: str) -> UnknownFormatError:
     known = sorted({*FORMATS, *ALIASES})
     first = name.lower().partition(":")[0]
-    # "mx:" and "nv:" begin spelled-out formats, so the user did not mean a named one.
-    near = [] if first in ("mx", "nv") else difflib.get_close_matches(first, known, n=3)
+    spelling = "'mx:e3m4:b16:rceil' or 'nv:e2m1:b16:e4m3'"
+    if first in ("mx", "nv"):
+        # They begin spelled-out formats, so the user did not mean a named one.
+        return UnknownFormatError(
+            f"unknown format {name!r}; choose one of the named formats, or spell out element, "
+            f"block size and scale, in this order and before all variants, as in {spelling}"
+        )
+    near = difflib.get_close_matches(first, known, n=3)
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
     return UnknownFormatError(
         f"unknown format {name!r}{meant} choose one of {', '.join(known)}, "
-        "or spell out element, block size and scale rule, as in 'mx:e3m4:b16:rceil' or "
-        "'nv:e2m1:b16:e4m3'"
+        f"or spell out element, block size and scale rule, as in {spelling}"
     )
 
 

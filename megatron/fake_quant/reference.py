@@ -18,7 +18,7 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales
-from megatron.fake_quant.scalings.tensor_scale import check_amax
+from megatron.fake_quant.scalings.tensor_scale import check_amax_value
 
 
 def split(
@@ -83,9 +83,9 @@ def scale_down(
     None.
 
     Raises:
-        ValueError: if the format needs an amax and there is none; see `check_amax`.
+        ValueError: if the format needs an amax and there is none; see `check_amax_value`.
     """
-    check_amax(fmt, amax)
+    check_amax_value(fmt, amax)
     blocks = layout.to_blocks(x.float())
     if fmt.scaling is None:
         return blocks, Scales()

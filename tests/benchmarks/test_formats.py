@@ -111,6 +111,15 @@ def test_goals_have_one_row_per_format_with_its_worst_cases():
     ]
 
 
+def test_a_goal_is_within_reach_if_any_copy_reaches_it():
+    times = {"clone": [2.0], "ours": [2.0], "b": [6.0]}
+    verdicts = []
+    for copy in (1.0, 3.0):
+        measured = case({"b": {}}, times=times | {formats_report.HUGE: [copy]})
+        verdicts.append(cells(formats_report.goals([measured]).partition("\n\n")[2], 0)[-1])
+    assert verdicts == [f"no, 1 of 1 below ({count} out of reach)" for count in (0, 1)]
+
+
 def test_every_named_format_is_measured_once():
     names = [get_format(name).name for name in formats.FORMATS]
     assert len(set(names)) == len(names)

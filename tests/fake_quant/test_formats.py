@@ -100,6 +100,8 @@ def test_spelled_out_elements_with_a_name_are_the_named_ones():
             "mx:e4m3",
             r"unknown format 'mx:e4m3'; choose one of .* spell out element, block size and",
         ),
+        ("nv:b16:e2m1:e4m3", r"'nv:b16:e2m1:e4m3'; .* in this order and before all variants"),
+        (None, "None is not the name of a format; give a string such as 'mxfp8'"),
         ("mx:e4m3:32:floor", r"unknown format 'mx:e4m3:32:floor'"),
         ("mx:e4m3:b-4:floor", r"unknown format 'mx:e4m3:b-4:floor'"),
         (

@@ -104,11 +104,19 @@ def test_values_beyond_the_amax_saturate():
         ("nvfp4:outer-row", torch.tensor(1.0), "no scale for the whole tensor"),
         ("fp8_e4m3", torch.tensor([1.0]), r"shape \(1,\); pass one"),
         ("fp8_e4m3", torch.tensor(1.0, dtype=torch.float64), "dtype torch.float64"),
+        ("fp8_e4m3", 1.5, r"the amax is 1.5; pass a tensor, such as torch.tensor\(1.5\)"),
+        ("fp8_e4m3", torch.tensor(-1.0), "the amax is -1; pass a finite number of 0 or more"),
+        ("nvfp4", torch.tensor(torch.nan), "the amax is nan; pass a finite number"),
+        ("if4", torch.tensor(torch.inf), "the amax is inf; pass a finite number"),
     ],
 )
 def test_an_amax_that_does_not_fit_is_refused(name, amax, message, x):
     with pytest.raises(ValueError, match=message):
         fake_quantize(x, name, amax=amax)
+    if isinstance(amax, torch.Tensor):
+        fmt, layout = get_format(name), BlockLayout.of(tuple(x.shape), get_format(name), -1)
+        with pytest.raises(ValueError, match=message):
+            numba_launch.fake_quantize(x, fmt, layout, None, amax=amax)
 
 
 def test_block_scales_have_a_global_amax_only_under_a_tensor_scale():

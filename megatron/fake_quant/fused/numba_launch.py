@@ -39,7 +39,7 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.scalings import kernel_roundings
-from megatron.fake_quant.scalings.tensor_scale import check_amax, factors
+from megatron.fake_quant.scalings.tensor_scale import check_amax_value, factors
 
 _SOURCES = {
     torch.float32: numba_elementwise.FROM_FLOAT32,
@@ -302,7 +302,7 @@ def fake_quantize(
         ValueError: if there is no CPU kernel for the format's rounding mode.
     """
     check_rounding(fmt.rounding, kernel_roundings(fmt, "cpu"), f"the CPU kernel of {fmt.name}")
-    check_amax(fmt, amax)
+    check_amax_value(fmt, amax)
     source, axis, one_row = _SOURCES[x.dtype], layout.axis, fmt.one_block
     if fmt.columns or one_row:
         fmt, axis = fmt.across(), layout.across

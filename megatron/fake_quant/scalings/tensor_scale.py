@@ -17,6 +17,7 @@ The caller may give another a, such as the maximum over all ranks or over earlie
 beyond it are then scaled beyond the target, and saturate at the largest number of the element type.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -77,10 +78,28 @@ def check_amax(fmt: Format, amax: Tensor | None) -> None:
             f"format {fmt.name} has no scale for the whole tensor, so it takes no amax; leave "
             "`amax` out"
         )
+    if not isinstance(amax, Tensor):
+        raise ValueError(f"the amax is {amax!r}; pass a tensor, such as torch.tensor(1.5)")
     if amax.dtype != torch.float32 or amax.dim() > 0:
         raise ValueError(
             f"the amax has the dtype {amax.dtype} and the shape {tuple(amax.shape)}; pass one "
             "finite float32 number of 0 or more, as a tensor without dimensions"
+        )
+
+
+def check_amax_value(fmt: Format, amax: Tensor | None) -> None:
+    """Refuse an amax as `check_amax` does, and a negative number, a NaN or an Inf.
+
+    The number in a GPU's memory is not checked, because reading it would wait for the GPU.
+
+    Raises:
+        ValueError: if the amax is refused; the message says what to do.
+    """
+    check_amax(fmt, amax)
+    if amax is not None and amax.device.type == "cpu" and not 0 <= amax.item() < math.inf:
+        raise ValueError(
+            f"the amax is {amax.item():g}; pass a finite number of 0 or more, such as the largest "
+            "finite magnitude of a tensor"
         )
 
 
