@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -322,25 +322,32 @@ def _replace(names: Sequence[Name]) -> None:
 def activate_for_scripts(*folders: Path) -> None:
     """Call `activate`, replace the names in `SCRIPT_NAMES`, and show `folders` a CUDA device.
 
+    megatron-core sees no CUDA device. It sees the number of devices all the same, because its
+    process that writes checkpoints divides by this number.
+
     Args:
         folders: folders of the source files for which `torch.cuda.is_available()` is true and
-            `torch.cuda.device_count()` is the number of local ranks. The files of megatron-core
-            are excepted.
+            `torch.cuda.device_count()` is the number of local ranks.
     """
     activate()
     _replace(SCRIPT_NAMES)
     prefixes = tuple(f"{folder}{os.sep}" for folder in folders)
 
-    def is_asked_by_script() -> bool:
-        caller = sys._getframe(2)
-        name = str(caller.f_globals.get("__name__"))
-        in_core = name == "megatron.core" or name.startswith("megatron.core.")
-        return not in_core and caller.f_code.co_filename.startswith(prefixes)
+    def is_available() -> bool:
+        caller = sys._getframe(1)
+        return not _is_in_core(caller) and caller.f_code.co_filename.startswith(prefixes)
 
-    torch.cuda.is_available = lambda: is_asked_by_script()
-    torch.cuda.device_count = lambda: (
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_asked_by_script() else 0
-    )
+    def device_count() -> int:
+        caller = sys._getframe(1)
+        sees_devices = _is_in_core(caller) or caller.f_code.co_filename.startswith(prefixes)
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if sees_devices else 0
+
+    torch.cuda.is_available, torch.cuda.device_count = is_available, device_count
+
+
+def _is_in_core(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__"))
+    return name == "megatron.core" or name.startswith("megatron.core.")
 
 
 def is_active() -> bool:

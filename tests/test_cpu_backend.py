@@ -87,7 +87,10 @@ def test_only_the_script_is_told_that_there_is_a_device(tmp_path):
         "import other_module, script_module\n"
         "assert script_module.answers == (True, 4)\n"
         "assert other_module.answers == (False, 0)\n"
-        "assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)\n",
+        "assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)\n"
+        "core = dict(__name__='megatron.core.part')\n"
+        f"exec({question!r}, core)\n"
+        "assert core['answers'] == (False, 4)\n",
         LOCAL_WORLD_SIZE="4",
     )
     assert result.returncode == 0, result.stderr
