@@ -38,7 +38,7 @@ from megatron.analysis.study.candidates import HIGH_PRECISION, Candidate, fittin
 from megatron.analysis.study.gemm_errors import Row
 from megatron.analysis.study.gemm_results import SIDES, references
 from megatron.analysis.study.operands import Matmul, matmuls
-from megatron.analysis.study.passes import Pass, find_passes
+from megatron.analysis.study.passes import Pass, beyond_memory, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.product import accumulated_product
@@ -106,7 +106,7 @@ def study_accumulators(
     shown_passes = with_progress(found.passes, "Studying accumulators", "pass", shown=progress)
     for of_pass in shown_passes:
         if max_memory is not None and of_pass.nbytes > max_memory:
-            result.left_out["passes that need more memory than --max-memory"] += 1
+            result.left_out[beyond_memory(max_memory)] += 1
             continue
         rows += _rows_of_pass(of_pass, store, pairs, result)
     result.rows = pd.DataFrame(rows)

@@ -20,7 +20,7 @@ from megatron.analysis.study.candidates import Candidate
 from megatron.analysis.study.gemm_errors import Settings, errors_of
 from megatron.analysis.study.kept_results import KeptResults, Rows
 from megatron.analysis.study.operands import matmuls
-from megatron.analysis.study.passes import Pass, find_passes
+from megatron.analysis.study.passes import Pass, beyond_memory, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 
 #: Columns at the beginning of the table of errors; others follow.
@@ -116,9 +116,7 @@ def study(
     left_out, passes = found.left_out, []
     for of_pass in sorted(found.passes, key=lambda each: -each.nbytes):
         if of_pass.nbytes > limit:
-            left_out[
-                f"passes that need more than {limit / (1 << 30):.1f} GiB of memory (--max-memory)"
-            ] += 1
+            left_out[beyond_memory(limit)] += 1
         else:
             passes.append(of_pass)
     if not found.passes:

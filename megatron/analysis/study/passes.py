@@ -107,6 +107,11 @@ def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
     return found
 
 
+def beyond_memory(limit: int) -> str:
+    """Return the reason why passes that need more than `limit` bytes are left out."""
+    return f"passes that need more than {limit >> 20} MiB of memory (--max-memory)"
+
+
 def _of_run(records: pd.DataFrame) -> Iterator[tuple[str, tuple[dict[str, Any], ...]]]:
     """Yield the layer type and the operands' records of each pass of a run."""
     wanted = {kind: {*names} for kind, names in OPERANDS.items()}

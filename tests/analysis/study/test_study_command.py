@@ -121,7 +121,7 @@ def test_wrong_options_are_explained(folder, capsys, options, message):
 
 def test_matmuls_beyond_the_memory_are_left_out(folder, capsys):
     assert run(folder, "--formats", "mxfp4", "--max-memory", "1M", "--no-budget") == 0
-    assert "need more than 0.0 GiB of memory (--max-memory)" in capsys.readouterr().err
+    assert "need more than 1 MiB of memory (--max-memory)" in capsys.readouterr().err
 
 
 def page_commands() -> list[list[str]]:
