@@ -4,13 +4,20 @@ Signals that were ignored where pytest was started (under nohup, or in the backg
 would be ignored by the processes that tests start and interrupt.
 """
 
+import fcntl
 import gc
 import re
+import shutil
 import signal
+import sys
+from collections.abc import Callable
+from importlib.util import cache_from_source
+from pathlib import Path
 
 import pytest
 
 from tests import forks
+from tests.subprocesses import REPO
 
 #: Files that take long. They run first, so that no worker is left with one at the end. The test of
 #: the READMEs is not among them, because it uses kernels that other files have compiled.
@@ -47,6 +54,9 @@ LONG = (
     "tests/fake_quant/scalings/test_tensor_scale.py::test_tensors_over_every_binade",
 )
 
+#: Folder of compiled modules, which exists once a worker has started to import the tests.
+COMPILED = Path(cache_from_source(str(REPO / "megatron" / "fake_quant" / "x.py"))).parent
+
 gc.set_threshold(100_000, 20, 100)  # the imports are a million objects; this saves an eighth
 
 for _number, _usual in (
@@ -57,11 +67,62 @@ for _number, _usual in (
         signal.signal(_number, _usual)
 
 
+@pytest.fixture(scope="session")
+def common_folder(request):
+    """Return the temporary folder that all test processes of a run share."""
+    return _common_folder(request.config)
+
+
+@pytest.fixture(scope="session")
+def made_once(common_folder):
+    """Return a function that returns a read-only folder, which all test processes of a run share.
+
+    `make` writes the folder in the first process that needs it; the others wait.
+    """
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        target, complete = common_folder / name, common_folder / f"{name}.complete"
+        with (common_folder / f"{name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.exists():
+                shutil.rmtree(target, ignore_errors=True)  # what a failed attempt left
+                target.mkdir()
+                make(target)
+                complete.touch()
+        return target
+
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _sockets_of_fork_servers(request, tmp_path_factory):
+def _sockets_of_fork_servers(common_folder):
     """Let all test processes of a run share the servers of `tests/forks.py`."""
-    folder = tmp_path_factory.getbasetemp()
-    forks.sockets = folder.parent if hasattr(request.config, "workerinput") else folder
+    forks.sockets = common_folder
+
+
+def _common_folder(config):
+    folder = config._tmp_path_factory.getbasetemp()
+    return folder.parent if hasattr(config, "workerinput") else folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Let the first worker collect alone in a clean checkout, while Python compiles all modules.
+
+    Otherwise, each worker would compile them.
+    """
+    if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode:
+        return (yield)
+    with (_common_folder(session.config) / "collection").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if COMPILED.is_dir():
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        return (yield)
+
+
+def pytest_collection_finish():
+    """Let later garbage collections skip the modules and the tests, which are never garbage."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):

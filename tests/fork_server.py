@@ -84,13 +84,13 @@ def prepare(imports: str, lock: Path) -> None:
         importlib.import_module("megatron.cpu_backend").activate()
     elif imports == "training":
         importlib.import_module("megatron.training.device").prepare()
-    with warnings.catch_warnings():
+    # One server after the other; otherwise, several would compile the same modules and kernels.
+    with warnings.catch_warnings(), locked(lock.with_name("imports")):
         warnings.simplefilter("ignore")  # warnings of the wheel about missing packages
         for name in IMPORTS[imports]:
             importlib.import_module(name)
         if imports not in ("wheel", "libraries"):
-            with locked(lock.with_name("kernels")):  # or several servers would compile the same
-                load_kernels()
+            load_kernels()
     gc.freeze()
     gc.enable()
 

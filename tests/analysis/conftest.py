@@ -1,4 +1,4 @@
-"""Fixtures with real dumps in several parallel layouts, written once per session."""
+"""Fixtures with real dumps in several parallel layouts, written once per run of the tests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ OF_TWO_RANKS = (
 
 
 @pytest.fixture(scope="session")
-def dumps(tmp_path_factory) -> Path:
+def dumps(made_once) -> Path:
     """Return a read-only folder with one dump per layout of the worker."""
-    folder = tmp_path_factory.mktemp("dumps")
+    return made_once("dumps", write_dumps)
+
+
+def write_dumps(folder: Path) -> None:
     env = environment(PYTHONPATH=REPO)
     alone = forks.run(WORKER, folder, *OF_ONE_RANK, env=env)
     assert alone.returncode == 0, alone.stderr[-3000:]
     together = forks.run(WORKER, folder, *OF_TWO_RANKS, ranks=2, env=env)
     assert together.returncode == 0, together.stderr[-3000:]
-    return folder
 
 
 @pytest.fixture

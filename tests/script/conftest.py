@@ -35,9 +35,10 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def linked_pip(tmp_path_factory):
+def linked_pip(made_once):
     """Return a site-packages folder with pip, which virtual environments of tests link."""
-    return install_pip(tmp_path_factory.mktemp("pip") / "venv")
+    (packages,) = made_once("pip", install_pip).glob("lib/python3*/site-packages")
+    return packages
 
 
 @pytest.fixture

@@ -125,12 +125,11 @@ for name in os.listdir(source):
 """
 
 
-def install_pip(folder: Path) -> Path:
-    """Make a virtual environment with the real `ensurepip`, and return its site-packages folder."""
+def install_pip(folder: Path) -> None:
+    """Make a virtual environment, whose pip comes from the real `ensurepip`."""
     run([sys._base_executable, "-m", "venv", folder])
     (packages,) = folder.glob("lib/python3*/site-packages")
     assert (packages / "pip").is_dir()
-    return packages
 
 
 def separate_python(folder: Path, *, linked_pip: Path | None = None) -> Path:
