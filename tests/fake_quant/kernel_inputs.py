@@ -133,5 +133,17 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
+def views(kind: str, x: Tensor) -> dict[str, Tensor]:
+    """Return the layouts in which to quantize an input of one kind of `INPUTS`.
+
+    All layouts hold bit patterns with NaN and Inf, and values of every scale with blocks of zeros.
+    The other kinds do not depend on the layout; three of them show rows, columns and planes.
+    """
+    chosen = layouts(x)
+    if kind in ("specials", "zeros"):
+        return {name: chosen[name] for name in ("contiguous", "transposed", "permuted")}
+    return chosen
+
+
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)

@@ -17,7 +17,7 @@ from megatron.fake_quant.fused import dispatch, numba_launch
 from megatron.fake_quant.fused import numba_threads as team
 from megatron.fake_quant.quantize import checked
 
-from .kernel_inputs import CPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
+from .kernel_inputs import CPU_NAMES, INPUTS, NAMES, SEED, bits, views
 
 REPO = Path(__file__).parents[2]
 names = pytest.mark.parametrize("name", [*NAMES, *CPU_NAMES])
@@ -30,7 +30,7 @@ def test_the_bits_are_the_reference_s(name, dtype):
     fmt = get_format(name)
     seed = SEED if fmt.stochastic else None
     for kind, make in INPUTS.items():
-        for layout_name, x in layouts(make().to(dtype)).items():
+        for layout_name, x in views(kind, make().to(dtype)).items():
             for axis in range(-x.ndim, 0):
                 if fmt.height > 1 and (x.ndim < 2 or axis < -2):
                     continue
