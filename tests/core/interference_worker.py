@@ -2,7 +2,8 @@
 
 test_non_interference.py runs it under torchrun. It writes the result of each training.
 
-    torchrun interference_worker.py --folder DIR [--distributed-optimizer] [--ep 2] [gpt_worker's]
+    torchrun interference_worker.py --folder DIR [--distributed-optimizer] [--ep 2]
+        [--brief TYPE] [gpt_worker's]
 
 Every training starts from the same seeds and takes two iterations with Adam in between, with
 dropout, so that all random generators are in use.
@@ -28,6 +29,7 @@ from gpt_worker import digest
 ITERATIONS = 2
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 REQUESTED = ["all", "attention_scores", "attention_probs"]
+BRIEF = ("everything", "ring")  #: kinds of collection for the type that `--brief` names
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--types", nargs="+", default=["none", "mxfp8:sr"])
+    parser.add_argument("--brief", metavar="TYPE", help="train TYPE with few kinds of collection")
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--ep", type=int, default=1)
     own, rest = parser.parse_known_args()
@@ -198,6 +201,8 @@ def main() -> None:
         tensor_saver.configure()
         of_type = found[quant_type] = {"off": {"steps": train(own, options, Way())}}
         for name, way in ways(own.folder, quant_type).items():
+            if quant_type == own.brief and name not in BRIEF:
+                continue
             dump = own.folder / name
             tensor_saver.configure(save_tensors=True, save_dir=str(dump), **way.flags)
             steps = train(own, options, way)

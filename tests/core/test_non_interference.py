@@ -12,6 +12,7 @@ import pytest
 from tests import forks
 from tests.subprocesses import REPO, environment
 
+SLOW = pytest.mark.slow
 WORKER = Path(__file__).with_name("interference_worker.py")
 LAYOUTS = {
     "one-rank": (1, ()),
@@ -25,19 +26,27 @@ LAYOUTS = {
     "distributed-optimizer": (2, ("--distributed-optimizer",)),
     "recompute": (1, ("--recompute",)),
 }
-#: One that communicates in every matmul, and one whose backward passes belong to earlier forwards.
-FAST = ("tensor-sequence", "pipeline")
+#: One that communicates in every matmul, and one whose backward passes belong to earlier forwards;
+#: and the type with few kinds of collection, so that each kind occurs with each of both layouts,
+#: and with each of both types.
+FAST = {"tensor-sequence": "none", "pipeline": "mxfp8:sr"}
+KINDS = {"everything", "ring", "flag", "first_rank", "limited", "little_memory", "vanished"}
+FEW = {"everything", "ring"}
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "brief"),
     [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow, id=name)
-        for name in LAYOUTS
+        *(pytest.param(name, brief, id=name) for name, brief in FAST.items()),
+        *(
+            pytest.param(name, None, id=f"{name}-whole" if name in FAST else name, marks=SLOW)
+            for name in LAYOUTS
+        ),
     ],
 )
-def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layout):
+def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layout, brief):
     ranks, options = LAYOUTS[layout]
+    options = (*options, *(("--brief", brief) if brief else ()))
     dtype = ("--dtype", "bf16" if layout != "context" else "fp32")
     env = environment(PYTHONPATH=REPO)
     result = forks.run(WORKER, "--folder", tmp_path, *dtype, *options, ranks=ranks, env=env)
@@ -47,6 +56,7 @@ def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layou
         assert_the_measure_is_sharp(found, last_stage="--pp" not in options or rank == 1)
         for quant_type, of_type in found.items():
             off = of_type.pop("off")["steps"]
+            assert of_type.keys() == (FEW if quant_type == brief else KINDS)
             for way, run in of_type.items():
                 where = f"{way}, {quant_type}, rank {rank}"
                 for step, expected in zip(run["steps"], off, strict=True):
@@ -55,8 +65,11 @@ def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layou
                 assert run["partial"] == 0
                 assert (run["error"] is None) == (way != "vanished"), f"{run['error']}: {where}"
             files = {way: run["files"] for way, run in of_type.items()}
-            assert files.pop("vanished") == 0
-            assert files["everything"] == files["ring"] == files["little_memory"]
+            assert files["everything"] == files["ring"]
+            if quant_type == brief:
+                continue
+            assert files["vanished"] == 0
+            assert files["everything"] == files["little_memory"]
             assert files["limited"] == 50
             assert 0 < files["flag"] < files["everything"]
             assert 0 < files["first_rank"] <= files["everything"]
