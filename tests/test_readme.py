@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,20 @@ def copy(tmp_path_factory) -> Path:
     )
     for name in filter(None, listed.stdout.splitlines()):
         if (source := REPO / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, folder / name)
+            copy_with_bytecode(source, folder / name)
     share_compiled_kernels(folder)
     return folder
+
+
+def copy_with_bytecode(source: Path, target: Path) -> None:
+    """Copy a file, and its compiled form if Python has written one that is up to date."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target)
+    if source.suffix == ".py":
+        compiled, copied = (Path(cache_from_source(str(path))) for path in (source, target))
+        if compiled.is_file():
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copy2(compiled, copied)
 
 
 def share_compiled_kernels(folder: Path) -> None:

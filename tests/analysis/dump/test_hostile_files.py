@@ -133,7 +133,12 @@ def test_the_payload_would_make_the_file(tmp_path):
 
 
 def test_the_drawing_script_refuses_code_as_a_user_runs_it(tmp_path):
-    paths = write_dump(tmp_path / "dump" / "mxfp8", layers=1)
+    dump = tmp_path / "dump" / "mxfp8"
+    paths = write_dump(dump, layers=1)
+    [index] = dump.glob("*.jsonl")
+    index.write_text("".join(index.read_text().splitlines(keepends=True)[:2]))
+    for path in paths[2:]:  # two tensors are enough, and more would take longer to draw
+        path.unlink()
     save(paths[0], made=tmp_path / "made")
     save(paths[0].with_name("new.pt"), made=tmp_path / "made")
     done = run(
