@@ -25,8 +25,12 @@ SERVER = Path(__file__).with_name("fork_server.py")
 TRAINING = (
     *(REPO / "pretrain_gpt.py", REPO / "tests" / "training"),
     *(REPO / "script" / "data", REPO / "script" / "study.py"),
+    REPO / "tests" / "script" / "parameters_worker.py",
 )
-VISUALIZATION = REPO / "script" / "visualization"
+ANALYSIS = (
+    REPO / "script" / "visualization",
+    REPO / "tests" / "analysis" / "dump" / "hostile_worker.py",
+)
 #: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
 AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
@@ -184,7 +188,9 @@ def _imports(words: Sequence[str], env: dict[str, str]) -> str:
     script = Path(words[0])
     if any(script.is_relative_to(place) for place in TRAINING):
         return "training"
-    if script.is_relative_to(VISUALIZATION) or any("megatron.analysis" in w for w in words[:2]):
+    if any(script.is_relative_to(place) for place in ANALYSIS):
+        return "analysis"
+    if any("megatron.analysis" in word for word in words[:2]):
         return "analysis"
     return "overlay" if "PYTHONPATH" in env else "wheel"
 

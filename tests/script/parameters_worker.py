@@ -1,8 +1,8 @@
 """Build models from command lines without memory for their weights, and print what they are.
 
-    python tests/script/parameters_worker.py < COMMANDS
+    python tests/script/parameters_worker.py COMMANDS
 
-Standard input is a JSON object that gives, for each name, a vocabulary size and the flags of
+The file COMMANDS holds a JSON object that gives, for each name, a vocabulary size and the flags of
 `pretrain_gpt.py` for one process. Standard output is a JSON object that gives, for each name, the
 number of parameters, those of a decoder layer by name, and the numbers of the layers with experts.
 """
@@ -10,6 +10,7 @@ number of parameters, those of a decoder layer by name, and the numbers of the l
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -40,7 +41,7 @@ def describe(vocabulary: int, flags: list[str]) -> dict:
 
 def main() -> None:
     torch.cuda.current_device = lambda: torch.device("meta")  # device of the weights
-    commands = json.load(sys.stdin)
+    commands = json.loads(Path(sys.argv[1]).read_text())
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)  # megatron-core and libraries in C print to standard output
         json.dump({name: describe(**each) for name, each in commands.items()}, output)

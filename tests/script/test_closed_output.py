@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 REPO = Path(__file__).resolve().parents[2]
 CELL = ("--model", "llama32-1b", "--dataset", "dolma", "--quantization", "bf16", "--dry-run")
 PROGRAMS = {
     "train_config": ("script/train_config.py", "--list"),
     "dry_run": ("script/train_config.py", *CELL),
     "flash_attention_config": ("script/flash_attention_config.py", "--list"),
+}
+#: Programs that import torch.
+FORKED = {
     "quant_type_modifier": ("script/quant_type_modifier.py", "--check"),
     "formats": ("-m", "megatron.fake_quant", "list"),
     "compare_formats": ("examples/python/compare_formats.py", "mxfp8"),
@@ -40,9 +45,17 @@ def without_reader(*command: str) -> subprocess.CompletedProcess[str]:
         os.close(write)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+def forked(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program as `without_reader` does, without importing torch again."""
+    return forks.run(*words, unread=True, libraries_only=True)
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *FORKED])
 def test_a_program_whose_reader_has_gone_ends_quietly(name):
-    ended = without_reader(sys.executable, *PROGRAMS[name])
+    if name in FORKED:
+        ended = forked(*FORKED[name])
+    else:
+        ended = without_reader(sys.executable, *PROGRAMS[name])
     assert "Traceback" not in ended.stderr
     assert "[ERROR]" not in ended.stderr
     assert "Broken pipe" not in ended.stderr
@@ -62,19 +75,12 @@ def test_preprocessing_is_complete_though_nobody_reads_its_report(tmp_path):
     text.write_text("1 2 3\n\n4 5\n")
     prefix = tmp_path / "out"
     words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "10", "--workers", "1")
-    ended = without_reader(
-        sys.executable,
-        "script/data/preprocess.py",
-        "--input",
-        str(text),
-        "--output-prefix",
-        str(prefix),
-        *words,
-    )
+    files = ("--input", str(text), "--output-prefix", str(prefix))
+    ended = forked("script/data/preprocess.py", *files, *words)
     assert ended.returncode == 0, ended.stderr
     assert "[ERROR]" not in ended.stderr
     made = f"{prefix}_text_document"
     assert Path(f"{made}.idx").exists()
-    ended = without_reader(sys.executable, "script/data/preprocess.py", "--check", made)
+    ended = forked("script/data/preprocess.py", "--check", made)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""

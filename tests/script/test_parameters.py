@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 import train_config
 from configs.models import MODELS
+from tests import forks
 from tests.published import PARAMETERS, PUBLISHED, TOKENS, flags_of
 from tests.subprocesses import REPO, environment
 
@@ -47,7 +46,7 @@ def test_parameters_by_arithmetic(model):
     assert MODELS[model].full.architecture.parameters() == PARAMETERS[model]
 
 
-def test_parameters_of_the_models_that_megatron_builds(files, capsys):
+def test_parameters_of_the_models_that_megatron_builds(files, capsys, tmp_path):
     request = {}
     for model, tokens in TOKENS.items():
         rank = ["--nproc-per-node", "1", "--tp", "1", "--ep", "1", "--preset", "full", "--dry-run"]
@@ -55,15 +54,9 @@ def test_parameters_of_the_models_that_megatron_builds(files, capsys):
         assert train_config.main([*cell, *rank, *files, "--", "--no-initialization"]) == 0
         words = shlex.split(capsys.readouterr().out)
         request[model] = {"vocabulary": tokens, "flags": flags_of(words)}
-    done = subprocess.run(
-        [sys.executable, REPO / "tests/script/parameters_worker.py"],
-        input=json.dumps(request),
-        env=environment(PYTHONPATH=REPO),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    (tmp_path / "commands.json").write_text(json.dumps(request))
+    worker = REPO / "tests" / "script" / "parameters_worker.py"
+    done = forks.run(worker, tmp_path / "commands.json", env=environment(PYTHONPATH=REPO))
     assert done.returncode == 0, done.stderr[-3000:]
     built = json.loads(done.stdout)
     assert {model: each["parameters"] for model, each in built.items()} == PARAMETERS

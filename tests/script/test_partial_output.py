@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests import forks
 from tests.script.preprocess_runs import NULL, SCRIPTS, call, make_inputs, result, stop_after
 from tests.subprocesses import environment, run
 
@@ -182,7 +183,8 @@ def test_a_full_disk(tmp_path):
     )
     inputs = sorted(map(str, tmp_path.glob("part*")))
     arguments = ["--input", *inputs, "--output-prefix", str(tmp_path / "cut"), *NULL]
-    done = run([sys.executable, "-c", code, *arguments, "--workers", "2"], cwd=SCRIPTS)
+    words = ("-c", code, *arguments, "--workers", "2")
+    done = forks.run(*words, cwd=SCRIPTS, libraries_only=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "check the path and the space on the disk" in done.stderr

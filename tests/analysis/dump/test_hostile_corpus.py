@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forks
 from tests.analysis.dump import hostile_worker
 from tests.analysis.dump.hostile_tensors import TENSORS
 from tests.analysis.dump.hostile_texts import CARDS, INDEX_PLACES, INDEXES
@@ -96,17 +95,8 @@ GOOD = {"tensors": len(TENSORS), "indexes": 2 * len(SAYS["indexes"]), "cards": 2
 def read_all(folder: Path, *dumps: Path) -> dict:
     """Run every reader on the dumps in a process of its own, and return what each printed."""
     result = folder / "told.json"
-    command = [sys.executable, str(Path(hostile_worker.__file__)), str(result), *map(str, dumps)]
-    done = subprocess.run(
-        command,
-        cwd=REPO,
-        env=environment(PYTHONPATH=REPO),
-        capture_output=True,
-        text=True,
-        timeout=hostile_worker.SECONDS + 60,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    worker = Path(hostile_worker.__file__)
+    done = forks.run(worker, result, *dumps, env=environment(PYTHONPATH=REPO))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(result.read_text())
 

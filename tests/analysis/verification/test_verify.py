@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
+from tests import forks
 from tests.analysis.fake_dump import records
 from tests.analysis.verification.verifying import change_card, count, path_of, verify
-from tests.subprocesses import run
 
 #: Results by layout: 3 per linear layer and 4 per attention, for each pass on each rank.
 RESULTS = {
@@ -319,7 +318,8 @@ def test_the_command(dumps, copied, capsys):
     assert told.out.endswith("0 error(s), 0 note(s)\n")
     folder = copied("mxfp8")
     next(folder.glob("*_0001_*")).unlink()
-    done = run([sys.executable, "-m", "megatron.analysis", "verify", folder, "--run", "latest"])
+    command = ("-m", "megatron.analysis", "verify", folder, "--run", "latest")
+    done = forks.run(*command, libraries_only=True)
     assert done.returncode == 1
     assert done.stdout.startswith("ERROR  file: ")
     assert done.stderr == ""
