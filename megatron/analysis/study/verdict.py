@@ -191,7 +191,8 @@ def _front(summary: pd.DataFrame) -> str:
         only = summary.iloc[0]
         return f"{only['candidate']} takes {only['bits']:.4g} bits per value, scales included."
     best = [f"{row.candidate} ({row.bits:.4g})" for row in front.itertuples()]
-    text = f"Of the bits per value, scales included, {_listed(best)} make the most"
+    verb = "makes the most of its" if len(best) == 1 else "make the most of their"
+    text = f"{_listed(best)} {verb} bits per value, scales included"
     rest = list(summary.loc[~summary["front"] & summary["sqnr_db"].notna(), "candidate"])
     if rest:
         verb = "has" if len(rest) == 1 else "have"
