@@ -69,6 +69,9 @@
 #                              if set, otherwise enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
 #                              are aliases
 # What to train
+#   --start-iterations N       iterations of the trained model from which the default job continues;
+#                              0: random weights (default: START_ITERATIONS if set, otherwise 300).
+#                              See below
 #   --tokenizer-path P         see TOKENIZER of the training script (default: model/llama3.2-1b)
 #   --data-path P              see DATA of the training script (default:
 #                              dataset/wikipedia_processed/wikipedia_processed_text_document)
@@ -87,6 +90,13 @@
 #   --verbose                  show the training output too
 #   -h, --help                 print this
 #
+# The default job collects from a model that has learned: the tiny model is trained in bf16 on the
+# default corpus, once, and saved in model/default/. Every type starts from these weights, with a new
+# optimizer. The job is the default one unless --preset, --tokenizer-path, --data-path,
+# --checkpoint-path, --dtype fp16 or fp32, or a flag after -- that changes more than the formats, the
+# collection, the batch or the optimizer is given. Other jobs start from random weights, or from what
+# their flags load.
+#
 # --dry-run or DRY_RUN=1 prints the training commands and the missing files, and runs nothing.
 # Default folders are in the root of the repository; a path that you give is relative to the current
 # folder. Options may be written with underscores instead of hyphens.
@@ -103,9 +113,9 @@ case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 unbounded='' mode='' quant_type='' quant_recipe='' control_iter='' type_from=flag
 for name in $collection_flags $size_options; do printf -v "${name//-/_}" %s ''; done
 tensor_path='' tokenizer_path='' data_path='' dtype='' preset='' nproc='' yes=''
-checkpoint_path='' stall_timeout='' verbose=''
+checkpoint_path='' stall_timeout='' verbose='' start_iterations='' continuation=()
 parse "mode quant-type quant-recipe control-iter $collection_flags $size_options tensor-path \
-tokenizer-path data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
+tokenizer-path data-path dtype preset nproc checkpoint-path stall-timeout start-iterations" "$@"
 : "${dtype:=bf16}" "${nproc:=${NPROC:-1}}" "${checkpoint_path:=none}" "${stall_timeout:=600}"
 : "${tensor_path:=${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}}"
 places=(${positional[@]+"${positional[@]}"})
@@ -155,6 +165,11 @@ case $dtype in
   *) refuse "--dtype is '$dtype'; it is bf16, fp16, fp32 or fp8" ;;
 esac
 
+given=''
+for name in preset tokenizer-path data-path checkpoint-path; do
+  value=${name//-/_}
+  if [[ -n ${!value} && ${!value} != none ]]; then given=--$name; fi
+done
 tokenizer=$tokenizer_path data=$data_path
 files_given
 find_python
@@ -165,7 +180,10 @@ if [[ -n $quant_recipe ]]; then
 elif [[ $mode != batch ]]; then
   queries=(type preset data)
 fi
-choose "${queries[@]}" ${quant_type:+--type="$quant_type"} ${file_options[@]+"${file_options[@]}"}
+if ! looks; then queries+=(start); fi
+choose "${queries[@]}" ${quant_type:+--type="$quant_type"} ${file_options[@]+"${file_options[@]}"} \
+  ${start_iterations:+--start-iterations="$start_iterations"} --given="$given" --dtype="$dtype" \
+  --flags="$(quoted ${training_flags[@]+"${training_flags[@]}"})"
 if [[ ${queries[0]} == type ]]; then types=("$quant_type"); fi
 if [[ $type_from == settings && ${#training_flags[@]} -eq 0 ]]; then
   export LAB_EFFECTIVE_TYPE=$quant_type # train_config.py need not resolve it again
@@ -197,7 +215,7 @@ collect() {
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
     --preset "$preset" ${formats[@]+"${formats[@]}"} --save-tensors --tensor-save-dir "$tensors"
     ${control_iter:+--control-iter "$control_iter"} "${selected[@]}"
-    ${look[@]+"${look[@]}"}
+    ${look[@]+"${look[@]}"} ${continuation[@]+"${continuation[@]}"}
     ${training_flags[@]+"${training_flags[@]}"}
   )
   export NPROC=$nproc
@@ -232,6 +250,9 @@ announce() {
 
 command=$(DRY_RUN=1 collect "${types[0]}") || exit
 announce "$command"
+if ((${#continuation[@]})) && [[ -z ${DRY_RUN-} ]]; then
+  run_child "$py" "$repo/script/collect/train_model.py" --iterations "$start_iterations"
+fi
 
 failed=() limited=()
 for quant_type in "${types[@]}"; do

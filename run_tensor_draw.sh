@@ -40,7 +40,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 
 collection="control-iter quant-recipe $collection_flags $size_options tokenizer-path data-path dtype \
-preset nproc checkpoint-path stall-timeout"
+preset nproc checkpoint-path stall-timeout start-iterations"
 mode='' quant_type='' tensor_path='' output_dir='' run='' verbose='' yes=''
 # Options of the collection are passed on to run_tensor_collection.sh, which checks them and has the
 # defaults.

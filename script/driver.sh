@@ -211,10 +211,12 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' "$@"
 #   data    tokenizer and data. If the user gives neither and a default is missing, the tiny preset
 #           makes and uses the default corpus. Files that the user gives must exist, and so must the
 #           data of the published model.
+#   start   start_iterations and continuation: the iterations of the trained model from which a
+#           default collection continues, and the flags that load it; otherwise 0 and no flags
 #   name    effective_type: the type that results from --flags and everything else
 choose() {
-  local answer query
-  answer=$("$py" "$repo/script/configs" "$@" ${DRY_RUN:+--dry-run}) || exit
+  local answers answer query
+  answers=$("$py" "$repo/script/configs" "$@" ${DRY_RUN:+--dry-run}) || exit
   for query in "$@"; do
     case $query in
       type)
@@ -226,9 +228,17 @@ choose() {
         read -r tokenizer && read -r data
         export LAB_MISSING_SAID=1 # the scripts that this one starts need not list missing files again
         ;;
+      start)
+        read -r start_iterations
+        continuation=()
+        while ((start_iterations && ${#continuation[@]} < 3)); do
+          read -r answer
+          continuation+=("$answer")
+        done
+        ;;
       name) read -r effective_type ;;
     esac
-  done <<<"$answer"
+  done <<<"$answers"
 }
 
 # folder_name TYPE: print the name of a type's folder, as megatron.tensor_record forms it.

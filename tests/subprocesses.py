@@ -17,6 +17,7 @@ _OURS = (
     "PV_QUANT_TYPE",
     "TENSOR_SAVE_ENABLED",
     "TENSOR_SAVE_DIR",
+    "START_ITERATIONS",
 )
 
 

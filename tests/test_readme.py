@@ -1,6 +1,7 @@
 """The READMEs: their commands run, their tables are the generated ones, their links are valid."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from tests.subprocesses import REPO, environment
 
 READMES = [REPO / "README.md", REPO / "README.zh-CN.md"]
 COMMANDS = re.findall(r"^```bash\n(.*?)^```", READMES[0].read_text(), re.M | re.S)
+START = 20  #: iterations of the model from which the commands continue; 300 would take 30 s
 both = pytest.mark.parametrize("readme", READMES, ids=lambda p: p.name)
 
 
@@ -72,6 +74,7 @@ def share_compiled_kernels(folder: Path) -> None:
 def run(command: str, copy: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of the README in the copy of the tree, and check that it succeeds."""
     env = environment(OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
+    env["START_ITERATIONS"] = str(START)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(
         ["bash", "-euc", command], cwd=copy, env=env, capture_output=True, text=True, timeout=600
@@ -112,11 +115,28 @@ def test_both_reports_where_to_look(first, copy):
     assert "lm loss" in (copy / log).read_text()
 
 
+def test_the_first_command_collects_from_a_model_that_was_trained_once(first, copy):
+    [folder] = (copy / "model" / "default").glob("llama32_tiny_bf16_*")
+    [card] = (copy / "enhanced_tensor_logs" / "mxfp8").glob("run_*.json")
+    loaded = json.loads(card.read_text())["loaded"]
+    log = (folder / "training.log").read_text()
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
+    assert len(losses) == START == loaded["iteration"]
+    assert loaded["weights_only"]
+    assert copy / loaded["checkpoint"] == folder / f"iter_{START:07d}"
+    assert loaded["lm_loss"] == pytest.approx(sum(losses) / START)
+    assert losses[-1] < losses[0] - 0.5
+    assert f"Starting from the weights in {folder.relative_to(copy)}: {START} iterations" in (
+        first.stderr
+    )
+
+
 def test_readme_commands_run_in_their_order(first, copy):
     for command in COMMANDS[1:]:
         run(command, copy)
     for result in ("draw/quick_analysis.png", "draw/tensor_stats.txt"):
         assert (copy / result).stat().st_size > 0
+    [folder] = (copy / "model" / "default").glob("llama32_tiny_bf16_*")  # still the same model
     for folder in ("mxfp8", "mxfp4", "hifp8"):
         assert list((copy / "enhanced_tensor_logs" / folder).glob("*.pt"))
 

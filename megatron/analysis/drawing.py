@@ -69,7 +69,7 @@ def draw(
     """Draw the chosen figures, text files and report of a dump.
 
     Args:
-        formats: formats to compare; by default `FORMATS` and the formats used in the dump.
+        formats: formats to compare; by default those of `first_look.default_formats`.
         figures: names from `registry.OUTPUTS` to draw; all by default.
         image: file format of the figures: png, svg or pdf.
         run: ID of the run to draw, or `latest` for the most recent run; all runs by default.
@@ -98,9 +98,11 @@ def draw(
         raise ValueError("quick and the report have one style; leave out --width and --style")
     if list(figures) == [QUICK] and select:
         raise ValueError("quick describes whole runs; leave --select out, or draw other figures")
-    if list(figures) == [QUICK]:  # the output "quick" does not compare formats
+    if list(figures) == [QUICK]:  # the output "quick" needs no statistics of the formats
         workers = computing.get("workers")
-        look = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
+        look = quick_analysis(
+            folder, output, run=run, formats=formats, workers=workers, progress=progress
+        )
         for path in (look.picture, look.text):
             notify(str(path))
         return result_of_quick(look)

@@ -1,5 +1,8 @@
 """Summarize a dump in one picture and one text file, for a first look.
 
+The picture shows which number format loses how much in which matmul of which layer, and below it
+the values of the operands.
+
 from megatron.analysis import quick_analysis
 
 look = quick_analysis(Path("enhanced_tensor_logs/mxfp8"), Path("draw"))
@@ -9,33 +12,41 @@ look.picture, look.text, look.problems
 from __future__ import annotations
 
 import io
+import json
 import os
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.gridspec import SubplotSpec
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megatron.analysis.dump.run_endings import alarm, unfinished
 from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.figures.figure_data import layer_name
 from megatron.analysis.garbage import one_garbage_collection
 from megatron.analysis.judged import OPERANDS
 from megatron.analysis.outputs.atomic_write import write_keeping
-from megatron.analysis.outputs.statistics_text import GROUPS, format_statistics
+from megatron.analysis.outputs.statistics_text import format_statistics
+from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.magnitude_histogram import plot_magnitude_histogram
-from megatron.analysis.plots.shares import MOST, plot_shares
-from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
+from megatron.analysis.plots.style import ALARM, FAINT, RC, nothing, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL, plot_value_histogram
 from megatron.analysis.stats.histogram import Grid
 from megatron.analysis.stats.matrix_view import PAIRWISE
 from megatron.analysis.stats.measure import Measurements, measure_dump
 from megatron.analysis.store import TensorStore
+from megatron.analysis.study.first_look import FirstLook, default_formats, first_look
+from megatron.analysis.study.verdict import by_candidate
 from megatron.analysis.text_table import shown
+from megatron.fake_quant.names import get_format
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
@@ -44,6 +55,17 @@ REACH = 4.0  #: largest magnitude in the histogram, as a multiple of the quantil
 TAIL = 1e-4  #: maximum share of values left out at the low end of the magnitude histogram
 DPI = 150  #: resolution of the picture, in dots per inch
 LONGEST = 36  #: maximum length of a name in the picture, in characters
+WIDTH = 12.5  #: width of the picture, in inches
+ROW = 0.235  #: height of a row of a heat map, in inches
+MOST_ROWS = 40  #: maximum number of rows of a heat map
+PANEL = 2.1  #: minimum width of a heat map, in inches
+MOST_PANELS = 12  #: maximum number of heat maps
+LETTERS = 160  #: maximum number of characters per line of the verdict
+REASON = 110  #: maximum number of characters per line of the reason why there is no heat map
+LINE = 0.2  #: distance between two lines of the verdict, in inches
+NUMBERS = 36  #: maximum number of columns in all heat maps together with numbers in the cells
+SAMPLE = 110  #: maximum length of the description of what was studied, in characters
+LABELS = 8  #: maximum number of labeled columns of a heat map
 #: Columns whose distinct values the headline counts, keyed by the singular noun after the count.
 COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
@@ -66,6 +88,7 @@ def quick_analysis(
     output: Path,
     *,
     run: str | None = None,
+    formats: Sequence[str] | None = None,
     cache: Path | None = None,
     workers: int | None = None,
     progress: bool = False,
@@ -76,13 +99,17 @@ def quick_analysis(
 
     Args:
         run: ID of the run to draw, or `latest` for the most recent run; all runs by default.
+        formats: formats to compare; by default those of `first_look.default_formats`.
         cache: folder with cached results of `stats.compute`; see `measure_dump`.
         workers: number of threads; one per processor by default.
         progress: whether to show a progress bar on a terminal.
 
     Raises:
-        ValueError: if there is no tensor to draw, or the output folder is not writable.
+        ValueError: if a format is unknown, there is no tensor to draw, or the output folder is not
+            writable.
     """
+    for name in formats or ():
+        get_format(name)
     check_output(output)
     dump = TensorStore(folder)
     if run is not None:
@@ -93,10 +120,13 @@ def quick_analysis(
         listed = "".join(f"\n  {problem}" for problem in problems[:10])
         raise ValueError(f"none of the {len(problems)} .pt files in {folder} can be read:{listed}")
     text = format_statistics(dump, measured, problems)
+    compared = compare(dump, formats or default_formats(dump), workers)
     picture = io.BytesIO()
     # Text created while drawing must not be parsed as formulas.
     with matplotlib.rc_context(RC), one_garbage_collection():
-        draw_picture(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
+        draw_picture(dump, measured, problems, compared=compared).savefig(
+            picture, format="png", dpi=DPI
+        )
     kept = [
         *write_keeping(output / PICTURE, picture.getvalue()),
         *write_keeping(output / TEXT, text.encode()),
@@ -127,39 +157,114 @@ def check_output(output: Path) -> None:
         ) from None
 
 
-def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> Figure:
+def compare(
+    dump: TensorStore, formats: Sequence[str], workers: int | None = None
+) -> FirstLook | str:
+    """Return the formats compared by the results of matmuls, or why they cannot be compared."""
+    try:
+        return first_look(dump, formats, workers=workers)
+    except ValueError as error:
+        return str(error)
+
+
+def draw_picture(
+    dump: TensorStore,
+    measured: Measurements,
+    problems: list[Problem],
+    *,
+    compared: FirstLook | str | None = None,
+) -> Figure:
     """Draw the figure that is saved as `quick_analysis.png`.
 
-    The left column contains histograms of the values and of their magnitudes. The right column
-    shows the shares of tensors and values by quantization type, layer type, operation and use.
+    The upper part shows one heat map per format: the SQNR of the result of each GEMM, by layer. The
+    lower part shows histograms of the operands' values and of their magnitudes.
+
+    Args:
+        compared: result of `compare`; by default with the formats of `default_formats`.
     """
+    if compared is None:
+        compared = compare(dump, default_formats(dump))
     with matplotlib.rc_context(RC):
-        # leave room for the headline at the top of the figure
-        height = 0.83 if alarm(dump) else 0.86
-        layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, height), hspace=0.1, wspace=0.08)
-        figure = Figure(figsize=(12.5, 7.6), layout=layout)
-        columns = figure.add_gridspec(1, 2, width_ratios=[1.3, 1.0])
-        upper, lower = figure_rows(figure, columns[0], [1.35, 1.0])
+        verdict, rows = [], 4
+        if isinstance(compared, FirstLook):
+            verdict = textwrap.wrap(" ".join(compared.sentences()), LETTERS)
+            rows = min(compared.cells["place"].nunique(), MOST_ROWS)
+        top = 0.85 + LINE * len(verdict) + (LINE if alarm(dump) else 0)
+        maps, histograms = 0.95 + ROW * rows, 2.9
+        width = WIDTH
+        if isinstance(compared, FirstLook):
+            panels = min(compared.cells["candidate"].nunique(), MOST_PANELS)
+            width = max(WIDTH, PANEL * panels + 2.5)
+        figure = Figure(figsize=(width, top + maps + histograms))
+        height = figure.get_figheight()
+        layout = ConstrainedLayoutEngine(
+            rect=(0.015, 0.01, 0.97, 1 - top / height - 0.01), hspace=0.02, wspace=0.03
+        )
+        figure.set_layout_engine(layout)
+        upper, lower = figure.subfigures(2, 1, height_ratios=[maps, histograms])
+        if isinstance(compared, FirstLook):
+            draw_comparison(compared, upper)
+        else:
+            why = "\n".join(textwrap.wrap(shown(compared), REASON)[:3])
+            nothing(upper.subplots(), "Formats by the results of matmuls", why)
+        left, right = lower.subplots(1, 2)
         operands, title = operands_of(measured)
         data, note = histogram_data(operands)
-        plot_value_histogram(data, title=title, note=note, ax=upper)
+        plot_value_histogram(data, title=title, note=note, ax=left)
         data, note = magnitude_data(operands)
-        plot_magnitude_histogram(data, title="By magnitude", note=note, ax=lower)
-        shares = {title: share_data(measured, column) for column, title in GROUPS}
-        # heights in proportion to the number of bars, so that all bars have the same thickness
-        heights = [min(len(data), MOST) + 0.35 for data in shares.values()]
-        for ax, (title, data) in zip(
-            figure_rows(figure, columns[1], heights), shares.items(), strict=True
-        ):
-            plot_shares(data, title=title, ax=ax)
-        _headline(figure, dump, measured, problems)
+        plot_magnitude_histogram(data, title="By magnitude", note=note, ax=right)
+        _headline(figure, dump, measured, problems, verdict)
     return figure
 
 
-def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> list[Axes]:
-    """Divide a column of the figure into rows, and return the axes from top to bottom."""
-    grid = column.subgridspec(len(heights), 1, height_ratios=heights)
-    return [figure.add_subplot(grid[row, 0]) for row in range(len(heights))]
+def draw_comparison(compared: FirstLook, figure: SubFigure) -> None:
+    """Draw one heat map per format, the best format first, with one color scale for all.
+
+    If there are too many places, only those with the lowest SQNR are drawn.
+    """
+    everything = compared.cells
+    summary = by_candidate(everything).head(MOST_PANELS)
+    worst = everything.groupby("place")["sqnr_db"].min().fillna(-np.inf)  # NaN: not finite
+    drawn = worst.sort_values(kind="stable").index[:MOST_ROWS]
+    places = [place for place in dict.fromkeys(everything["place"]) if place in drawn]
+    layers = sorted(everything["layer_idx"].unique())
+    cells = pd.MultiIndex.from_product([places, layers], names=["place", "layer_idx"])
+    table = everything[everything["place"].isin(places)].rename(columns={"sqnr_db": "value"})
+    finite = table.loc[np.isfinite(table["value"]), "value"]
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    norm = Normalize(low, max(high, low + 1))
+    axes = figure.subplots(1, len(summary), squeeze=False)[0]
+    for ax, row in zip(axes, summary.itertuples(), strict=True):
+        own = table[table["candidate"] == row.candidate].set_index(["place", "layer_idx"])
+        data = own["value"].reindex(cells).reset_index()
+        name = f"{row.candidate} (this run)" if row.candidate == compared.own else row.candidate
+        plot_heatmap(
+            data.assign(row=data["place"], column=[layer_name(int(n)) for n in data["layer_idx"]]),
+            label="",
+            title=f"{name}\n{row.bits:.4g} bits, median {row.sqnr_db:.1f} dB",
+            norm=norm,
+            bar=False,
+            numbers=len(layers) * len(summary) <= NUMBERS,
+            ax=ax,
+        )
+        names = [text.get_text() for text in ax.get_xticklabels()]
+        every = -(-len(names) // LABELS)
+        ax.set_xticks([at + 0.5 for at in range(0, len(names), every)], names[::every])
+        ax.set_xlabel("layer")
+        ax.set_yticks([at + 0.5 for at in range(len(places))], map(_brief, places))
+        ax.tick_params(axis="y", labelleft=ax is axes[0])
+    axes[0].set_ylabel("GEMM")
+    bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=list(axes), pad=0.01, aspect=30)
+    bar.set_label("SQNR of the GEMM's result (dB)")
+    bar.outline.set_visible(False)
+    figure.suptitle(
+        f"Operands of {_brief(compared.sample, SAMPLE)}, quantized in each format (simulated)"
+        + (f"; the {len(places)} weakest places" if len(places) < len(worst) else ""),
+        x=0.005,
+        ha="left",
+        fontsize=9,
+        color=FAINT,
+    )
 
 
 def operands_of(measured: Measurements) -> tuple[Measurements, str]:
@@ -255,25 +360,21 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     return pd.concat(bins, ignore_index=True), ", ".join(lines)
 
 
-def _brief(name: str) -> str:
-    """Return a name cut to `LONGEST` characters; names in files can have any length."""
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-
-
-def share_data(measured: Measurements, column: str) -> pd.DataFrame:
-    """Return a table for `plot_shares` with the number of tensors and values in each group."""
-    return pd.DataFrame(
-        [
-            {"name": _brief(name), "tensors": tensors, "values": summary.count}
-            for name, (tensors, summary) in measured.by(column).items()
-        ]
-    )
+def _brief(name: str, longest: int = LONGEST) -> str:
+    """Return a name cut to `longest` characters; names in files can have any length."""
+    return name if len(name) <= longest else f"{name[: longest - 3]}..."
 
 
 def _headline(
-    figure: Figure, dump: TensorStore, measured: Measurements, problems: list[Problem]
+    figure: Figure,
+    dump: TensorStore,
+    measured: Measurements,
+    problems: list[Problem],
+    verdict: Sequence[str],
 ) -> None:
-    """Write the title and the source of the data above the plots, and any problems in red.
+    """Write the title, the source of the data and the verdict above the plots.
+
+    Problems are written in red.
 
     Problems are NaN and Inf values, unreadable files and unfinished runs.
     """
@@ -290,14 +391,37 @@ def _headline(
     facts += [f"{n} {word}{'s' if n > 1 else ''}" for word, n in counted.items() if n]
     if measured.repeats:
         facts.append(f"{measured.repeats:,} recomputed tensors skipped")
-    figure.text(0.02, 0.975, title, va="top", fontsize=16, fontweight="bold")
-    figure.text(0.02, 0.925, "   ·   ".join(facts), va="top", color=FAINT)
+    facts += weights_of(dump)
+
+    def write(inches: float, text: str, **style: Any) -> None:
+        style = {"x": 0.02, "va": "top"} | style
+        figure.text(y=1 - inches / figure.get_figheight(), s=text, **style)
+
+    write(0.16, title, fontsize=16, fontweight="bold")
+    write(0.52, "   ·   ".join(facts), color=FAINT)
+    for number, line in enumerate(verdict):
+        write(0.8 + LINE * number, line)
     alarms = []
     if summary.nan or summary.inf:
         alarms.append(f"{summary.nan:,} NaN and {summary.inf:,} Inf values, not drawn")
     if problems:
         alarms.append(f"{len(problems)} files could not be read")
     if alarms:
-        figure.text(0.98, 0.97, "\n".join(alarms), color=ALARM, ha="right", va="top")
+        write(0.16, "\n".join(alarms), color=ALARM, ha="right", x=0.98)
     if ended := alarm(dump):
-        figure.text(0.02, 0.895, ended, va="top", color=ALARM)
+        write(0.8 + LINE * len(verdict), ended, color=ALARM)
+
+
+def weights_of(dump: TensorStore) -> list[str]:
+    """Return from which weights the runs started, if their run cards agree and say so."""
+    cards = [dump.run_card(str(run)) for run in dump.records["run_id"].dropna().unique()]
+    starts = {json.dumps(card.get("loaded"), sort_keys=True) for card in cards}
+    if len(starts) != 1:
+        return []
+    loaded = json.loads(starts.pop())
+    if not isinstance(loaded, dict) or type(loaded.get("iteration")) is not int:
+        return []
+    text = f"weights of iteration {loaded['iteration']}"
+    if isinstance(loss := loaded.get("lm_loss"), float):
+        text += f" (loss {loss:.2f})"
+    return [text]

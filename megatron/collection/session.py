@@ -60,6 +60,7 @@ def configure(
     control_iter: int | None = None,
     iteration: int = 0,
     quantization: list[dict[str, Any]] | None = None,
+    loaded: dict[str, Any] | None = None,
     modules: Sequence[NamedTensors] | None = None,
     coordinates: Mapping[str, int] | None = None,
     plan: bool = False,
@@ -82,6 +83,7 @@ def configure(
             without that flag.
         iteration: number of iterations completed before this run, if it resumes a checkpoint.
         quantization: format of each matmul, for the run card.
+        loaded: checkpoint from which the run started, for the run card.
         modules: modules of this rank and names of their tensors, to refuse a selection of modules
             that no rank has; None to check the selection when training starts.
         coordinates: rank in each parallel group and size of the group, as
@@ -142,6 +144,7 @@ def configure(
                 coordinates=coordinates,
                 levels=levels,
                 quantization=quantization,
+                loaded=loaded,
             )
         )
     if _collector.is_first:

@@ -24,6 +24,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.fake_quant.gradient_rule import GRADIENTS, ratio_of_sqnr
 from megatron.training.arguments.validation import RunConfig
+from megatron.training.checkpointing.save_load import loaded_checkpoint
 from megatron.training.data import datasets
 from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError, UserError
@@ -99,6 +100,7 @@ def configure_collection(
             iteration=progress.iteration,
             levels=progress.levels,
             quantization=quantization,
+            loaded=loaded_checkpoint(args),
             model=chunks,
             plan=args.collect_plan,
             **{name: getattr(args, name) for name in PASSED_ON},

@@ -11,8 +11,9 @@ matrix, change a table:
 
 The other modules turn a choice into a command: parallelism.py (ranks), resolve.py (files and
 devices), command.py (the training command), run_names.py (names of folders), launch.py (print or
-start the command), scripts.py (the generated scripts). They need only the standard library, so a
-machine without the Python environment can print a command.
+start the command), scripts.py (the generated scripts), trained_model.py (the model from which the
+default collection continues). They need only the standard library, so a machine without the Python
+environment can print a command.
 """
 
 import sys

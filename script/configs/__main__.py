@@ -9,6 +9,8 @@ data     print the tokenizer and the prefix of the data, one per line; the defau
 preset   print 1b or tiny: --preset, or the model that fits this machine and its data
 type     print the canonical name of a quantization type, then `flag`, or `settings` if training
          reads the type from the environment and the settings file
+start    print the number of iterations of the model from which a collection continues, then the
+         words of the flags that load it, one per line; only 0 if no model is loaded
 name     print the quantization type that results from flags of pretrain_gpt.py (--flags), the
          environment and the settings file
 size     print the size of the collection of a training command (--command), and ask before a
@@ -27,10 +29,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from configs import trained_model
 from configs.chosen_type import chosen_type
 from configs.datasets import DATASETS
+from configs.launch import setting
 from configs.lookup import ConfigError
 from configs.models import MODELS
+from configs.options import whole
 from configs.quantizations import AS_SET
 from configs.resolve import (
     DataRequest,
@@ -42,6 +47,7 @@ from configs.resolve import (
     say,
 )
 from configs.run_names import Formats
+from configs.trained_model import TrainedModel, continue_flags, why_random
 from megatron.console import ArgumentParser, did_you_mean, run_main
 
 
@@ -60,6 +66,19 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--data-name", default="--data-path", help="the same for the data")
     parser.add_argument("--preset", help="1b, or tiny, which may train on the default corpus")
     parser.add_argument("--type", help="quantization type as given by the user")
+    parser.add_argument(
+        "--start-iterations",
+        type=whole,
+        metavar="N",
+        help="iterations of the model to continue from; 0: random weights (START_ITERATIONS if "
+        f"set, otherwise {trained_model.ITERATIONS})",
+    )
+    parser.add_argument(
+        "--given",
+        default="",
+        help="option of the driver that makes its job another than the default",
+    )
+    parser.add_argument("--dtype", default="bf16", help="the driver's --dtype")
     parser.add_argument("--flags", default="", help="flags of pretrain_gpt.py, quoted for a shell")
     parser.add_argument("--command", default="", help="training command as a dry run prints it")
     parser.add_argument("--types", type=int, default=1, help="number of types collected in turn")
@@ -93,8 +112,33 @@ def request_of(options: argparse.Namespace) -> DataRequest:
 
 
 def data(options: argparse.Namespace) -> list[str]:
-    files = resolve_data(request_of(options), sys.executable, dry_run=options.dry_run)
-    return [files.tokenizer, files.data]
+    options.files = resolve_data(request_of(options), sys.executable, dry_run=options.dry_run)
+    return [options.files.tokenizer, options.files.data]
+
+
+def start(options: argparse.Namespace) -> list[str]:
+    """Return the iterations of the model to continue from, and the flags that load it.
+
+    The queries `preset` and `data` must come before this one.
+    """
+    iterations = setting(options.start_iterations, "START_ITERATIONS", whole)
+    if iterations == 0:
+        say("No trained model is loaded (--start-iterations 0).")
+        return ["0"]
+    why = f"{options.given} is given" if options.given else None
+    if options.preset != "tiny":
+        why = why or f"the preset is {options.preset}"
+    why = why or why_random(options.files, shlex.split(options.flags), options.dtype)
+    if why is not None:
+        if options.start_iterations is not None:
+            raise ConfigError(
+                f"--start-iterations {iterations} belongs to the default job, but {why}; leave out "
+                "one of the two"
+            )
+        say(f"No trained model is loaded, because this is not the default job: {why}.")
+        return ["0"]
+    model = TrainedModel(iterations or trained_model.ITERATIONS, options.files)
+    return [str(model.iterations), *continue_flags(model.folder)]
 
 
 def preset(options: argparse.Namespace) -> list[str]:
@@ -146,6 +190,7 @@ ANSWERS = {
     "size": size,
     "data": data,
     "preset": preset,
+    "start": start,
     "type": quantization_type,
     "nearest": nearest,
 }

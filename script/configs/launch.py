@@ -94,7 +94,7 @@ def select(options: argparse.Namespace, python: str) -> Selection:
     return Selection(options=options, model=MODELS[options.model], dataset=dataset, preset=preset)
 
 
-def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
+def setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
     """Return the value of an option or else of an environment variable; None if neither is set."""
     text = os.environ.get(variable)
     if given is not None or not text:
@@ -130,8 +130,8 @@ def parallelism_of(selection: Selection, python: str) -> Parallelism:
     """
     options = selection.options
     given = {
-        "nproc_per_node": _setting(options.nproc_per_node, "NPROC", positive),
-        "nnodes": _setting(options.nnodes, "NNODES", positive),
+        "nproc_per_node": setting(options.nproc_per_node, "NPROC", positive),
+        "nnodes": setting(options.nnodes, "NNODES", positive),
         **{name: getattr(options, name) for name in ("tp", "pp", "cp", "ep")},
     }
     given = {name: value for name, value in given.items() if value is not None}
@@ -150,9 +150,9 @@ def parallelism_of(selection: Selection, python: str) -> Parallelism:
 
 def launch_of(options: argparse.Namespace) -> Launch:
     return Launch(
-        node_rank=_setting(options.node_rank, "NODE_RANK", whole) or 0,
+        node_rank=setting(options.node_rank, "NODE_RANK", whole) or 0,
         master_addr=options.master_addr or os.environ.get("MASTER_ADDR"),
-        master_port=_setting(options.master_port, "MASTER_PORT", positive) or 6000,
+        master_port=setting(options.master_port, "MASTER_PORT", positive) or 6000,
     )
 
 

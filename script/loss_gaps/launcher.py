@@ -11,7 +11,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -28,18 +28,32 @@ ANALYSIS = "megatron.analysis"
 class Launcher:
     """Runner that starts one program at a time and writes its output to a log."""
 
-    def __init__(self, words: Sequence[str], *, forks: bool):
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        forks: bool,
+        drivers: Iterable[int] = (),
+        watch: Callable[[], None] | None = None,
+    ):
         """Create a launcher.
 
         Args:
             words: command that starts `pretrain_gpt.py`, up to and including this file.
             forks: whether to fork this process instead.
+            drivers: process IDs of driver scripts; a new process is stopped when one has ended.
+            watch: function that is called every second while a new process runs.
         """
         self._words, self._forks = list(words), forks
+        self._drivers, self._watch = tuple(drivers), watch
         self._imported = False
 
     def train(self, arguments: Sequence[str], log: Path, head: str) -> int:
-        """Run `pretrain_gpt.py` and return its exit status; write the line `head` to the log."""
+        """Run `pretrain_gpt.py` and return its exit status; write the line `head` to the log.
+
+        Raises:
+            RuntimeError: if one of the driver scripts has ended before the run.
+        """
         return self._run([*self._words, *arguments], arguments, log, head)
 
     def analyze(self, arguments: Sequence[str], log: Path, head: str) -> int:
@@ -58,10 +72,13 @@ class Launcher:
         return status
 
     def _start(self, command: list[str], arguments: Sequence[str], out: IO[bytes]) -> int:
-        tree = ProcessTree(command, output=out, environment=environment())
+        tree = ProcessTree(command, output=out, environment=environment(), drivers=self._drivers)
         try:
             while (status := tree.wait(1.0)) is None:
-                pass
+                if (driver := tree.lost_driver()) is not None:
+                    raise RuntimeError(f"the driver script (process {driver}) has ended")
+                if self._watch is not None:
+                    self._watch()
             return status
         finally:
             tree.stop(GRACE)
@@ -74,8 +91,13 @@ class Launcher:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a run, without the variables that set formats."""
-    return {name: text for name, text in training_environment().items() if "QUANT" not in name}
+    """Return the environment of a run, without variables that set formats or collect tensors."""
+    variables = training_environment().items()
+    return {
+        name: text
+        for name, text in variables
+        if "QUANT" not in name and not name.startswith("TENSOR_SAVE")
+    }
 
 
 def _import() -> None:

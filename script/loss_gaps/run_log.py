@@ -57,12 +57,8 @@ def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) 
     end = _END.search(text)
     if end is None or not text.startswith(head):
         return None
-    losses: dict[int, float] = {}
-    norms: dict[int, float] = {}
-    for number, loss, norm in _ITERATION.findall(text):
-        losses[int(number)] = float(loss)
-        if norm:
-            norms[int(number)] = float(norm)
+    losses = losses_in(text)
+    norms = {int(number): float(norm) for number, _, norm in _ITERATION.findall(text) if norm}
     held_out = [float(value) for value in _HELD_OUT.findall(text)]
     loss = held_out[-1] if held_out else math.nan
     status, message = COMPLETE, ""
@@ -85,6 +81,11 @@ def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) 
         sum(counts) or None,
         message,
     )
+
+
+def losses_in(text: str) -> dict[int, float]:
+    """Return the training losses in a log, by iteration, also while the run writes it."""
+    return {int(number): float(loss) for number, loss, _ in _ITERATION.findall(text)}
 
 
 def read_log(path: Path, head: str, iterations: int, *, evaluated: bool = True) -> RunLog | None:

@@ -16,13 +16,13 @@ from configs import launch, resolve
 from configs.lookup import ConfigError, number
 from configs.resolve import REPO, say
 from configs.run_names import Formats
+from configs.trained_model import continue_flags, start_flags, without
 from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.held_out import cut
 from loss_gaps.launcher import Launcher
 from loss_gaps.run_log import COMPLETE, RunLog, parse_log, read_log
 from megatron.training import device
 
-START_SEED = 1234  #: seed of the bf16 model from which all configurations continue
 #: Evaluation interval with which a run is evaluated only at its end.
 NEVER = 1 << 30
 #: Flags of the matrix's training command that the study replaces.
@@ -103,8 +103,7 @@ class Trainings:
         if self.options.load or self.options.from_scratch:
             return None
         iterations = self.options.start_iterations
-        flags = ["--seed", str(START_SEED), "--train-iters", str(iterations)]
-        flags += ["--lr-decay-style", "constant", "--save", str(self.start)]
+        flags = [*start_flags(iterations), "--save", str(self.start)]
         return self._needed("start", flags, iterations, self.start)
 
     def collect(self) -> Path:
@@ -170,7 +169,7 @@ class Trainings:
         """Return the flags of a run that is compared with others, except for its formats."""
         flags = ["--seed", str(seed), "--train-iters", str(iterations)]
         if not self.options.from_scratch:
-            flags += ["--load", str(self.start), "--finetune"]
+            flags += continue_flags(self.start)
             if (rate := self.options.continue_lr) is not None:
                 flags += ["--lr", number(rate), "--min-lr", number(rate / 10)]
         return flags
@@ -270,14 +269,3 @@ def tokenized(text: Path, tokenizer: str, folder: Path) -> str:
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
             raise ConfigError(f"{text} cannot be tokenized; the reason is above")
     return data
-
-
-def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return `words` without the flags in `names` and the values of these flags."""
-    rest: list[str] = []
-    before = ""
-    for word in words:
-        if word not in names and before not in names:
-            rest.append(word)
-        before = word
-    return rest

@@ -94,20 +94,30 @@ def test_the_picture_has_its_panels_title_and_alarms(tmp_path):
     dump, found = measured(tmp_path)
     figure = draw_picture(dump, found, list(dump.problems))
     titles = [ax.get_title(loc="left") for ax in figure.axes]
-    assert titles == [
-        "Operands of matmuls",
-        "By magnitude",
-        "By quantization type",
-        "By layer type",
-        "By operation",
-        "By use in matmuls",
+    assert [title.partition("\n")[0] for title in titles[:4]] == [
+        "mxfp8 (this run)",
+        "hifp8",
+        "nvfp4",
+        "mxfp4",
     ]
+    assert titles[4:] == ["", "Operands of matmuls", "By magnitude"]  # "": the color bar
+    rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert rows == [
+        *("qkv fprop", "qkv dgrad", "qkv wgrad"),
+        *("QK fprop", "QK grad_query", "QK grad_key"),
+        *("PV fprop", "PV grad_probs", "PV grad_value"),
+    ]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["L0", "L1"]
+    assert figure.axes[4].get_ylabel() == "SQNR of the GEMM's result (dB)"
+    meshes = [ax.collections[0] for ax in figure.axes[:4]]
+    assert len({(mesh.norm.vmin, mesh.norm.vmax) for mesh in meshes}) == 1
     texts = [text.get_text() for text in figure.texts]
     assert texts[0] == "mxfp8: 28 tensors, 205 K values"
     assert str(tmp_path) in texts[1]
     assert "run 20250908_095200_abc123" in texts[1]
-    assert "1 NaN and 1 Inf values, not drawn" in texts[2]
-    steps = [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]
+    assert "NaN or Inf occurs in" in " ".join(texts)
+    assert "1 NaN and 1 Inf values, not drawn" in texts
+    steps = [patch for patch in figure.axes[5].patches if isinstance(patch, StepPatch)]
     assert sum(steps[0].get_data().values) == found.only("operands").summary().finite
     assert found.only("operands").summary().count + found.only("results").summary().count == (
         found.summary().count

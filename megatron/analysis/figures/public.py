@@ -20,11 +20,8 @@ from megatron.analysis.plots.style import RC
 from megatron.analysis.stats import Statistics, compute
 from megatron.analysis.stats.cache import ForeignCacheError, check_place
 from megatron.analysis.store import TensorStore, selected
+from megatron.analysis.study.first_look import default_formats
 from megatron.fake_quant import get_format
-from megatron.fake_quant.quant_type import parse_type
-
-#: Formats compared by default, in addition to the formats of the dump.
-FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def load(
 
     Args:
         folder: folder of the dump, searched with its subfolders.
-        formats: formats to compare; by default `FORMATS` and the formats used in the dump.
+        formats: formats to compare; by default those of `default_formats`.
         select: conditions on the tensors to draw, such as `{"layer": [0, 1], "module": "fc*"}`; see
             `TensorStore.select`. All tensors by default.
         run: ID of the run to draw, or `latest` for the most recent run; all runs by default.
@@ -183,24 +180,6 @@ def _made(data: FigureData, output: str) -> Iterator[tuple[str, Make]]:
         yield from ((name, make) for name, make in OUTPUTS[output].load()(data) if "." not in name)
     except NothingToDrawError:
         return
-
-
-def default_formats(store: TensorStore) -> list[str]:
-    """Return `FORMATS`, followed by other formats that the dump's quantization types use.
-
-    Operands in high precision, such as those of bf16 runs, add no format.
-    """
-    types = store.records["quant_type"].dropna().unique()
-    formats = list(FORMATS)
-    for name in map(str, types):
-        try:
-            assigned = parse_type(name)
-        except ValueError:
-            continue  # the quantization type of a recipe has no fixed formats
-        for fmt in assigned.values():
-            if fmt is not None and fmt.name not in formats:
-                formats.append(fmt.name)
-    return formats
 
 
 def _compute(

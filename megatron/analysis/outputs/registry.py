@@ -43,7 +43,7 @@ SUMS, DEVIATIONS = "sums", "deviations"
 QUICK, REPORT = "quick", "report"  #: outputs that are files instead of folders of figures
 #: Outputs by name. The figures of an output are in a folder of the same name.
 OUTPUTS = {
-    QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick"),
+    QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick", slowness=4),
     "distributions": Output("exponents, histograms, boxes", "figures.distributions", needs=(SUMS,)),
     "heatmaps": Output("numbers by layer and tensor", "figures.heatmaps", slowness=3),
     "comparisons": Output(

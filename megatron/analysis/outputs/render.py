@@ -174,7 +174,12 @@ def make(name: str, order: Order) -> Made:
         if name == QUICK:
             folder = order.figure_data.store.folder
             quick = quick_analysis(
-                folder, order.output, run=order.run, cache=order.cache, workers=1
+                folder,
+                order.output,
+                run=order.run,
+                formats=order.figure_data.formats,
+                cache=order.cache,
+                workers=1,
             )
             made.files += [quick.picture, quick.text]
         elif name == REPORT:

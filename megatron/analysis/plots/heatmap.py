@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize
 
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing, text_size
@@ -26,6 +27,8 @@ def plot_heatmap(
     digits: str = ".1f",
     cmap: str = "viridis",
     norm: Normalize | None = None,
+    bar: bool = True,
+    numbers: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw one cell per row of `data`, colored by the value and labeled with it if space allows.
@@ -38,6 +41,8 @@ def plot_heatmap(
         digits: format specification of the labels, such as ".1f".
         cmap: name of the colormap.
         norm: normalization of the colors; None adapts it to the finite values.
+        bar: whether to draw a color bar.
+        numbers: whether to write the values into the cells, unless there are too many cells.
 
     Raises:
         ValueError: a cell has more than one value.
@@ -65,16 +70,21 @@ def plot_heatmap(
     mesh = ax.pcolormesh(shown, cmap=colors, norm=norm, edgecolors="white", linewidth=0.6)
     ax.invert_yaxis()
     _label_cells(ax, rows, columns)
-    if cells.size <= MOST_NUMBERS:
+    if numbers and cells.size <= MOST_NUMBERS:
         _write(ax, cells, digits, lambda value: colors(norm(value)))
-    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.012, fraction=0.03, aspect=25)
-    bar.set_label(label)
-    if isinstance(norm, LogNorm):
-        decades(bar.ax.yaxis)
-    bar.outline.set_visible(False)
+    if bar:
+        _add_bar(ax, mesh, label)
     ax.spines[:].set_visible(False)
     ax.set_title(title, loc="left")
     return ax
+
+
+def _add_bar(ax: Axes, mesh: QuadMesh, label: str) -> None:
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.012, fraction=0.03, aspect=25)
+    bar.set_label(label)
+    if isinstance(mesh.norm, LogNorm):
+        decades(bar.ax.yaxis)
+    bar.outline.set_visible(False)
 
 
 def _label_cells(ax: Axes, rows: list[object], columns: list[object]) -> None:

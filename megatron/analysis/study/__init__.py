@@ -18,6 +18,7 @@ compares the products with those of the saved operands.
     gradients      find the gradients that are small beside their quantization noise
     verdict        say in a few sentences what the numbers show
     pictures, page draw them
+    first_look     study a part of a dump for `quick_analysis.png`
     outputs        write all files
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -66,6 +67,20 @@ class Pass:
                 s, b, heads, _ = sizes["query"]
                 scores += b * heads * s * s * len(self.ranks)
         return values * _BYTES_A_VALUE + scores * _BYTES_A_SCORE
+
+    @property
+    def products(self) -> int:
+        """Number of multiplications in one forward and backward pass, without recomputed ones."""
+        total = 0
+        for by_name in self.ranks:
+            sizes = {name: [int(size) for size in row.shape or ()] for name, row in by_name.items()}
+            if self.layer_type == "linear" and "weight" in sizes:
+                rows = sizes.get("input") or sizes.get("grad_output") or [0]
+                total += math.prod(rows[:-1]) * math.prod(sizes["weight"])
+            elif self.layer_type == "attention" and len(sizes.get("query", ())) == 4:
+                s, b, heads, width = sizes["query"]
+                total += 2 * b * heads * s * s * len(self.ranks) * width  # QK^T and PV
+        return 3 * total
 
 
 @dataclass

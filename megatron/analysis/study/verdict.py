@@ -125,12 +125,19 @@ def verdict(result: Study, proposal: Proposal | None = None) -> list[str]:
     summary = by_candidate(table)
     name = weakest(summary)
     third = _front(summary) if proposal is None else _proposed(proposal)
-    sentences = [_ranking(table, summary, result.rows), _losses(table, result.budgets, name), third]
+    sentences = [ranking(table, summary, result.rows), losses(table, result.budgets, name), third]
     gradients = gradients_of(table)
     return sentences if gradients.empty else [*sentences, rule(gradients)]
 
 
-def _ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> str:
+def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """Return the sentence that gives the median SQNR of each candidate.
+
+    Args:
+        table: result of `cells`.
+        summary: result of `by_candidate`.
+        rows: rows of the study.
+    """
     first = table[table["candidate"] == table["candidate"].iloc[0]]
     results, layers = len(first), first["layer_idx"].nunique()
     parts = [f"{_db(row.sqnr_db)} in {row.candidate}" for row in summary.itertuples()]
@@ -144,7 +151,13 @@ def _ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> 
     return text + "."
 
 
-def _losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
+def losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
+    """Return the sentence that names the places where candidate `name` loses most.
+
+    Args:
+        table: result of `cells`.
+        budgets: errors of single operands; may be empty.
+    """
     own = table[(table["candidate"] == name) & table["sqnr_db"].notna()]
     own = own.sort_values("sqnr_db", kind="stable")
     if own.empty:

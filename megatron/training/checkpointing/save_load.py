@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.bounded_files import printable
-from megatron.collection.loss_spikes import checked_levels
+from megatron.collection.loss_spikes import LOSS, checked_levels
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -48,6 +48,7 @@ from megatron.training.checkpointing.files import (
     checkpoint_folder,
     folder_to_load,
     put_in_place,
+    resumes,
     undo_replacement,
     write_tracker,
 )
@@ -285,6 +286,26 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         progress.levels = checked_levels(progress.levels)
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
     return progress
+
+
+def loaded_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the checkpoint from which the run starts, for the run card; None if there is none.
+
+    The entries are the folder, the iteration, whether the run continues it or only takes its
+    weights, and the mean of its last normal losses (at most 32; None if it stores none).
+    """
+    if not resumes(args):
+        return None
+    folder = folder_to_load(args)
+    assert folder is not None, "`resumes` has found a checkpoint"
+    progress = _read_common(folder)["progress"]
+    losses = checked_levels(progress["levels"]).get(LOSS)
+    return {
+        "checkpoint": str(folder),
+        "iteration": progress["iteration"],
+        "weights_only": bool(args.finetune),
+        "lm_loss": sum(losses) / len(losses) if losses else None,
+    }
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
