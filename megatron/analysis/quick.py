@@ -201,7 +201,8 @@ def draw_picture(
             rect=(0.015, 0.01, 0.97, 1 - top / height - 0.01), hspace=0.02, wspace=0.03
         )
         figure.set_layout_engine(layout)
-        upper, lower = figure.subfigures(2, 1, height_ratios=[maps, histograms])
+        grid = figure.add_gridspec(2, 1, height_ratios=[maps, histograms])
+        upper, lower = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
         if isinstance(compared, FirstLook):
             draw_comparison(compared, upper)
         else:
@@ -394,8 +395,8 @@ def _headline(
     facts += weights_of(dump)
 
     def write(inches: float, text: str, **style: Any) -> None:
-        style = {"x": 0.02, "va": "top"} | style
-        figure.text(y=1 - inches / figure.get_figheight(), s=text, **style)
+        x = style.pop("x", 0.02)
+        figure.text(x, 1 - inches / figure.get_figheight(), text, va="top", **style)
 
     write(0.16, title, fontsize=16, fontweight="bold")
     write(0.52, "   ·   ".join(facts), color=FAINT)

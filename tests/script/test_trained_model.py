@@ -139,7 +139,7 @@ def test_other_data_and_dtypes_are_no_default_job(files):
 
 def test_every_type_of_the_default_job_continues_from_the_same_weights():
     [one] = dry(COLLECT, "single", "mxfp8")
-    both, _ = dry(DRAW, "both", "nvfp4", "--start-iterations", "300")
+    both, _ = dry(DRAW, "both", "mxfp4", "--start-iterations", "300")
     assert one[-1] == "--finetune"
     assert "llama32_tiny_bf16_300_" in value(one, "--load")
     assert value(both, "--load") == value(one, "--load")

@@ -11,7 +11,7 @@ from typing import Any
 #: Keys of the run card that the report shows: single values (`FACTS`), groups of values (`GROUPS`)
 #: and entries of the group "arguments" (`ARGUMENTS`).
 FACTS = ("quant_type", "started", "status", "reason", "device", "seed", "iterations", "platform")
-GROUPS = ("versions", "topology", "git")
+GROUPS = ("versions", "topology", "git", "loaded")
 ARGUMENTS = (
     "num_layers",
     "hidden_size",
