@@ -1,4 +1,4 @@
-"""Set up the processes that the script starts by multiprocessing as the script's own process.
+"""Set up the processes that the script starts by multiprocessing like the script's own process.
 
 A spawned process executes the main module of its parent again, under the name `__mp_main__`, before
 it unpickles its task. This module puts `child_main.py` in the place of the parent's main module.

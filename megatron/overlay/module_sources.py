@@ -41,7 +41,7 @@ HELPERS = "megatron.core.datasets.helpers_cpp"
 
 @dataclass(frozen=True)
 class Sources:
-    """Folders named `megatron` in which the script would find its packages, in this order."""
+    """Folders named `megatron` in which the script would find its packages, in search order."""
 
     folders: tuple[Path, ...]
 
