@@ -129,18 +129,20 @@ def begin_run(model: Sequence[torch.nn.Module]) -> None:
         model: pipeline stages of this rank.
 
     Raises:
-        ValueError: if a setting is wrong, or if the trainer has called `configure` itself.
+        ValueError: if a setting is wrong, or if tensors are requested although the trainer has
+            called `configure` itself.
     """
     global _later
     if _later is None:
         return
-    if session.configured():
+    arguments, _later = _later(), None
+    if not session.configured():
+        configure(**arguments, model=model)
+    elif arguments["save_tensors"] or arguments["tensor_statistics"] is not None:
         raise ValueError(
             "the script calls megatron.core.tensor_saver.configure itself; run it without the "
             "flags of the collection before the script"
         )
-    later, _later = _later, None
-    configure(**later(), model=model)
 
 
 def begin_iteration() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from pkgutil import extend_path
+from pkgutil import extend_path, iter_modules
 from types import ModuleType
 
 import megatron
@@ -24,17 +24,7 @@ from megatron.overlay.replacements import (
 
 OURS = Path(__file__).resolve().parents[1]  #: folder `megatron` of this tree
 #: modules and packages in `megatron` that come from this tree: all of them except `training`
-PARTS = (
-    "analysis",
-    "bounded_files",
-    "collection",
-    "console",
-    "core",
-    "cpu_backend",
-    "fake_quant",
-    "overlay",
-    "tensor_record",
-)
+PARTS = tuple(part.name for part in iter_modules([str(OURS)]) if part.name != "training")
 #: the compiled helpers of megatron-core's data sets, which a source checkout lacks
 HELPERS = "megatron.core.datasets.helpers_cpp"
 

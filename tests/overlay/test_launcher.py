@@ -150,6 +150,16 @@ def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
     assert "the script ran no training iteration" in result.stderr
 
 
+def test_a_script_may_configure_the_collection_itself(tmp_path):
+    """Then the flags of the collection are refused, and a run without them is not."""
+    words = ["--do", "configure", "--save", tmp_path / "dump"]
+    assert len(output(overlay(*words, flags=["--quant", "mxfp8"]))) == 2
+    assert len(TensorStore(tmp_path / "dump").select()) > 0
+    result = overlay(*words, flags=["--save-tensors", tmp_path / "other"])
+    assert result.returncode == 1
+    assert "the script calls megatron.core.tensor_saver.configure itself" in result.stderr
+
+
 def test_missing_packages_are_named_at_once(tmp_path):
     (tmp_path / "script.py").write_text("import module_of_script\nimport first_missing.part\n")
     (tmp_path / "module_of_script.py").write_text(

@@ -57,6 +57,14 @@ def start_child() -> None:
     assert process.exitcode == 0
 
 
+def configure_and_run() -> None:
+    from megatron.core import tensor_saver
+
+    folder, get_args().save = get_args().save, None
+    tensor_saver.configure(save_tensors=True, save_dir=folder)
+    run()
+
+
 def fail() -> None:
     raise RuntimeError("the script fails")
 
@@ -67,4 +75,5 @@ if __name__ == "__main__":
     else:
         initialize()
         actions = {"train": run, "show": show, "exit": lambda: sys.exit(7), "fail": fail}
+        actions["configure"] = configure_and_run
         actions[get_args().do]()
