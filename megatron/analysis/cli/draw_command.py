@@ -28,9 +28,9 @@ are not redrawn. A second call is therefore fast, and a call after an interrupte
 figure that needs data that the dump lacks is left out, and the reason is printed.
 """
 REPORT = """\
-Write report.html, one file that needs neither network nor server. It holds warnings, a heat map of
-the SQNR by layer and tensor, the tensors with the lowest SQNR, comparisons of formats and of types,
-and the card of each run. A click on a cell opens the histogram and the block map of a tensor.
+Write report.html, one file that needs neither network nor server. It holds a verdict, a heat map of
+the SQNR by layer and tensor, warnings, the tensors with the lowest SQNR, comparisons of formats and
+of types, and the card of each run. A click on a cell opens the histogram and the block map of a tensor.
 """
 QUICK = """\
 Take a first look at a dump: write quick_analysis.png and tensor_stats.txt.

@@ -1,11 +1,13 @@
 """Write report.html, a self-contained page that needs neither a network nor a server.
 
 The page contains its data as JSON (`content.py`), its script (`page.js`, which lists the sections)
-and Plotly's JavaScript, which draws the figures.
+and Plotly's JavaScript, which draws the figures. All three are compressed; `unpack.js` starts them.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
 from collections.abc import Mapping
@@ -36,12 +38,17 @@ def render(data: dict[str, Any]) -> str:
     parts = {
         "title": html.escape(str(data["title"])),
         "style": page_style(),
-        # "<" is escaped, so that no text in the data can end the script element that contains it.
-        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "plotly": get_plotlyjs(),
-        "script": _part("page.js"),
+        "data": packed(json.dumps(data, allow_nan=False, separators=(",", ":"))),
+        "plotly": packed(get_plotlyjs()),
+        "script": packed(_part("page.js")),
+        "unpack": _part("unpack.js"),
     }
     return fill(_part("page.html"), parts)
+
+
+def packed(text: str) -> str:
+    """Return a text compressed by gzip, in base64; the same text always gives the same result."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from megatron.analysis.diagnostics import diagnose
+from megatron.analysis.diagnostics import Diagnostic, diagnose
 from megatron.analysis.dump.run_endings import ending
-from megatron.analysis.figures.figure_data import FigureData
+from megatron.analysis.figures.figure_data import FigureData, layer_name
 from megatron.analysis.plots.style import color_of
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
@@ -53,6 +53,7 @@ def content(figure_data: FigureData) -> dict[str, Any]:
         "judged_places": judged_places,
         "by_place": format_medians(figure_data, "place", judged_places),
         "by_layer": format_medians(figure_data, "layer_idx", layers),
+        "verdict": verdict(figure_data, diagnostics),
         "cautions": [
             {
                 "kind": diagnostic.kind,
@@ -117,6 +118,34 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
         for name in figure_data.formats:
             rows[-1] += formats[name][:2] if name in formats else (None, None)
     return rows
+
+
+def verdict(figure_data: FigureData, diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
+    """Return a sentence about each format and its tensor with the lowest SQNR, best format first.
+
+    Formats are sorted by their median SQNR.
+    """
+    entries = []
+    for name in figure_data.formats:
+        uses = figure_data.judged[figure_data.judged["quantized_format"] == name]
+        known = uses["sqnr_db"].dropna()
+        if known.empty:
+            continue
+        median, lowest = float(known.median()), uses.loc[known.idxmin()]
+        warnings = [each for each in diagnostics if each.format == name]
+        count = len(warnings)
+        alarm = f"{count} warning{'s' if count > 1 else ''}" if count else "no warning"
+        text = (
+            f"{_decibels(median)} in the median of {len(known):,} {figure_data.judge} of matmuls; "
+            f"lowest: {layer_name(int(lowest['layer_idx']))} {lowest['place']}, "
+            f"{_decibels(float(lowest['sqnr_db']))}; {alarm}."
+        )
+        entries.append((median, {"format": name, "text": text, "tensor": int(lowest["tensor"])}))
+    return [entry for _, entry in sorted(entries, key=lambda each: -each[0])]
+
+
+def _decibels(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f} dB"
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:

@@ -1,10 +1,11 @@
 "use strict";
-// Everything on the page comes from the JSON in #data. Its texts are set as text, never as markup.
+// Everything on the page comes from the JSON in #data, which unpack.js unpacks. Its texts are set as text, never as markup.
 // Plotly interprets some tags, so that every text of the data is escaped by `plain` for it.
-const data = JSON.parse(document.getElementById("data").textContent);
+const data = window.reportData;
 const $ = (id) => document.getElementById(id);
-const FONT = { family: "system-ui, sans-serif", size: 12, color: "#222" };
 const CONFIG = { responsive: true, displaylogo: false };
+const NARROW = 700; // width in pixels below which the cells of the map have no numbers
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const MAGMA = [[0, "#000004"], [0.25, "#51127c"], [0.5, "#b73779"], [0.75, "#fc8961"], [1, "#fcfdbf"]];
 const KINDS = { forward: "activations", weight: "weights", gradient: "gradients" };
 let opened = null; // the tensor whose details are shown
@@ -12,6 +13,10 @@ let opened = null; // the tensor whose details are shown
 // The sections in the order of the page. A section without `formats` is drawn also if the report
 // compares no format.
 const SECTIONS = [
+  {
+    id: "verdict", link: "Verdict", heading: "Verdict", formats: true, draw: drawVerdict,
+    body: `<p class="note">formats by their median SQNR; 6 dB are one bit</p><ol id="sentences"></ol>`,
+  },
   { id: "warnings", link: "Warnings", heading: "Warnings", body: `<ol id="cautions"></ol>`, draw: drawWarnings },
   {
     id: "map", link: "Layer by tensor", heading: "Signal to quantization noise, layer by tensor", formats: true, draw: drawHeatmap,
@@ -24,7 +29,7 @@ const SECTIONS = [
         <span class="note">dB; a cell is the median of its tensors; a click opens the tensor with the
         lowest SQNR; <span id="opened-note"></span></span>
       </p>
-      <div id="heatmap" class="plot"></div>
+      <div id="heatmap" class="plot" tabindex="0" role="group" aria-label="Map of layers and tensors; the arrow keys open the next cell"></div>
       <div id="detail">
         <h3 id="detail-title">Click a cell</h3>
         <p id="detail-facts" class="note"></p>
@@ -84,10 +89,11 @@ const percent = (share) => (share === null ? "-" : share > 0 && share < 1e-6 ? "
 // Return an SQNR as text; it is infinite if there is no error.
 const decibel = (value) => (value === "inf" ? "exact" : typeof value === "number" ? value.toFixed(1) : value ?? "-");
 const layout = (more) => ({
-  font: FONT, margin: { l: 60, r: 20, t: 34, b: 50 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+  font: { family: "system-ui, sans-serif", size: 12, color: color("ink") },
+  margin: { l: 60, r: 20, t: 34, b: 50 }, paper_bgcolor: color("page"), plot_bgcolor: color("page"),
   hovermode: "closest", showlegend: true, ...more,
 });
-const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: "#e5e5e5", zeroline: false, ...more });
+const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: color("rule"), zeroline: false, ...more });
 
 function fillSelect(id, entries, changed) {
   $(id).replaceChildren(...entries.map(([value, text]) => make("option", text, { value })));
@@ -122,18 +128,17 @@ function drawHeatmap() {
   const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 1);
   const bottom = finite.reduce((a, b) => Math.min(a, b), top);
   // the color only; the text of a cell is in `text`
-  const color = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
-  const few = data.layers.length * shown.length <= 900;
+  const height = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
+  const few = data.layers.length * shown.length <= 900 && window.innerWidth >= NARROW;
   const trace = {
-    type: "heatmap", z: z.map((row) => row.map(color)), x: shown.map((i) => labels[i]),
+    type: "heatmap", z: z.map((row) => row.map(height)), x: shown.map((i) => labels[i]),
     y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
     zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
     hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
     ...(few ? { texttemplate: "%{text}", textfont: { size: 9 } } : {}),
   };
-  const height = Math.min(212 + 24 * data.layers.length, 900);
   Plotly.react("heatmap", [trace], layout({
-    height, margin: { l: 46, r: 10, t: 32, b: 120 },
+    height: Math.min(212 + 24 * data.layers.length, 900), margin: { l: 46, r: 10, t: 32, b: 120 },
     xaxis: { tickangle: -45, type: "category", automargin: true }, yaxis: { autorange: "reversed", type: "category" },
     shapes: mark(shown),
   }), CONFIG);
@@ -151,9 +156,51 @@ function mark(shown) {
   return [{ type: "rect", x0: column - 0.5, x1: column + 0.5, y0: row - 0.5, y1: row + 0.5, line }];
 }
 
+// Open the nearest cell in the direction of an arrow key.
+function step(event) {
+  const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!move || opened === null) return;
+  event.preventDefault();
+  const grid = $("heatmap").data[0].customdata;
+  const [, , layer, place] = data.at[opened];
+  let [row, column] = [data.layers.indexOf(layer) + move[0], columns().indexOf(place) + move[1]];
+  while (grid[row]?.[column] === null) [row, column] = [row + move[0], column + move[1]];
+  open(grid[row]?.[column]);
+}
+
+// Keep the view in the address, so that a link to it can be sent.
+function remember() {
+  const { run, iteration } = chosen();
+  const view = { run: data.runs[run].id, iteration, tensors: $("shown").value };
+  if (data.formats.length) view.format = formatName();
+  if (opened !== null) view.tensor = opened;
+  history.replaceState(null, "", `#view:${new URLSearchParams(view)}`);
+}
+
+// Show the view in the address. Return whether there is one; parts that do not exist are ignored.
+function recall() {
+  if (!location.hash.startsWith("#view:")) return false;
+  const view = new URLSearchParams(location.hash.slice("#view:".length));
+  const format = data.formats.findIndex(({ name }) => name === view.get("format"));
+  if (format >= 0) $("format").value = format;
+  const tensor = /^\d+$/.test(view.get("tensor") ?? "") ? Number(view.get("tensor")) : -1;
+  if (tensor >= 0 && tensor < data.at.length) {
+    goTo(tensor);
+    return true;
+  }
+  const run = data.runs.findIndex(({ id }) => id === view.get("run"));
+  if (run >= 0) $("run").value = run;
+  iterations();
+  if (data.runs[chosen().run].iterations.includes(Number(view.get("iteration")))) $("iteration").value = view.get("iteration");
+  if (kinds.includes(view.get("tensors"))) $("shown").value = view.get("tensors");
+  if (data.formats.length) follow();
+  return true;
+}
+
 function open(tensor) {
   if (tensor === null || tensor === undefined) return;
   opened = tensor;
+  remember();
   if (data.formats.length) Plotly.relayout("heatmap", { shapes: mark(columns()) });
   $("detail").dataset.tensor = tensor;
   $("detail-title").textContent = data.tensors[tensor];
@@ -188,15 +235,15 @@ function drawHistogram(detail) {
     hovertemplate: `%{y:,} ${label}, from %{customdata}<extra></extra>`,
   });
   // hatched, because the color of a format can be any solid color
-  const hatched = (trace) => ({ ...trace, marker: { color: "#fff", line: { color: "#222", width: 1 }, pattern: { shape: "/", size: 5, fgcolor: trace.marker.color } } });
+  const hatched = (trace) => ({ ...trace, marker: { color: color("page"), line: { color: color("ink"), width: 1 }, pattern: { shape: "/", size: 5, fgcolor: trace.marker.color } } });
   const traces = [
     bar(detail.values.map((n, i) => n - lost[i] - beyond[i] - poisoned[i]), "kept", data.formats[formatIndex()].color),
-    bar(lost, "become zero", "#d9d9d9"), hatched(bar(beyond, "saturate", "#222")),
-    ...(poisoned.some(Boolean) ? [bar(poisoned, "become NaN", "#222")] : []),
+    bar(lost, "become zero", color("lost")), hatched(bar(beyond, "saturate", color("ink"))),
+    ...(poisoned.some(Boolean) ? [bar(poisoned, "become NaN", color("ink"))] : []),
   ];
   if (format) traces.push({
     type: "scatter", mode: "lines+markers", x, y: format.error, name: "relative error", yaxis: "y2",
-    line: { color: "#222", width: 1 }, marker: { size: 4 }, customdata: labels,
+    line: { color: color("ink"), width: 1 }, marker: { size: 4 }, customdata: labels,
     hovertemplate: "mean relative error %{y:.2%}, from %{customdata}<extra></extra>",
   });
   $("histogram-note").textContent = histogramNote(detail, name);
@@ -306,7 +353,11 @@ function drawWorst() {
     const row = make("tr", undefined, { class: "open", tabindex: 0 });
     for (const text of [data.tensors[tensor], decibel(sqnr), ...numbers.map(percent)]) row.append(make("td", text));
     row.onclick = () => jumpTo(tensor);
-    row.onkeydown = (event) => { if (event.key === "Enter") jumpTo(tensor); };
+    row.onkeydown = (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      jumpTo(tensor);
+    };
     return row;
   });
   $("worst-table").replaceChildren(head, ...rows);
@@ -410,6 +461,18 @@ function drawHeader() {
   $("opened-note").textContent = `${details < all ? show(details) : "all"} of ${show(all)} tensors can be opened`;
 }
 
+function drawVerdict() {
+  $("sentences").replaceChildren(...data.verdict.map(({ format, text, tensor }) => {
+    const item = make("li", `${format}: ${text} `);
+    if (tensor !== null) {
+      const button = make("button", "show it", { class: "tensor", "aria-label": `show the lowest tensor in ${format}` });
+      button.onclick = () => jumpTo(tensor, format);
+      item.append(button);
+    }
+    return item;
+  }));
+}
+
 function drawWarnings() {
   $("cautions").replaceChildren(...(data.cautions.length ? data.cautions.map((warning) => {
     const item = make("li", warning.text);
@@ -460,6 +523,7 @@ for (const { id, link, heading, body } of SECTIONS) {
 fillSelect("format", data.formats.map((format, i) => [i, format.name]), () => {
   drawHeatmap();
   drawWorst();
+  remember();
   if (opened !== null) open(opened);
 });
 fillSelect("run", data.runs.map((run, i) => [i, `${run.type} (${run.id || "unknown run"})`]), () => {
@@ -471,6 +535,12 @@ fillSelect("shown", kinds.map((name) => [name, `${name} of matmuls`]), follow);
 iterations();
 drawHeader();
 for (const section of SECTIONS) if (data.formats.length || !section.formats) section.draw();
+$("heatmap").onkeydown = step;
 const lowest = data.formats.length ? data.worst[formatName()]?.[0] : undefined;
-if (lowest) goTo(lowest[0]);
+if (!recall() && lowest) goTo(lowest[0]);
+window.addEventListener("hashchange", recall);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const section of SECTIONS) if (data.formats.length || !section.formats) section.draw();
+  if (opened !== null) open(opened);
+});
 document.body.dataset.ready = "yes";

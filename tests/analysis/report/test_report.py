@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
 
@@ -53,8 +54,13 @@ def tab(page, tmp_path_factory):
 
 
 def embedded(page):
-    text = page.read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return data_of(page.read_text(encoding="utf-8"))
+
+
+def data_of(text):
+    """Return the data of a page, which are compressed JSON."""
+    packed = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def test_the_page_is_one_file_with_its_data(page, figure_data):
@@ -67,6 +73,7 @@ def test_the_page_is_one_file_with_its_data(page, figure_data):
     assert not re.search(r'href="(?!#|data:)', head)
     visible = [path.name for path in page.parent.iterdir() if path.name[0] != "."]
     assert visible == ["report.html"]
+    assert page.stat().st_size < 5e6
 
 
 def test_cells_and_details_have_the_numbers_of_the_statistics(page, figure_data):
@@ -141,7 +148,7 @@ def test_nothing_in_the_data_can_become_markup(figure_data):
     texts = {"folder": evil, "places": [evil], "left_out": [evil], "tensors": [evil]}
     page = render(data | texts)
     assert evil not in page
-    assert json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["folder"] == evil
+    assert data_of(page)["folder"] == evil
 
 
 def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):
@@ -279,3 +286,66 @@ def test_the_scales_of_nvfp4_are_shown_by_their_values(tab, page, figure_data):
     assert len(set(ticks)) == len(ticks)
     assert all(np.isclose(values, float(tick), rtol=1e-2).any() for tick in ticks)
     assert tab.messages == []
+
+
+def test_the_verdict_ranks_the_formats_with_the_numbers_of_the_statistics(tab, page, figure_data):
+    verdict = embedded(page)["verdict"]
+    medians = figure_data.judged.groupby("quantized_format")["sqnr_db"].median()
+    assert [each["format"] for each in verdict] == list(medians.sort_values(ascending=False).index)
+    for each in verdict:
+        uses = figure_data.judged[figure_data.judged["quantized_format"] == each["format"]]
+        assert each["text"].startswith(f"{medians[each['format']]:.1f} dB in the median of ")
+        assert each["tensor"] == uses.loc[uses["sqnr_db"].idxmin(), "tensor"]
+        assert f"{uses['sqnr_db'].min():.1f} dB; " in each["text"]
+    tab.evaluate("document.querySelectorAll('#sentences button')[1].click(), 1")
+    assert tab.evaluate("$('detail').dataset.tensor") == str(verdict[1]["tensor"])
+    assert tab.evaluate("formatName()") == verdict[1]["format"]
+
+
+def test_the_address_of_a_view_opens_it_again(tab, page):
+    tab.open(page)
+    tensor = embedded(page)["worst"]["nvfp4"][5][0]
+    tab.evaluate(f"jumpTo({tensor}, 'nvfp4'), 1")
+    address = tab.evaluate("location.hash")
+    assert f"tensor={tensor}" in address
+    assert "format=nvfp4" in address
+    tab.evaluate("jumpTo(0, 'mxfp8'), 1")
+    tab.evaluate(f"location.hash = '{address}', 1")
+    tab.wait_for(f"$('detail').dataset.tensor === '{tensor}'")
+    assert tab.evaluate("formatName()") == "nvfp4"
+    assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    for wrong in ("tensor=99999", "tensor=-1", "tensor=1e2", "format=%3Cb%3E&run=x&iteration=7"):
+        tab.evaluate(f"location.hash = '#view:{wrong}', 1")
+        tab.wait_for(f"location.hash !== '#view:{wrong}'")
+    assert tab.messages == []
+
+
+def test_the_arrow_keys_open_the_next_cell(tab, page):
+    tab.open(page)
+    tab.evaluate("$('heatmap').focus(), 1")
+    assert tab.evaluate("document.activeElement.id") == "heatmap"
+    places = []
+    for key in ("ArrowDown", "ArrowLeft", "ArrowUp", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        event = f"new KeyboardEvent('keydown', {{ key: '{key}', cancelable: true }})"
+        tab.evaluate(f"$('heatmap').dispatchEvent({event}), 1")
+        places.append(tab.evaluate("data.at[opened].slice(2).join()"))
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    assert len(set(places)) >= 3
+
+
+def test_a_phone_needs_no_sideways_scrolling_and_a_dark_screen_no_white_page(tab, page):
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    tab.send("Emulation.setDeviceMetricsOverride", **phone)
+    tab.send("Emulation.setEmulatedMedia", features=dark)
+    try:
+        tab.open(page)
+        assert tab.evaluate("document.documentElement.scrollWidth") == 390
+        background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == "rgb(23, 25, 27)"
+        assert tab.evaluate("$('heatmap')._fullLayout.paper_bgcolor") == "#17191b"
+        assert tab.evaluate("document.querySelectorAll('#heatmap .heatmap-label').length") == 0
+        assert tab.messages == []
+    finally:
+        tab.send("Emulation.clearDeviceMetricsOverride")
+        tab.send("Emulation.setEmulatedMedia", features=[])
