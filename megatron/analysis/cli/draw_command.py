@@ -30,7 +30,8 @@ figure that needs data that the dump lacks is left out, and the reason is printe
 REPORT = """\
 Write report.html, one file that needs neither network nor server. It holds a verdict, a heat map of
 the SQNR by layer and tensor, warnings, the tensors with the lowest SQNR, comparisons of formats and
-of types, and the card of each run. A click on a cell opens the histogram and the block map of a tensor.
+of types, and the card of each run. A click on a cell opens the histogram and the block map of a
+tensor.
 """
 QUICK = """\
 Take a first look at a dump: write quick_analysis.png and tensor_stats.txt.
