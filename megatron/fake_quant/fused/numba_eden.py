@@ -116,18 +116,24 @@ def correct(up: Any, sums: Any, place: Any, cut: Any, rule: Any, buffer: Any) ->
     """Correct the scales of all columns.
 
     Random bits belong to the position of a block in a tensor whose last axis is the blocks' axis.
+    The blocks of a tile are neighbors there if blocks run along the last axis in memory, too. Their
+    bits are then generated in one loop, which LLVM vectorizes.
     """
     together = rule.size // DEPTH
-    row, left = place.first // cut.n, place.first % cut.n
+    row, left, drawn = place.first // cut.n, place.first % cut.n, 0
     if cut.inner > 1:
         left = place.first // cut.inner % cut.n
         row = place.first // (cut.inner * cut.n) * cut.inner + place.first % cut.inner
+    else:
+        index = row * rule.blocks + left // rule.size
+        drawn = fill_random(buffer, index, place.columns // together, rule.random)
     for first in range(0, place.columns, place.near * PARTS):
         for j in range(place.near):
             group = first // PARTS + j
-            block = (left + first * DEPTH) // rule.size if cut.inner == 1 else left // rule.size
-            index = (row + (j if cut.inner > 1 else 0)) * rule.blocks + block
-            skipped = fill_random(buffer, index, PARTS // together, rule.random)
+            skipped = drawn + first // together
+            if cut.inner > 1:
+                index = (row + j) * rule.blocks + left // rule.size
+                skipped = fill_random(buffer, index, PARTS // together, rule.random)
             square, product = sums[0, 0, group], sums[1, 0, group]
             factor = ONE if product == 0 else np.float32(square / product)
             for part in range(PARTS):
@@ -139,7 +145,7 @@ def correct(up: Any, sums: Any, place: Any, cut: Any, rule: Any, buffer: Any) ->
 @kernel
 def eden(rule: Any, tiles: Any, drawn: Any, cut: Any, start: Any, stop: Any) -> None:
     """Quantize the tiles `start` to `stop - 1` in place."""
-    amax, buffer = np.empty(COLUMNS, np.int32), np.empty(PARTS + 7, np.int32)
+    amax, buffer = np.empty(COLUMNS, np.int32), np.empty(COLUMNS + 7, np.int32)
     down, up = np.empty(COLUMNS, np.float32), np.empty(COLUMNS, np.float32)
     terms, sums = np.empty((2, COLUMNS)), np.empty((2, DEPTH, COLUMNS // PARTS))
     for item in range(start, stop):
