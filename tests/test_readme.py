@@ -52,7 +52,7 @@ def copy_with_bytecode(source: Path, target: Path) -> None:
     if source.suffix == ".py":
         compiled, copied = (Path(cache_from_source(str(path))) for path in (source, target))
         if compiled.is_file():
-            copied.parent.mkdir(exist_ok=True)
+            copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(compiled, copied)
 
 

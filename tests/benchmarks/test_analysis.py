@@ -2,6 +2,7 @@
 
 import sys
 
+from tests import forks
 from tests.analysis.fake_dump import write_dump
 from tests.subprocesses import REPO, environment, run
 
@@ -22,6 +23,6 @@ def test_it_measures_a_dump_and_tiny_tensors(tmp_path):
 
 
 def test_a_folder_without_tensors_ends_in_an_error(tmp_path):
-    done = run([sys.executable, SCRIPT, "--quick", "--dump", tmp_path], env=environment())
+    done = forks.run(SCRIPT, "--quick", "--dump", tmp_path, libraries_only=True)
     assert done.returncode == 1
     assert "no .pt file in" in done.stderr

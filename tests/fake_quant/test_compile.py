@@ -200,9 +200,11 @@ def step(matmul, a: Tensor, b: Tensor, **autocast) -> list[Tensor]:
     return [c.detach(), a.grad, b.grad]
 
 
-@pytest.mark.parametrize("name", GEMMS)
-@pytest.mark.parametrize("rows", [32, 256])
-def test_a_compiled_matmul_gives_the_bits_of_eager_mode(name, rows):
+# The CPU kernels are loaded by now, so that few rows take the same code as many.
+@pytest.mark.parametrize(
+    ("rows", "name"), [(32, "mxfp8"), (32, "mean split"), *((256, name) for name in GEMMS)]
+)
+def test_a_compiled_matmul_gives_the_bits_of_eager_mode(rows, name):
     def matmul(a: Tensor, b: Tensor) -> Tensor:
         return quantized_matmul(a, b, GEMMS[name], alpha=0.5, seed=SEED)
 
