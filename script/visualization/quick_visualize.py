@@ -4,8 +4,8 @@
     python script/visualization/quick_visualize.py --tensor_dir enhanced_tensor_logs/mxfp8 \\
         --output_dir draw
 
-This script runs `python -m megatron.analysis quick DIR` and also accepts its options --run,
---formats and --workers; see `python -m megatron.analysis quick --help`.
+This script runs `python -m megatron.analysis quick DIR` and also accepts its options --run and
+--workers; see `python -m megatron.analysis quick --help`.
 
 Exit status: 0 everything is drawn; 2 wrong option, or nothing to draw; 3 drawn without the files
 that could not be read.

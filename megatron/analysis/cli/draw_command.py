@@ -39,8 +39,9 @@ Take a first look at a dump: write quick_analysis.png and tensor_stats.txt.
 The picture shows which format loses how much in which matmul of which layer, as the command `study`
 measures it, and histograms of the operands. It compares the formats on one run (the first one
 without quantization, if there is any), its first iteration and first micro-batch and, if the model
-is large, a few layers. The text holds the statistics, overall, by group and by tensor. Earlier
-files of these names with other content are kept under a name with their time.
+is large, a few layers. `draw --figures quick --formats ...` chooses other formats. The text holds
+the statistics, overall, by group and by tensor. Earlier files of these names with other content are
+kept under a name with their time.
 """
 STATUS = """\
 Exit status: 0 everything was drawn; 1 a figure failed because of a bug, the others were drawn; 2 an
@@ -63,7 +64,6 @@ examples:
     "quick": """
 examples:
   python -m megatron.analysis quick enhanced_tensor_logs/mxfp8
-  python -m megatron.analysis quick dump --formats mxfp8 mxfp6_e2m3 mxfp4 mxfp4:rceil
 """,
 }
 
@@ -104,14 +104,14 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         metavar="N",
         help="number of threads and processes (default: one per processor)",
     )
-    parser.add_argument(
-        "--formats",
-        nargs="+",
-        metavar="FORMAT",
-        help="formats to compare, as `python -m megatron.fake_quant list` names them "
-        f"(default: {DEFAULT_FORMATS})",
-    )
     if command != "quick":
+        parser.add_argument(
+            "--formats",
+            nargs="+",
+            metavar="FORMAT",
+            help="formats to compare, as `python -m megatron.fake_quant list` names them "
+            f"(default: {DEFAULT_FORMATS})",
+        )
         parser.add_argument(
             "--max-memory", metavar="SIZE", help="limit of the memory, for example 800M"
         )
@@ -232,7 +232,6 @@ def run_quick(arguments: argparse.Namespace) -> int:
         arguments.folder,
         arguments.output_dir,
         run=arguments.run,
-        formats=arguments.formats,
         workers=arguments.workers,
         progress=True,
     )
