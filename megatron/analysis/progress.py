@@ -69,8 +69,9 @@ class Progress:
         """Return a line such as "[PROGRESS] Measuring: 40 of 99 tensors, 3.1 per second, ..."."""
         rate = self.done / seconds
         speed = f"{rate:.3g} per second" if rate >= 1 else f"{1 / rate:.3g} s per {self._unit}"
+        units = f"{self._unit}es" if self._unit.endswith("s") else f"{self._unit}s"
         return (
-            f"[PROGRESS] {self._what}: {self.done} of {self._total} {self._unit}s, {speed}, "
+            f"[PROGRESS] {self._what}: {self.done} of {self._total} {units}, {speed}, "
             f"about {(self._total - self.done) / rate:.0f} s left"
         )
 
