@@ -11,7 +11,6 @@ NVFP4, arXiv 2509.25149 appendix B; the other modules name theirs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -242,37 +241,36 @@ class Format:
 #: the block, divided by the largest power of two of the element type.
 OCP = BlockScaling(32, "floor")
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        fmt.name: fmt
-        for fmt in (
-            Format("bf16", Cast(torch.bfloat16)),
-            Format("fp16", Cast(torch.float16)),
-            Format("mxfp8", E4M3, OCP),
-            Format("mxfp8_e5m2", E5M2, OCP),
-            Format("mxfp6_e3m2", E3M2, OCP),
-            Format("mxfp6_e2m3", E2M3, OCP),
-            Format("mxfp4", E2M1, OCP),
-            Format("mxint8", INT8, OCP),
-            Format("nvfp4", E2M1, BlockScaling(16, scale="e4m3", outer="tensor")),
-            Format("hifp8", HiFloat8()),
-            Format("hifp4", S1P2, GroupScaling()),
-            Format("fp8_e4m3", E4M3, TensorScaling(E4M3.max)),
-            Format("fp8_e5m2", E5M2, TensorScaling(E5M2.max)),
-            Format("mxint6", INT6, OCP),
-            Format("mxint4", INT4, OCP),
-            Format("nvint4", INT4, BlockScaling(16, scale="e4m3", outer="tensor")),
-            Format("amdfp4", E2M1, BlockScaling(16, scale="ue5m3")),
-            Format("fp8_block", E4M3, BlockScaling(128, scale="fp32"), square_weights=True),
-            Format("fp8_rowwise", E4M3, BlockScaling(WHOLE_AXIS, scale="fp32")),
-            Format("mx9", INT8, PairScaling(lowest=-120)),
-            Format("mx6", INT5, PairScaling(lowest=-123)),
-            Format("nf4", TableElement("nf4"), AbsmaxScaling()),
-            Format("if4", E2M1, ChoiceScaling(shared=True)),
-            Format("if4_mae", E2M1, ChoiceScaling(shared=True, error="mae")),
-            Format("mixfp4", E2M1, ChoiceScaling(shared=False)),
-            Format("mxfp4_macro", E2M1, MacroScaling()),
-            Format("mxfp4_macro_oas", E2M1, MacroScaling("rceil", top=7.25)),
-        )
-    }
-)
+# torch.compile of torch 2.6 can trace a dictionary, but no mapping proxy.
+FORMATS: Mapping[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        Format("bf16", Cast(torch.bfloat16)),
+        Format("fp16", Cast(torch.float16)),
+        Format("mxfp8", E4M3, OCP),
+        Format("mxfp8_e5m2", E5M2, OCP),
+        Format("mxfp6_e3m2", E3M2, OCP),
+        Format("mxfp6_e2m3", E2M3, OCP),
+        Format("mxfp4", E2M1, OCP),
+        Format("mxint8", INT8, OCP),
+        Format("nvfp4", E2M1, BlockScaling(16, scale="e4m3", outer="tensor")),
+        Format("hifp8", HiFloat8()),
+        Format("hifp4", S1P2, GroupScaling()),
+        Format("fp8_e4m3", E4M3, TensorScaling(E4M3.max)),
+        Format("fp8_e5m2", E5M2, TensorScaling(E5M2.max)),
+        Format("mxint6", INT6, OCP),
+        Format("mxint4", INT4, OCP),
+        Format("nvint4", INT4, BlockScaling(16, scale="e4m3", outer="tensor")),
+        Format("amdfp4", E2M1, BlockScaling(16, scale="ue5m3")),
+        Format("fp8_block", E4M3, BlockScaling(128, scale="fp32"), square_weights=True),
+        Format("fp8_rowwise", E4M3, BlockScaling(WHOLE_AXIS, scale="fp32")),
+        Format("mx9", INT8, PairScaling(lowest=-120)),
+        Format("mx6", INT5, PairScaling(lowest=-123)),
+        Format("nf4", TableElement("nf4"), AbsmaxScaling()),
+        Format("if4", E2M1, ChoiceScaling(shared=True)),
+        Format("if4_mae", E2M1, ChoiceScaling(shared=True, error="mae")),
+        Format("mixfp4", E2M1, ChoiceScaling(shared=False)),
+        Format("mxfp4_macro", E2M1, MacroScaling()),
+        Format("mxfp4_macro_oas", E2M1, MacroScaling("rceil", top=7.25)),
+    )
+}

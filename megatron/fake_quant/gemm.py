@@ -198,11 +198,10 @@ class _Call:
         The operands are not yet quantized as matrices if an accumulator has read their elements.
         `plain` multiplies tensors that need neither scales nor an accumulator.
         """
-        slots, axes = GEMM_SLOTS[gemm], AXES[gemm]
-        a, b = (
-            self.prepared(slot, matrix, axis=axis)
-            for slot, matrix, axis in zip(slots, (left, right), axes, strict=True)
-        )
+        (slot_a, slot_b), (axis_a, axis_b) = GEMM_SLOTS[gemm], AXES[gemm]
+        # A zip over both would fail in torch.compile of torch 2.6 if `prepared` breaks the graph.
+        a = self.prepared(slot_a, left, axis=axis_a)
+        b = self.prepared(slot_b, right, axis=axis_b)
         accumulator = self.formats.simulated_accumulator(gemm)
         if accumulator is not None and not (a.empty or b.empty):
             return _accumulated(a, b, accumulator, self.alpha), a, b

@@ -35,7 +35,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import cast
 
 from megatron.fake_quant.block_scaling import (
@@ -64,15 +63,14 @@ from megatron.fake_quant.variants import (
     without_defaults,
 )
 
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "mxfp8_e4m3": "mxfp8",
-        "hif8": "hifp8",
-        "hifloat8": "hifp8",
-        "hif4": "hifp4",
-        "hifloat4": "hifp4",
-    }
-)
+# A plain dictionary, as FORMATS is.
+ALIASES: Mapping[str, str] = {
+    "mxfp8_e4m3": "mxfp8",
+    "hif8": "hifp8",
+    "hifloat8": "hifp8",
+    "hif4": "hifp4",
+    "hifloat4": "hifp4",
+}
 _SPELLED_OUT = re.compile(
     r"(?P<family>mx|nv):(?P<element>[^:]*):(?P<block>b([0-9]+x)?[0-9]+|row|column|tensor)"
     r":(?P<scale>[^:]*)(:(?P<variants>.*))?"

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 Rounding = Literal["nearest", "stochastic", "hybrid", "eden"]
@@ -22,24 +21,23 @@ class RoundingMode:
     corrects_scales: bool = False
 
 
-ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
-    {
-        "nearest": RoundingMode("", "to nearest, ties {ties}"),
-        "stochastic": RoundingMode(
-            "sr", "up in magnitude with the probability of the distance from below, at random", True
-        ),
-        # hybrid rounding (HR), arXiv 2409.16626 section 2.3
-        "hybrid": RoundingMode(
-            "hr",
-            "for |E| < 4 to nearest, ties {ties}; from there on by the value's own low bits (HR)",
-        ),
-        "eden": RoundingMode(
-            "eden",
-            f"to nearest, ties {{ties}}; then the scales of {EDEN_GROUP} neighbors are multiplied "
-            "by sum x^2 / sum x q and rounded at random (MS-EDEN, arXiv 2601.22813); to be used "
-            f"after a Hadamard transform of size {EDEN_GROUP} with random signs",
-            random=True,
-            corrects_scales=True,
-        ),
-    }
-)
+# torch.compile of torch 2.6 can trace a dictionary, but no mapping proxy.
+ROUNDINGS: Mapping[Rounding, RoundingMode] = {
+    "nearest": RoundingMode("", "to nearest, ties {ties}"),
+    "stochastic": RoundingMode(
+        "sr", "up in magnitude with the probability of the distance from below, at random", True
+    ),
+    # hybrid rounding (HR), arXiv 2409.16626 section 2.3
+    "hybrid": RoundingMode(
+        "hr",
+        "for |E| < 4 to nearest, ties {ties}; from there on by the value's own low bits (HR)",
+    ),
+    "eden": RoundingMode(
+        "eden",
+        f"to nearest, ties {{ties}}; then the scales of {EDEN_GROUP} neighbors are multiplied "
+        "by sum x^2 / sum x q and rounded at random (MS-EDEN, arXiv 2601.22813); to be used "
+        f"after a Hadamard transform of size {EDEN_GROUP} with random signs",
+        random=True,
+        corrects_scales=True,
+    ),
+}
