@@ -24,9 +24,7 @@ def supported_cores() -> str:
     source = (ROOT / "megatron/core/_overlay.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED":
-            releases = ast.literal_eval(node.value)
-            releases = [releases] if isinstance(releases, str) else releases
-            return " or ".join(f"=={release}" for release in releases)
+            return " or ".join(f"=={release}" for release in ast.literal_eval(node.value))
     raise ValueError("megatron/core/_overlay.py defines no SUPPORTED")
 
 

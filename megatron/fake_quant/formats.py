@@ -11,6 +11,7 @@ NVFP4, arXiv 2509.25149 appendix B; the other modules name theirs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -241,8 +242,8 @@ class Format:
 #: the block, divided by the largest power of two of the element type.
 OCP = BlockScaling(32, "floor")
 
-# torch.compile of torch 2.6 can trace a dictionary, but no mapping proxy.
-FORMATS: Mapping[str, Format] = {
+#: `FORMATS` for code that torch.compile traces: that of torch 2.6 cannot trace a mapping proxy
+TRACEABLE_FORMATS: Mapping[str, Format] = {
     fmt.name: fmt
     for fmt in (
         Format("bf16", Cast(torch.bfloat16)),
@@ -274,3 +275,4 @@ FORMATS: Mapping[str, Format] = {
         Format("mxfp4_macro_oas", E2M1, MacroScaling("rceil", top=7.25)),
     )
 }
+FORMATS: Mapping[str, Format] = MappingProxyType(TRACEABLE_FORMATS)

@@ -48,7 +48,7 @@ from megatron.fake_quant.block_scaling import (
     check_block,
 )
 from megatron.fake_quant.elements import ELEMENTS, ElementFormat
-from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.formats import FORMATS, TRACEABLE_FORMATS, Format
 from megatron.fake_quant.scalings.float8_types import FLOAT8
 from megatron.fake_quant.special_scalings import DELAYED, MARGIN, TensorScaling
 from megatron.fake_quant.variants import (
@@ -63,7 +63,7 @@ from megatron.fake_quant.variants import (
     without_defaults,
 )
 
-# A plain dictionary, as FORMATS is.
+# A plain dictionary, as TRACEABLE_FORMATS is.
 ALIASES: Mapping[str, str] = {
     "mxfp8_e4m3": "mxfp8",
     "hif8": "hifp8",
@@ -106,7 +106,7 @@ def get_format(name: str) -> Format:
     spelled_out = _SPELLED_OUT.fullmatch(key)
     first, colon, variants = key.partition(":")
     varied = bool(colon)
-    base = FORMATS.get(ALIASES.get(first, first))
+    base = TRACEABLE_FORMATS.get(ALIASES.get(first, first))
     if spelled_out is None and base is None:
         raise _unknown(name)
     try:

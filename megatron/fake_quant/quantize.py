@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron.fake_quant import operators
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import to_text
-from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.formats import TRACEABLE_FORMATS, Format
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operator_rules import drawn, is_direct, seed_tensor
 from megatron.fake_quant.operators import compute
@@ -84,7 +84,7 @@ def checked(
 ) -> tuple[Format, BlockLayout]:
     """Return the format and its block layout for `x`, or raise an error as in `fake_quantize`."""
     if isinstance(fmt, str):
-        fmt = FORMATS.get(fmt) or get_format(fmt)
+        fmt = TRACEABLE_FORMATS.get(fmt) or get_format(fmt)
     elif not isinstance(fmt, Format):
         raise ValueError(f"{fmt!r} is not a format; give a Format, or a name such as 'mxfp8'")
     check_tensor(x, "quantize")
