@@ -50,7 +50,7 @@ UPSTREAM = {
     "gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region",
     "megatron.core.transformer.dot_product_attention": "DotProductAttention.forward",
     "megatron.core.transformer.moe.moe_utils": "get_moe_layer_wise_logging_tracker "
-    "maybe_move_tensor_to_cpu track_moe_metrics",
+    "get_moe_metrics_tracker>=0.18 maybe_move_tensor_to_cpu track_moe_metrics",
     "megatron.core.transformer.multi_latent_attention": ""
     "FusedMLASelfAttention._qkv_down_projection>=0.17 HAVE_TE MLASelfAttention",
     "megatron.core.transformer.torch_norm": "WrappedTorchNorm",

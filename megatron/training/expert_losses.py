@@ -9,12 +9,18 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.moe.moe_utils import (
-    get_moe_layer_wise_logging_tracker,
-    track_moe_metrics,
-)
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import device
+
+HAS_TRACKER_OBJECT = hasattr(moe_utils, "get_moe_metrics_tracker")
+if HAS_TRACKER_OBJECT:  # since megatron-core 0.18
+    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
+else:
+    from megatron.core.transformer.moe.moe_utils import (
+        get_moe_layer_wise_logging_tracker,
+        track_moe_metrics,
+    )
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,14 @@ def expert_losses(config: TransformerConfig) -> dict[str, float]:
     losses = _in_use(config)
     if not losses:
         return {}
-    tracker = get_moe_layer_wise_logging_tracker()
     layers = config.num_layers + (config.mtp_num_layers or 0)
     # Pipeline stages without experts also need entries in the tracker, because all ranks must
     # reduce the same losses.
     for loss in losses:
-        entry = tracker.setdefault(
-            loss.name, {"values": torch.zeros(layers, device=device.current())}
-        )
-        entry |= _groups(loss)
+        _enter(loss, layers)
     means: dict[str, torch.Tensor] = {}
-    track_moe_metrics(
+    report = get_moe_metrics_tracker().report if HAS_TRACKER_OBJECT else track_moe_metrics
+    report(
         loss_scale=1 / get_num_microbatches(),
         iteration=0,  # used only by a TensorBoard writer, and none is passed
         total_loss_dict=means,
@@ -78,13 +81,25 @@ def _in_use(config: TransformerConfig) -> list[_Loss]:
     return balancing + ([_Z_LOSS] if config.moe_z_loss_coeff else [])
 
 
+def _enter(loss: _Loss, layers: int) -> None:
+    """Enter a loss and the groups that reduce it into megatron-core's tracker."""
+    groups = _groups(loss)
+    if HAS_TRACKER_OBJECT:
+        tracker = get_moe_metrics_tracker()
+        tracker.ensure_initialized(loss.name, layers, device.current())
+        entry = tracker.metrics[loss.name]
+        entry.reduce_group, entry.avg_group = groups["reduce_group"], groups["avg_group"]
+        entry.needs_dp_avg = loss.sums and not loss.sums_over_data
+        return
+    entry = get_moe_layer_wise_logging_tracker().setdefault(
+        loss.name, {"values": torch.zeros(layers, device=device.current())}
+    )
+    entry |= groups | {"reduce_group_has_dp": loss.sums_over_data}
+
+
 def _groups(loss: _Loss) -> dict:
     data = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if not loss.sums:
-        return {"reduce_group": None, "reduce_group_has_dp": False, "avg_group": data}
+        return {"reduce_group": None, "avg_group": data}
     model = parallel_state.get_tensor_and_context_parallel_group()
-    return {
-        "reduce_group": data if loss.sums_over_data else model,
-        "reduce_group_has_dp": loss.sums_over_data,
-        "avg_group": None,
-    }
+    return {"reduce_group": data if loss.sums_over_data else model, "avg_group": None}

@@ -34,6 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--topk", type=int, default=2)
     parser.add_argument("--q-lora-rank", type=int, default=None)
+    parser.add_argument("--fused", action="store_true", help="one layer projects q and kv down")
     parser.add_argument("--dispatcher", default="alltoall")
     parser.add_argument("--recompute", choices=["full", "core_attn", "moe", "mla_up_proj"])
     parser.add_argument("--attention-dropout", type=float, default=0.0)
@@ -161,6 +162,8 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
             qk_layernorm=True, multi_latent_attention=True, normalization="RMSNorm"
         )
+        if options.fused:
+            fuse_down_projections(spec.submodules.self_attention)
     else:
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm"
@@ -176,6 +179,15 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
         share_embeddings_and_output_weights=False,
     )
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+
+def fuse_down_projections(attention) -> None:
+    """Change a specification of MLA to a variant that has tensor parallelism since 0.19."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
+
+    attention.module = FusedMLASelfAttention
+    attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
 
 
 def start(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core._overlay import installed_release
 from megatron.tensor_record import read_index
 from tests import forks
 from tests.subprocesses import REPO, environment
@@ -15,6 +16,10 @@ from tests.subprocesses import REPO, environment
 WORKER = Path(__file__).with_name("deepseek_worker.py")
 SEQUENCE = ("--tp", "2", "--sequence-parallel")
 EXPERTS = ("--ep", "2")
+FUSED = ("--dense", "--q-lora-rank", "24", "--fused")
+since_0_19 = pytest.mark.skipif(
+    installed_release() < "0.19", reason="FusedMLASelfAttention is not sharded before 0.19"
+)
 
 
 def reports(folder: Path, env: dict[str, str], ranks: int, *options: str) -> list[dict]:
@@ -46,6 +51,8 @@ CASES = [
     pytest.param(1, ("--dtype", "bf16", "--attention-dropout", "0.1"), id="bf16-dropout"),
     pytest.param(2, ("--tp", "2", "--dense"), id="mla-tp2"),
     pytest.param(2, (*SEQUENCE, "--q-lora-rank", "24"), id="tp2-sequence-compressed-queries"),
+    pytest.param(2, (*FUSED, "--tp", "2"), id="tp2-fused", marks=since_0_19),
+    pytest.param(2, (*FUSED, *SEQUENCE), id="tp2-sequence-fused", marks=since_0_19),
     pytest.param(2, ("--pp", "2", "--micro-batches", "3"), id="pp2"),
     pytest.param(2, EXPERTS, id="ep2"),
     pytest.param(2, (), id="dp2"),

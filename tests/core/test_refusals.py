@@ -13,7 +13,9 @@ from megatron.core.tensor_parallel import _upstream_layers as wheel
 make = gpt_layer_specs.get_gpt_layer_local_spec
 def spec(**options):
     found = make(**options)
-    found.submodules.mlp.submodules.linear_fc1 = wheel.ColumnParallelLinear
+    mlp = found.submodules.mlp  # a partial function since megatron-core 0.19
+    mlp = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+    mlp.linear_fc1 = wheel.ColumnParallelLinear
     return found
 gpt_layer_specs.get_gpt_layer_local_spec = spec
 """

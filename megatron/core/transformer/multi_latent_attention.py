@@ -10,9 +10,9 @@ positional part of the key has one head, which every rank repeats for its own he
 is a sum over the heads of all ranks. In its backward pass, the wheel's gather only cuts the
 gradient, so each rank's columns learn from the rank's own heads alone. (Transformer Engine's layer
 is not sharded, and for it the wheel computes the sum.) The seam is the output of
-`linear_kv_down_proj`; in `FusedMLASelfAttention`, which megatron-core has since 0.17, it is the
-result of `_qkv_down_projection`. We gather it before the wheel would, with the sum in the backward
-pass. Without tensor parallelism nothing changes.
+`linear_kv_down_proj`; in `FusedMLASelfAttention`, which is sharded since megatron-core 0.19, it is
+the result of `_qkv_down_projection`. We gather it before the wheel would, with the sum in the
+backward pass. Without tensor parallelism nothing changes.
 """
 
 import torch
