@@ -29,7 +29,7 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-#: releases of megatron-core that the files of this tree fit; the tests have passed with each
+#: releases of megatron-core that the files of this tree fit; CONTRIBUTING.md says how to test one
 SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 TESTED_BY_CI = SUPPORTED[0]  #: release in script/constraints.txt; error messages recommend it
 
