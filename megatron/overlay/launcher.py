@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 USAGE_ERROR = 2  #: exit status for a command line that cannot be carried out, as in argparse
 RUN_ERROR = 1  #: exit status if the collection fails after the script has started
 
+_reserved = socket.socket()  #: socket whose port is that of a script with a single rank
+
 
 def main() -> None:
     """Run `python -m megatron.overlay` with the arguments in `sys.argv`."""
@@ -139,9 +141,11 @@ def _set_variables_without_cuda() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    # The port stays bound, so that no other program takes it before the script listens on it. Both
+    # sockets allow this by SO_REUSEADDR, which torch sets.
+    _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved.bind(("127.0.0.1", 0))
+    port = _reserved.getsockname()[1]
     one_rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     os.environ |= {name: str(value) for name, value in one_rank.items()}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
