@@ -38,6 +38,11 @@ def output(result) -> list[str]:
     return result.stdout.splitlines()
 
 
+def iterations(result) -> list[str]:
+    """Return the lines of the script about its iterations."""
+    return [line for line in output(result) if line.startswith("iteration")]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_flags_the_bits_are_those_of_the_plain_wheel(tmp_path, ranks):
     words = ["--tensor-model-parallel-size", str(ranks), "--train-iters", "3", "--save"]
@@ -59,7 +64,7 @@ def test_a_resumed_run_is_quantized_and_collected(tmp_path):
     flags += ["--collect-layers", "0", "--collect-modules", "linear_*,core_attention"]
     first = overlay("--save", checkpoint, flags=flags)
     second = overlay("--load", checkpoint, "--train-iters", "3", flags=flags)
-    assert [line.split()[1] for line in output(first) + output(second)] == ["1", "2", "3"]
+    assert [line.split()[1] for line in iterations(first) + iterations(second)] == ["1", "2", "3"]
     table = TensorStore(dump).select()
     assert sorted(table["iteration"].unique()) == [1, 2, 3]
     assert set(table["layer_idx"]) == {0}
@@ -73,7 +78,7 @@ def test_a_resumed_run_is_quantized_and_collected(tmp_path):
 
 def test_statistics_are_saved_with_the_losses_of_the_script(tmp_path):
     flags = ["--quant", "mxfp8", "--tensor-statistics", "1", "--tensor-save-dir", tmp_path]
-    lines = output(overlay("--tensor-model-parallel-size", "2", flags=flags, ranks=2))
+    lines = iterations(overlay("--tensor-model-parallel-size", "2", flags=flags, ranks=2))
     expected = {float.fromhex(line.split()[3]) for line in lines}
     tables = [pd.read_parquet(path) for path in (tmp_path / "statistics").rglob("iterations_*")]
     assert len(expected) == 2
@@ -105,11 +110,11 @@ def test_its_exit_status_and_its_traceback_are_kept():
 
 def test_a_spawned_process_has_the_same_set_up_and_trains(tmp_path):
     flags = ["--quant", "mxfp4", "--save-tensors", tmp_path / "dump"]
-    lines = output(overlay("--do", "spawn", flags=flags))
+    result = overlay("--do", "spawn", flags=flags)
     core = REPO / "megatron" / "core" / "__init__.py"
     training = TREE / "megatron" / "training" / "__init__.py"
-    assert lines[0] == f"child sent {core} {training} mxfp4 __mp_main__"
-    assert [line.split()[1] for line in lines[1:]] == ["1", "2"]
+    assert output(result)[0] == f"child sent {core} {training} mxfp4 __mp_main__"
+    assert [line.split()[1] for line in iterations(result)] == ["1", "2"]
     assert set(TensorStore(tmp_path / "dump").select()["quant_type"]) == {"mxfp4"}
     [card] = (tmp_path / "dump").glob("run*.json")
     assert json.loads(card.read_text())["status"] == "finished"
@@ -153,7 +158,7 @@ def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
 def test_a_script_may_configure_the_collection_itself(tmp_path):
     """Then the flags of the collection are refused, and a run without them is not."""
     words = ["--do", "configure", "--save", tmp_path / "dump"]
-    assert len(output(overlay(*words, flags=["--quant", "mxfp8"]))) == 2
+    assert len(iterations(overlay(*words, flags=["--quant", "mxfp8"]))) == 2
     assert len(TensorStore(tmp_path / "dump").select()) > 0
     result = overlay(*words, flags=["--save-tensors", tmp_path / "other"])
     assert result.returncode == 1
