@@ -31,7 +31,8 @@ def excursions(table: pd.DataFrame) -> pd.DataFrame:
         the band, in widths of the band; Inf if the number is not finite.
     """
     numbered = table.assign(order=table.groupby(["iteration", "rank"]).cumcount())
-    keys = numbered[OPERAND].astype(str).agg("\0".join, axis=1)
+    # pandas 2 compares strings only up to a zero byte.
+    keys = numbered[OPERAND].astype(str).agg("\x1f".join, axis=1)
     parts = []
     for statistic, least in LEAST.items():
         grid = numbered.assign(key=keys).pivot_table(

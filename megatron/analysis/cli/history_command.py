@@ -121,7 +121,7 @@ def noisy(gradients: pd.DataFrame, most: int) -> list[str]:
         return []
     from megatron.analysis.statistics_history import OPERAND
 
-    places = gradients.groupby(OPERAND, sort=False, dropna=False)
+    places = gradients.groupby(OPERAND, sort=False, dropna=False, observed=True)
     summary = places.agg(
         smallest=("gradient_to_noise", "min"),
         flagged=("flagged", "sum"),

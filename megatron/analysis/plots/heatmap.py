@@ -100,7 +100,7 @@ def _label_cells(ax: Axes, rows: list[object], columns: list[object]) -> None:
 
 def _cell_width(ax: Axes, cells: np.ndarray) -> float:
     """Return the approximate width of a cell in points."""
-    place, figure = ax.get_subplotspec(), ax.get_figure(root=True)
+    place, figure = ax.get_subplotspec(), ax.figure.figure
     assert figure is not None
     side_by_side = 1 if place is None else place.get_gridspec().ncols
     return float(72 * MAP * figure.get_figwidth() / side_by_side / cells.shape[1])

@@ -112,7 +112,7 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
         if not points:  # The element type has a single value.
             continue
         shift = _LANE * (lane - (len(users) - 1) / 2) / 72
-        figure = ax.get_figure(root=True)
+        figure = ax.figure.figure
         assert figure is not None
         moved = ax.transData + ScaledTranslation(0, shift, figure.dpi_scale_trans)
         color = _color(formats[place], place, palette)
