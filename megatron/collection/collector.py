@@ -138,6 +138,14 @@ class Collector:
         """
         return self._ring is not None
 
+    @property
+    def may_be_empty(self) -> bool:
+        """True if a run may rightly end without a tensor on this rank.
+
+        This is so if the rank is not selected, or if tensors wait for an event.
+        """
+        return self.has_ring or self._flag is not None or not self._writes
+
     def begin_iteration(self) -> None:
         """Prepare for a new iteration. With `--collect-flag-file`, all ranks must call this."""
         self._writer.begin_iteration()
@@ -308,6 +316,18 @@ class Collector:
             "outside_slice": self._budget.outside_slice,
             "seconds_in_training": round(self.blocked, 6),
         }
+
+    def add_to_card(self, name: str, value: list[Any] | dict[str, Any]) -> None:
+        """Add to a list or a dictionary of the run card, for the next time that it is written."""
+        if isinstance(value, dict):
+            self._card[name] = self._card.get(name, {}) | value
+        else:
+            before = self._card.get(name, [])
+            self._card[name] = [*before, *(each for each in value if each not in before)]
+
+    def set_audit(self, quantization: list[dict[str, Any]]) -> None:
+        """Set the format audit in the run card, for the next time that it is written."""
+        self._card["quantization"] = quantization
 
     def write_card(self, status: str, reason: str | None = None) -> None:
         """Write the run card with the current state of the run, on rank 0 only."""

@@ -27,6 +27,7 @@ from megatron.collection.capture import Capture, NoSink
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
 from megatron.collection.collector import Collector
 from megatron.collection.deferred_signals import signals_deferred
+from megatron.collection.exit_status import exit_with_error
 from megatron.collection.flags import Reader, by_reader
 from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
@@ -37,7 +38,7 @@ from megatron.collection.run_card import rank_coordinates
 from megatron.collection.selection import Selection
 from megatron.collection.settings import Settings, enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
-from megatron.collection.training_clock import clock
+from megatron.collection.training_clock import clock, need_clock
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
 _collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
 _statistics: TensorStatistics | None = None  #: statistics of this rank; None if there are none
 _configured = False
+_audited = False  #: whether the trainer has passed the format audit to `configure`
 _owner = 0  #: ID of the process that started the collection
 _observed = 0  #: number of completed iterations at the last call of `observe`
 
@@ -96,9 +98,9 @@ def configure(
     Raises:
         ValueError: if any rank finds an invalid setting or cannot write; raised on all ranks.
     """
-    global _collector, _configured, _observed, _owner, _statistics
+    global _audited, _collector, _configured, _observed, _owner, _statistics
     close()
-    _configured, _observed = True, 0
+    _configured, _observed, _audited = True, 0, quantization is not None
     clock.reset(iteration)
     args = {} if args is None else args
 
@@ -167,9 +169,30 @@ def configured() -> bool:
     return _configured
 
 
-def begin_iteration() -> None:
-    """Register the start of a training iteration; called by the pipeline schedule."""
-    clock.iteration += 1
+def audited() -> bool:
+    """Return whether the trainer has printed the format audit and passed it to `configure`."""
+    return _audited
+
+
+def add_to_card(name: str, value: list[Any] | dict[str, Any]) -> None:
+    """Add to a list or a dictionary of the run card, which contains it when the run ends."""
+    if _collector is not None:
+        _collector.add_to_card(name, value)
+
+
+def set_audit(quantization: list[dict[str, Any]]) -> None:
+    """Set the format audit in the run card, if the trainer has not passed it to `configure`."""
+    if _collector is not None and not _audited:
+        _collector.set_audit(quantization)
+
+
+def begin_iteration(number: int | None = None) -> None:
+    """Register the start of a training iteration; called by the pipeline schedule.
+
+    Args:
+        number: number of the iteration, as in the log; None for the one after the previous one.
+    """
+    clock.iteration = clock.iteration + 1 if number is None else number
     if _collector is not None:
         if _collector.has_ring and clock.completed > _observed:
             raise ValueError(
@@ -237,11 +260,25 @@ def set_sample_idx(sample_idx: int) -> None:
         clock.micro_batch.sample_idx = sample_idx
 
 
-def capture(identity: ModuleIdentity | None, layer_type: str) -> Capture | None:
+def capture(
+    identity: ModuleIdentity | None, layer_type: str, *, training: bool = False
+) -> Capture | None:
     """Return a `Capture` for one forward pass of a layer.
 
     Return None if the pass is neither collected nor measured.
+
+    Args:
+        identity: name and layer number of the module; None for a tensor outside any module.
+        layer_type: "attention" or "linear".
+        training: whether the layer is in training mode.
+
+    Raises:
+        ValueError: if the layer trains where nothing counts iterations, and tensors are collected.
     """
+    if clock.micro_batch is None:
+        if enabled():
+            need_clock("the tensor collection", training=training)
+        return None
     identity = identity or UNNAMED
     measured = _statistics is not None and _statistics.wants()
     if _collector is not None and _collector.wants(identity, layer_type):
@@ -301,18 +338,21 @@ def finished() -> str | None:
     return f"the tensors of {_collector.collected} iteration(s) are collected (--control-iter)"
 
 
-def check_reached(modules: Sequence[NamedTensors]) -> None:
+def check_reached(modules: Sequence[NamedTensors], *, alone: bool = False) -> None:
     """Raise an error if the selection names a module or tensor that the model does not have.
 
     Must be called on all ranks.
 
     Args:
         modules: modules of this rank, each with the names of its tensors.
+        alone: whether this rank has the whole model and does not wait for the other ranks.
 
     Raises:
         ValueError: if no rank has a selected module or tensor; raised on all ranks.
     """
-    if _collector is not None:
+    if _collector is not None and alone:
+        _collector.settings.selection.check_reached(modules)
+    elif _collector is not None:
         _check_selection_exists(_collector.settings.selection, modules)
 
 
@@ -376,4 +416,30 @@ def close_at_exit() -> None:
         return
     error = getattr(sys, "last_value", None)  # the exception that ends the program
     why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+    nothing = None if error is not None else _reason_for_nothing()
+    if nothing is not None and _collector is not None:
+        _collector.give_up(nothing)
     close(why, interrupted=not isinstance(error, Exception))
+    if nothing is not None:
+        exit_with_error(nothing)
+
+
+def _reason_for_nothing() -> str | None:
+    """Return why this run has collected nothing, at its end; None if this is no error.
+
+    A run that waits for an event (a ring buffer or a flag file) may end without one. A trainer that
+    passes the format audit to `configure` reports this itself.
+    """
+    if _audited or not enabled():
+        return None
+    if clock.completed == 0:
+        return (
+            "nothing was collected: no training iteration ran in megatron-core's pipeline "
+            "schedules or in `with megatron.core.tensor_saver.training_iteration(n):`"
+        )
+    if _collector is None or _collector.may_be_empty or _collector.outcome()["tensors"]:
+        return None
+    return (
+        f"nothing was collected in {clock.completed} iteration(s): none of them ran a selected "
+        "module, or the collection failed"
+    )

@@ -1,10 +1,13 @@
 """Track the current iteration and micro-batch, and whether activations are being recomputed.
 
-Only the pipeline schedule knows these values, so `megatron.core.pipeline_parallel.schedules`
-updates the clock. The layers read it in their forward pass.
+Only the training loop knows these values, so the pipeline schedules of megatron-core update the
+clock. In a loop without these schedules, `megatron.core.tensor_saver.training_iteration` does. The
+layers read the clock in their forward pass.
 """
 
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass
@@ -26,6 +29,12 @@ class Clock:
         self.micro_batch: MicroBatch | None = None
         self.recomputing = False  #: whether the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
+        self.scheduled = False  #: whether a pipeline schedule runs, in training or evaluation
+
+    @property
+    def evaluating(self) -> bool:
+        """True if a pipeline schedule runs forward passes only."""
+        return self.scheduled and self.micro_batch is None
 
     def reset(self, iteration: int) -> None:
         """Reset the clock for a run that continues after iteration `iteration`."""
@@ -33,3 +42,24 @@ class Clock:
 
 
 clock = Clock()
+
+
+def need_clock(request: str, *, training: bool) -> None:
+    """Refuse a training step in which nothing updates the clock. Evaluation needs no clock.
+
+    Call this function only if `clock.micro_batch` is None.
+
+    Args:
+        request: setting that needs the clock, for the message.
+        training: whether the module that runs is in training mode.
+
+    Raises:
+        ValueError: if the module trains.
+    """
+    if training and not clock.evaluating and torch.is_grad_enabled():
+        raise ValueError(
+            f"{request} needs the number of the iteration, and this training step runs outside of "
+            "megatron-core's pipeline schedules; write `with "
+            "megatron.core.tensor_saver.training_iteration(n):` around the forward and backward "
+            "passes of iteration n, which counts from 1, or evaluate under torch.no_grad()"
+        )

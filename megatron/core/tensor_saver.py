@@ -3,13 +3,15 @@
 Collection works with any trainer built on megatron-core, because our layers and our schedule call
 these functions. Our own trainers call `configure` with their flags and `close` at the end. With any
 other trainer, the environment switches collection on: TENSOR_SAVE_ENABLED=true, and
-TENSOR_SAVE_DIR for the folder.
+TENSOR_SAVE_DIR for the folder. A training loop that does not use the pipeline schedules states its
+iterations with `training_iteration`.
 
 The collection itself is `megatron.collection`, which does not need megatron-core. This module adds
 what only megatron-core knows: the coordinates of this rank and the modules of the model.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ from megatron.collection.session import (
     statistics,
 )
 from megatron.collection.settings import enabled_by_environment
+from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
+from megatron.core.low_precision import explicit_iteration, model_roots
 from megatron.core.low_precision.quantized_module import Quantized
 
 __all__ = [
@@ -58,6 +62,7 @@ __all__ = [
     "set_sample_idx",
     "settle",
     "statistics",
+    "training_iteration",
 ]
 
 _GROUPS = {
@@ -95,15 +100,22 @@ def configure(
     Args:
         args: arguments of the run, for the run card; `num_layers` limits `collect_layers`, and
             `train_iters` limits the iterations.
-        model: pipeline stages of this rank. If given, a selection of modules that the model does
-            not have is refused here; otherwise it is refused when training starts.
+        model: pipeline stages of this rank. If given, their layers are named after them, and a
+            selection of modules that the model does not have is refused here; otherwise both
+            happen when training starts.
         options: further arguments of `megatron.collection.session.configure`.
 
     Raises:
         ValueError: if a setting is wrong; raised on all ranks if any rank finds such a setting.
     """
+    from megatron.core.low_precision import reach_check  # it needs this module
+
+    model_roots.forget_names()
+    for chunk in model:
+        reach_check.name_model(chunk)
     modules = _modules(model) if model else None
     session.configure(args, modules=modules, coordinates=coordinates(), **options)
+    model_roots.watch()
 
 
 #: Function that returns the keyword arguments of `configure`; None if nothing is left to configure.
@@ -145,26 +157,76 @@ def begin_run(model: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def begin_iteration() -> None:
-    """Start a training iteration, after calling `configure` if no trainer has done so."""
+def begin_iteration(number: int | None = None) -> None:
+    """Start a training iteration, after calling `configure` if no trainer has done so.
+
+    Args:
+        number: number of the iteration; None for the one after the previous one.
+    """
     if not session.configured():
         configure()
-    session.begin_iteration()
+    session.begin_iteration(number)
 
 
-def check_reached(model: Sequence[torch.nn.Module]) -> None:
+@contextlib.contextmanager
+def training_iteration(number: int) -> Iterator[None]:
+    """Mark a training iteration of a loop that does not use the pipeline schedules.
+
+    The collection, recipes with iterations, stochastic rounding and delayed scaling need the number
+    of the iteration. In the schedules of megatron-core, this function is not needed. The block
+    contains the forward and backward passes of all micro-batches of one iteration:
+
+        for n in range(1, iterations + 1):
+            with training_iteration(n):
+                for batch in micro_batches:
+                    loss(model(batch)).backward()
+            optimizer.step()
+
+    Each call of the model is one micro-batch. A call under `torch.no_grad()` is an evaluation,
+    which is not collected. With several ranks, all ranks must enter the block.
+
+    Args:
+        number: number of the iteration, counted from 1 and rising. A run that resumes after
+            iteration 1000 continues with 1001.
+
+    Raises:
+        ValueError: if the number does not rise, or the block is inside of another one.
+    """
+    if explicit_iteration.active():
+        raise ValueError("training_iteration is inside of another one; end the first one before")
+    begin_run(())
+    if isinstance(number, bool) or not isinstance(number, int) or number <= clock.iteration:
+        raise ValueError(
+            f"training_iteration({number!r}) follows iteration {clock.iteration}; give integers "
+            "that rise from 1, and one block to all micro-batches of an iteration"
+        )
+    from megatron.core.low_precision import reach_check  # it needs this module
+
+    begin_iteration(number)
+    iteration = explicit_iteration.ExplicitIteration(number)
+    model_roots.watch()
+    try:
+        yield
+    finally:
+        iteration.end()
+    reach_check.check_recipe_and_selection(at_end=True)
+    end_iteration()
+
+
+def check_reached(model: Sequence[torch.nn.Module], *, alone: bool = False) -> None:
     """Raise ValueError if the selection names a module or tensor that the model does not have.
 
     If the run collects tensors, this function must be called on all ranks.
 
     Args:
         model: pipeline stages of this rank.
+        alone: whether this rank has the whole model and does not wait for the other ranks.
 
     Raises:
         ValueError: if the selection names such a module or tensor; raised on all ranks.
     """
     if session.enabled():
-        session.check_reached(_modules(model))
+        session.check_reached(_modules(model), alone=alone)
 
 
 def _modules(model: Sequence[torch.nn.Module]) -> list[session.NamedTensors]:

@@ -75,18 +75,12 @@ def audit_model(
     lines, card = [], []
     for start in starts:
         matmuls = matmul_audit.of_whole_model(chunks, args.seq_length, start)
-        share, table = matmul_audit.share(matmuls), matmul_audit.table(matmuls)
+        part = matmul_audit.period_for_card(matmuls, start)
         when = f"from iteration {start} on, " if len(starts) > 1 else ""
         lines.append(
-            f"{when}matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
+            f"{when}matmuls in low precision: {100 * part['share_of_matmul_flops']:.4g}% of the "
+            "FLOPs of all matmuls"
         )
-        lines += [f"  {line}" for line in table]
-        card.append(
-            {
-                "iteration": start,
-                "share_of_matmul_flops": share,
-                "matmuls": table,
-                "operands": matmul_audit.for_card(matmuls),
-            }
-        )
+        lines += [f"  {line}" for line in part["matmuls"]]
+        card.append(part)
     return lines, card

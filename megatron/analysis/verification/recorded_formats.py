@@ -26,7 +26,7 @@ from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
-from megatron.fake_quant.tiles.tiling import Tiling
+from megatron.fake_quant.tiles.tiling import CAUSAL, Tiling
 
 _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
@@ -34,6 +34,7 @@ _AUDIT_LINE = re.compile(
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
+ALL_VISIBLE, MASK_NOT_SAVED = "all keys visible", "mask not saved"
 #: words of an audit line between the names of GEMMs and the name of their accumulator
 ACCUMULATED = "accumulated in "
 _MARK = re.compile(
@@ -216,7 +217,10 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
         NotCheckedError: if this softmax cannot be recomputed; the message gives the reason.
     """
     with _reading_an_audit():
-        softmax = (_entry(_part(card, iteration), module, "qk") or {}).get("softmax")
+        entry = _entry(_part(card, iteration), module, "qk") or {}
+        softmax, marks = entry.get("softmax"), entry.get("marks") or []
+        if MASK_NOT_SAVED in marks:
+            raise NotCheckedError("attention with a mask that depends on the data: it is not saved")
         args = card.get("arguments") or {}
         if softmax is None:
             if not args:
@@ -230,7 +234,7 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
             )
         if softmax["kind"] != "vanilla":
             raise NotCheckedError(f"attention with a softmax {softmax['kind']!r}: not recomputed")
-        window = softmax["window"]
+        window = (CAUSAL[0], CAUSAL[0]) if ALL_VISIBLE in marks else softmax["window"]
         return Softmax(
             scale=softmax["scale"],
             coefficient=softmax["coefficient"],
@@ -283,7 +287,8 @@ def _marked(operands: Mapping[str, Operand], marks: set[str], operation: str) ->
     """
     accumulators, others = _accumulators_of(marks, operation)
     tilings = {mark: tiling for mark in others if (tiling := Tiling.parse(mark)) is not None}
-    if unknown := sorted(others - {STRAIGHT, UNNORMALIZED} - tilings.keys()):
+    known = {STRAIGHT, UNNORMALIZED, ALL_VISIBLE, MASK_NOT_SAVED}
+    if unknown := sorted(others - known - tilings.keys()):
         raise NotCheckedError(
             f"multiplied in a way that this version does not know: {', '.join(unknown)}"
         )

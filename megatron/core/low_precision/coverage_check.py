@@ -2,14 +2,17 @@
 
 Our layers replace those of the local implementation. A model built from other layers (Transformer
 Engine's, grouped experts, a specification that names the wheel's own classes) would train in full
-precision, with a loss that looks right, while the run claims a format.
+precision, with a loss that looks right, while the run claims a format. Inside a transformer layer,
+such a module is an error. Outside of the layers, as in a head or an encoder of images, it is listed
+by `unreached`.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.collection.module_identity import Identified, transformer_layers
+from megatron.collection.module_identity import Identified, transformer_layers, unwrapped
 from megatron.fake_quant import policy
 
 #: Names of modules in a transformer layer whose matmuls stay in high precision on purpose.
@@ -62,20 +65,9 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
     if not (current.changes_matmuls or collecting):
         return
     request = current.request if current.changes_matmuls else "tensor collection"
-    recipe = model.config.quant_recipe
-    if recipe is not None:
-        raise ValueError(
-            f"{request} is set and so is the configuration's quant_recipe ({recipe!r}), which our "
-            "layers do not read; give the file to --quant-recipe or QUANT_RECIPE, and set none in "
-            "the configuration"
-        )
-    for name, (harmless, _, in_model) in BYPASSES.items():
-        value = getattr(model.config, name, None)
-        if in_model and value not in harmless:
-            raise ValueError(
-                f"{request} does not reach a model with {name}={value!r}: a replayed graph runs no "
-                f"Python, nor is an overlapped schedule seen; choose {harmless[0]!r}"
-            )
+    configs = {id(module.config): module.config for module in _configured(model)}
+    for config in configs.values():
+        _check_config(config, request)
     for layer_name, layer in transformer_layers(model):
         for name, module in layer.named_modules(prefix=layer_name):
             if _is_matmul(name, module) and not isinstance(module, Identified):
@@ -87,14 +79,71 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
                 )
 
 
+def _configured(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the model and all its layers that have a configuration of megatron-core."""
+    for module in model.modules():
+        if (module is model or isinstance(module, Identified)) and hasattr(module, "config"):
+            yield module
+
+
+def _check_config(config: Any, request: str) -> None:
+    """Raise ValueError if a configuration lets matmuls bypass quantization and collection."""
+    recipe = getattr(config, "quant_recipe", None)
+    if recipe is not None:
+        raise ValueError(
+            f"{request} is set and so is the configuration's quant_recipe ({recipe!r}), which our "
+            "layers do not read; give the file to --quant-recipe or QUANT_RECIPE, and set none in "
+            "the configuration"
+        )
+    for name, (harmless, _, in_model) in BYPASSES.items():
+        value = getattr(config, name, None)
+        if in_model and value not in harmless:
+            raise ValueError(
+                f"{request} does not reach a model with {name}={value!r}: a replayed graph runs no "
+                f"Python, nor is an overlapped schedule seen; choose {harmless[0]!r}"
+            )
+
+
 def _is_matmul(name: str, module: torch.nn.Module) -> bool:
-    """Return whether a module multiplies matrices itself.
+    """Return whether a module inside a transformer layer multiplies matrices itself.
 
     Core attention does so. Every module that owns a matrix does so too, except the modules named in
-    `HIGH_PRECISION`.
+    `HIGH_PRECISION` and convolutions, to which no format applies.
     """
     leaf = name.rpartition(".")[2]
     if leaf == CORE_ATTENTION:
         return True
-    matrices = (p for p in module.parameters(recurse=False) if p.dim() >= 2)
-    return leaf not in HIGH_PRECISION and next(matrices, None) is not None
+    return leaf not in HIGH_PRECISION and _owns_matrix(module) and not _is_convolution(module)
+
+
+def _owns_matrix(module: torch.nn.Module) -> bool:
+    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+
+
+def _is_convolution(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.conv._ConvNd)
+
+
+def unreached(model: torch.nn.Module) -> list[str]:
+    """Return the modules that may multiply matrices and are neither quantized nor collected.
+
+    These are modules that own a matrix, and modules without parameters that are called attention.
+    Embeddings multiply nothing. Our own layers, the modules inside them, and routers, which the
+    audit lists, are left out.
+    """
+    results = []
+    own = [module for module in model.modules() if isinstance(module, Identified)]
+    inside = {id(part) for module in own for part in module.modules()}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        leaf = not any(True for _ in module.children())
+        attends = leaf and "attention" in kind.lower() and not _has_parameters(module)
+        multiplies = _owns_matrix(module) and "embedding" not in kind.lower()
+        on_purpose = name.rpartition(".")[2] in HIGH_PRECISION
+        if (attends or multiplies) and not on_purpose and id(module) not in inside:
+            results.append(f"{unwrapped(name) or 'the model itself'} ({kind})")
+    return results
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None

@@ -55,7 +55,6 @@ class DelayedScaling:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Create empty histories for the operands that may have a delayed format during the run."""
-        self.config = model.config
         self.operations: list[Operation] = []
         lengths: dict[bool, list[int]] = {True: [], False: []}
         for module in model.modules():
@@ -73,6 +72,7 @@ class DelayedScaling:
                         Operation(module.identity.name, name, is_expert, rows, longest)
                     )
                     module.delayed_scaling = self
+                    self.config = module.config
         self.forward, self.backward = AmaxHistories(lengths[True]), AmaxHistories(lengths[False])
         self._rows = {(op.module, op.name): op.rows for op in self.operations}
         #: amaxes that the forward pass of each micro-batch used, by the micro-batch's index, until
@@ -155,7 +155,10 @@ class DelayedScaling:
 
 
 def attach(model: torch.nn.Module) -> None:
-    """Give a model chunk its amax histories, in `model.delayed_scaling`, if it needs any."""
+    """Give a model chunk its amax histories, in `model.delayed_scaling`, if it needs any.
+
+    Histories that it had before are discarded.
+    """
     scaling = DelayedScaling(model)
     model.delayed_scaling = scaling if scaling.operations else None
 
@@ -196,11 +199,12 @@ def check_training(module: torch.nn.Module) -> None:
     if module.delayed_scaling is None:
         raise ValueError(
             "a module with a delayed format has no amax history; set the formats before the model "
-            "is built, and build the module in a GPTModel"
+            "is built, and call the module as a part of the model"
         )
     if clock.micro_batch is None and module.training and torch.is_grad_enabled():
         raise ValueError(
             "delayed scaling updates its amax histories in the pipeline schedules, and this "
             "forward pass runs outside of them; train with get_forward_backward_func() of "
-            "megatron.core.pipeline_parallel, or evaluate under torch.no_grad()"
+            "megatron.core.pipeline_parallel or in `with "
+            "megatron.core.tensor_saver.training_iteration(n):`, or evaluate under torch.no_grad()"
         )

@@ -20,10 +20,13 @@ import torch
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.transformer import attention_tiles
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.operand import AS_IT_IS, Operand
 from megatron.fake_quant.recipe_operands import GEMMS
 
+#: Marks of attention whose mask is not causal: no key is hidden, or the mask depends on the data.
+ALL_VISIBLE, MASK_NOT_SAVED = "all keys visible", "mask not saved"
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 
@@ -115,6 +118,7 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                             formats,
                             plan.source_at(iteration),
                             Softmax.of(module) if operation == "qk" else None,
+                            _mask_of(module) if operation == "qk" else (),
                         )
                     )
         for local_name, layer in transformer_layers(chunk):
@@ -141,6 +145,40 @@ def _with_tiles(
     return replace(GemmFormats() if pv is None else pv, tiling=tiling)
 
 
+def note_mask(attention: torch.nn.Module, mask: torch.Tensor | None) -> None:
+    """Note for the audit whether the mask of a forward pass is one that can be recomputed.
+
+    Args:
+        attention: a `DotProductAttention`.
+        mask: mask that is given to this layer, True where a key is hidden.
+    """
+    if _mask_follows_positions(attention):
+        return
+    if attention.scale_mask_softmax.attn_mask_type == AttnMaskType.causal:
+        causal = mask is None or bool((mask == torch.ones_like(mask).triu(1)).all())
+        attention.mask_mark = None if causal else MASK_NOT_SAVED
+    else:
+        visible = mask is None or not bool(mask.any())
+        attention.mask_mark = ALL_VISIBLE if visible else MASK_NOT_SAVED
+
+
+def _mask_follows_positions(attention: torch.nn.Module) -> bool:
+    """Return whether attention ignores the given mask: context parallelism, or a sliding window."""
+    return attention.context is not None or attention.scale_mask_softmax.window_size is not None
+
+
+def _mask_of(attention: torch.nn.Module) -> tuple[str, ...]:
+    """Return the audit's mark for the mask of an attention layer; a causal mask has none."""
+    mark = MASK_NOT_SAVED
+    if _mask_follows_positions(attention):
+        return ()
+    if hasattr(attention, "mask_mark"):
+        mark = attention.mask_mark
+    elif attention.scale_mask_softmax.attn_mask_type == AttnMaskType.causal:
+        mark = None
+    return () if mark is None else (mark,)
+
+
 def _matmul(
     module: str,
     operation: str,
@@ -148,6 +186,7 @@ def _matmul(
     formats: GemmFormats | None,
     source: str,
     softmax: Softmax | None = None,
+    mask: tuple[str, ...] = (),
 ) -> Matmul:
     formats = GemmFormats() if formats is None else formats
     operands = [formats.effective(slot) for slot in SLOTS]
@@ -167,6 +206,7 @@ def _matmul(
         slots=tuple(map(str, operands)),
         softmax=softmax,
         marks=(
+            *mask,
             *(mark for mark, applies in marks.items() if applies),
             *_accumulated(operation, formats),
         ),
@@ -232,11 +272,21 @@ def table(results: Sequence[Matmul]) -> list[str]:
     rows = [
         (modules, matmul.operation, matmul.summary, matmul.source) for modules, matmul in groups
     ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1, 2)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1, 2)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
         for row in rows
     ]
+
+
+def period_for_card(results: Sequence[Matmul], start: int) -> dict[str, Any]:
+    """Return the run card's entry for the period that begins with iteration `start`."""
+    return {
+        "iteration": start,
+        "share_of_matmul_flops": share(results),
+        "matmuls": table(results),
+        "operands": for_card(results),
+    }
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:

@@ -5,12 +5,14 @@ iteration. Each layer looks them up once and then reads them from a plan.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from megatron.collection.module_identity import Identified
-from megatron.collection.training_clock import clock
+from megatron.collection.module_identity import Identified, ModuleIdentity
+from megatron.collection.training_clock import clock, need_clock
 from megatron.core import parallel_state
+from megatron.core.low_precision import model_roots
 from megatron.core.low_precision.delayed_scaling import DelayedScaling, check_training
 from megatron.core.low_precision.global_amax import global_amax
 from megatron.fake_quant import policy
@@ -31,12 +33,24 @@ class Quantized(Identified):
     delayed_scaling: DelayedScaling | None = None
     _plans: dict[str, OperationPolicy] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model_roots.register(self)
+
+    def identify(self, identity: ModuleIdentity, layers_in_stack: int) -> None:
+        """Set the name, and look the formats up anew if it has changed."""
+        if identity != self.identity:
+            self._plans = None
+        super().identify(identity, layers_in_stack)
+
     def plan_of(self, operation: str) -> OperationPolicy:
         """Return the formats of this module's operation (linear, qk or pv) for all iterations.
 
-        A module without a name is treated like a module outside the transformer layers.
+        A module that no model has named gets a name of its own.
         """
         if self._plans is None:
+            if self.identity is None:
+                model_roots.name_alone(self)
             current = policy.current()
             self._plans = {name: self.planned(current, name) for name in self.operations}
         return self._plans[operation]
@@ -46,8 +60,7 @@ class Quantized(Identified):
         name = "" if self.identity is None else self.identity.name
         layer = -1 if self.identity is None else self.identity.layer_idx
         head = self.identity is not None and self.identity.is_lm_head
-        layers = self.config.num_layers
-        return current.plan(operation, name, layer, layers, is_lm_head=head)
+        return current.plan(operation, name, layer, self.num_layers, is_lm_head=head)
 
     def tensor_names(self) -> set[str]:
         """Return the names of this module's tensors.
@@ -65,8 +78,16 @@ class Quantized(Identified):
         return names
 
     def formats_of(self, operation: str) -> GemmFormats | None:
-        """Return an operation's formats in the current iteration, or None for high precision."""
-        return self.plan_of(operation).at(max(clock.iteration, 1))
+        """Return an operation's formats in the current iteration, or None for high precision.
+
+        Raises:
+            ValueError: if the formats depend on the iteration, and the module trains where nothing
+                counts iterations.
+        """
+        plan = self.plan_of(operation)
+        if clock.micro_batch is None and plan.changes:
+            need_clock("a recipe with iterations", training=self.training)
+        return plan.at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
         """Return the seed of a matmul's random numbers; None if its formats need no random numbers.
@@ -78,9 +99,14 @@ class Quantized(Identified):
         because some of their operands are replicas of one tensor. Values at the same position in
         two shards thus get the same random bits. In evaluation, the seed depends on the iteration,
         but not on a micro-batch. The state of torch's generators does not change.
+
+        Raises:
+            ValueError: if the module trains where nothing counts iterations.
         """
         if not formats.random:
             return None
+        if clock.micro_batch is None:
+            need_clock("rounding with random numbers", training=self.training)
         name = "" if self.identity is None else self.identity.name
         place: tuple[int | str, ...] = ("evaluation", clock.iteration)
         if clock.micro_batch is not None:

@@ -41,10 +41,18 @@ class Matmul(NamedTuple):
     name: str
     layer: int  #: layer number, counted from 0; -1 outside the transformer layers
     operations: tuple[str, ...]
+    num_layers: int | None = None  #: number of layers of its stack; None if all stacks are alike
 
 
-def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
+def check(
+    chunks: Sequence[torch.nn.Module], seq_length: int | None, *, alone: bool = False
+) -> None:
     """Check that what the current policy sets fits the model. Must be called on all ranks.
+
+    Args:
+        chunks: pipeline stages of this rank.
+        seq_length: number of tokens in a sequence; None if it is unknown, and not checked.
+        alone: whether this rank has the whole model and does not wait for the other ranks.
 
     Raises:
         ValueError: if the recipe has a mistake; raised on all ranks with the same message.
@@ -57,11 +65,14 @@ def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
         for module in chunk.modules():
             if isinstance(module, Quantized) and module.identity is not None:
                 identity = module.identity
-                places.append(Matmul(identity.name, identity.layer_idx, module.operations))
-                num_layers = module.config.num_layers
+                num_layers = max(num_layers, module.num_layers)
+                operations = module.operations
+                places.append(
+                    Matmul(identity.name, identity.layer_idx, operations, module.num_layers)
+                )
                 unfit = unfit or next(_misfits(module, seq_length), None)
     parts = [(places, num_layers, unfit)]
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and not alone:
         parts = [([], 0, None)] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, (places, num_layers, unfit))
     whole = sorted({place for part in parts for place in part[0]}, key=_by_name)
@@ -90,9 +101,9 @@ def check_rules(
     Raises:
         ValueError: if there is such a rule; the message names the first one.
     """
-    counting = {p: recipe.rules_for(p.name, p.layer, num_layers) for p in places}
+    counting = {p: recipe.rules_for(p.name, p.layer, p.num_layers or num_layers) for p in places}
     for rule in recipe.rules:
-        fitting = [place for place in places if rule.fits(place.name, place.layer, num_layers)]
+        fitting = [p for p in places if rule.fits(p.name, p.layer, p.num_layers or num_layers)]
         counted = [place for place in fitting if rule in counting[place]]
         if complaint := _complaint(rule, places, fitting, counted, by_recipe):
             raise ValueError(
@@ -139,7 +150,7 @@ def _complaint(
     return None
 
 
-def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
+def _misfits(module: Quantized, seq_length: int | None) -> Iterator[str]:
     """Yield a message for each setting that does not fit a module.
 
     These are tiles of an attention that cannot run in tiles, tiles that cut the blocks of a format,
@@ -148,7 +159,8 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
-        seq_length: number of tokens in a whole sequence, also with context parallelism.
+        seq_length: number of tokens in a whole sequence, also with context parallelism; None if it
+            is unknown.
     """
     assert module.identity is not None
     if "pv" in module.operations:
@@ -166,7 +178,7 @@ def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
             yield from _other_dtypes(module, operation, formats, source)
             for gemm, slot in (("fprop", "fprop_b"), ("dgrad", "dgrad_b")):
                 transform = getattr(formats, slot).hadamard
-                if transform is not None and sizes[gemm] % transform.size:
+                if transform is not None and (sizes[gemm] or 0) % transform.size:
                     yield (
                         f"{source}: {module.identity.name}: {gemm} of {operation} has a Hadamard "
                         f"transform of size {transform.size}, which does not divide its "
@@ -209,8 +221,10 @@ def _other_dtypes(
             yield f"{source}: {module.identity.name}: {gemm} of {operation}: {error}"
 
 
-def _sizes(module: Quantized, operation: str, seq_length: int) -> tuple[int, int]:
-    """Return the lengths of the reduction axes of fprop and dgrad on this rank."""
+def _sizes(
+    module: Quantized, operation: str, seq_length: int | None
+) -> tuple[int | None, int | None]:
+    """Return the lengths of the reduction axes of fprop and dgrad on this rank, where known."""
     if operation == "linear":
         inputs = getattr(module, "input_size_per_partition", module.input_size)
         return inputs, getattr(module, "output_size_per_partition", module.output_size)

@@ -13,14 +13,18 @@ micro-batch is therefore an attribute of the output tensor, which the schedule p
 `backward_step`.
 """
 
+import contextlib
 import functools
-
-import torch
 
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.low_precision import delayed_scaling, recipe_check
+from megatron.core.low_precision import (
+    delayed_scaling,
+    explicit_iteration,
+    reach_check,
+    recipe_check,
+)
 from megatron.fake_quant import policy
 
 _upstream = shadowed(__name__)
@@ -92,13 +96,24 @@ def _observed(backward):
     return observed
 
 
+@contextlib.contextmanager
+def _scheduled():
+    """Note on the clock that a schedule runs, and restore the micro-batch afterward."""
+    before, clock.scheduled, clock.micro_batch = clock.micro_batch, True, None
+    try:
+        yield
+    finally:
+        clock.scheduled, clock.micro_batch = False, before
+
+
 def _counted(schedule):
     """Wrap a pipeline schedule so that it updates the training clock when it trains."""
 
     @functools.wraps(schedule)
     def counted(*args, forward_only=False, **kwargs):
         if forward_only:
-            return schedule(*args, forward_only=True, **kwargs)
+            with _scheduled():
+                return schedule(*args, forward_only=True, **kwargs)
         return _iteration(
             functools.partial(schedule, *args, forward_only=False, **kwargs),
             kwargs["model"],
@@ -110,7 +125,8 @@ def _counted(schedule):
 
 def _check_schedule_of_recipe():
     recipe = policy.current().recipe
-    if recipe is not None and recipe.changes() and not tensor_saver.configured():
+    known = tensor_saver.configured() or explicit_iteration.active()
+    if recipe is not None and recipe.changes() and not known:
         raise ValueError(
             f"recipe {recipe.path} has iterations, and this trainer has not said which one it "
             "begins with; call megatron.core.tensor_saver.configure(vars(args), iteration=DONE) "
@@ -118,29 +134,27 @@ def _check_schedule_of_recipe():
         )
 
 
-def _seed_of_the_run():
-    """Return the run's seed: the lowest seed of all ranks, because later stages add an offset."""
-    seeds = [torch.initial_seed()]
-    if torch.distributed.is_initialized():
-        seeds *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(seeds, torch.initial_seed())
-    return min(seeds)
-
-
 def _iteration(run, model, seq_length):
     global _training, _steps, _checked
     if not _checked:
-        chunks = model if isinstance(model, list) else [model]
+        chunks = model if isinstance(model, list) else [model] if model is not None else []
         tensor_saver.begin_run(chunks)
         _check_schedule_of_recipe()
+        if not tensor_saver.configured():
+            tensor_saver.configure()
+        if chunks:
+            reach_check.prepare(chunks, seq_length)
         recipe_check.check(chunks, seq_length)
         tensor_saver.check_reached(chunks)
-        clock.seed = _seed_of_the_run()
+        clock.seed = explicit_iteration.seed_of_the_run()
         _checked = True
-    tensor_saver.begin_iteration()
+    explicit = explicit_iteration.active()  # the trainer counts the iterations itself
+    if not explicit:
+        tensor_saver.begin_iteration()
     _training, _steps = True, 0
     try:
-        result = run()
+        with _scheduled():
+            result = run()
     finally:
         _training = False
     if _steps == 0 and tensor_saver.enabled():
@@ -148,7 +162,8 @@ def _iteration(run, model, seq_length):
             "this schedule does not call forward_step, so nothing was collected; switch off "
             "--overlap-moe-expert-parallel-comm, or do not save tensors"
         )
-    tensor_saver.end_iteration()
+    if not explicit:
+        tensor_saver.end_iteration()
     return result
 
 

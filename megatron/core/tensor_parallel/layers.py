@@ -38,7 +38,7 @@ class _QuantizedLinear(Quantized):
     def _forward_impl(self, input, weight, *args, **kwargs):
         # `megatron.fake_quant.policy` computes the formats from CUSTOM_QUANT_TYPE and the recipe.
         formats = self.formats_of("linear")
-        capture = tensor_saver.capture(self.identity, self.layer_type)
+        capture = tensor_saver.capture(self.identity, self.layer_type, training=self.training)
         if formats is None and capture is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
         return self._observed_matmul(input, weight, formats, capture, *args, **kwargs)

@@ -66,7 +66,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         """Map query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
         # `megatron.fake_quant.policy` computes the formats from CUSTOM_QUANT_TYPE and the recipe.
         formats = (self.formats_of("qk"), self.formats_of("pv"))
-        capture = tensor_saver.capture(self.identity, self.layer_type)
+        capture = tensor_saver.capture(self.identity, self.layer_type, training=self.training)
         if capture is not None:
             capture.note_accumulators(qk=formats[0], pv=formats[1])
             query, key, value = self._watch_operands(capture, query, key, value, *formats)

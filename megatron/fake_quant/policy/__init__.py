@@ -97,6 +97,11 @@ class OperationPolicy:
         rule = self._rule(iteration)
         return self._accumulated(None if rule is None else rule.config[self.operation])
 
+    @property
+    def changes(self) -> bool:
+        """True if the formats may differ between iterations."""
+        return any(rule.iterations != (1, math.inf) for rule in self.rules or ())
+
     def of_all_times(self) -> list[tuple[GemmFormats, str]]:
         """Return all formats that the operation may use during the run, with their sources.
 

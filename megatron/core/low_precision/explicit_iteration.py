@@ -1,0 +1,148 @@
+"""Update the training clock in a training loop that does not use the pipeline schedules.
+
+The schedules know the iteration and the micro-batch. In a loop of the user's own, the user states
+the iteration, see `megatron.core.tensor_saver.training_iteration`. Each call of the outermost
+module of a model is then one micro-batch. Hooks on this module update the clock: before the call,
+and when the backward pass reaches the output of the call. Forward passes during the backward pass
+are recomputations. With delayed scaling, the hooks also update the amax histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from megatron.collection.training_clock import MicroBatch, clock
+from megatron.core.low_precision import delayed_scaling
+from megatron.core.low_precision.delayed_scaling import DelayedScaling
+
+roots: WeakSet[torch.nn.Module] = WeakSet()  #: outermost modules of the models found so far
+_current: ExplicitIteration | None = None  #: the iteration that runs; None outside of all
+
+
+def active() -> bool:
+    """Return whether `training_iteration` is in effect."""
+    return _current is not None
+
+
+def add_root(root: torch.nn.Module, inputs: Any) -> None:
+    """Add the outermost module of a model, whose call has just begun."""
+    if root not in roots:
+        roots.add(root)
+        if _current is not None:
+            _current.watch(root)
+            _current.before(root, inputs)
+
+
+def seed_of_the_run() -> int:
+    """Return the run's seed: the lowest seed of all ranks, because later stages add an offset."""
+    seeds = [torch.initial_seed()]
+    if torch.distributed.is_initialized():
+        seeds *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(seeds, torch.initial_seed())
+    return min(seeds)
+
+
+@dataclass
+class _Backward:
+    """State of the backward pass of one micro-batch."""
+
+    micro_batch: MicroBatch
+    delayed: DelayedScaling | None
+    ending: bool = False  #: whether the end of the backward pass will update the amax histories
+
+
+class ExplicitIteration:
+    """The training iteration of a loop without schedules."""
+
+    def __init__(self, number: int) -> None:
+        """Begin the iteration `number`."""
+        global _current
+        if clock.seed is None:
+            clock.seed = seed_of_the_run()
+        self._number = number
+        #: number of calls of each outermost module
+        self._calls: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+        #: clock's micro-batch before each call that has not ended; an inner call changes nothing
+        self._before: list[MicroBatch | None] = []
+        self._handles: list[Any] = []
+        clock.micro_batch = MicroBatch(number, 0)
+        _current = self
+        for root in roots:
+            self.watch(root)
+
+    def end(self) -> None:
+        """End the iteration."""
+        global _current
+        _current = None
+        for handle in self._handles:
+            handle.remove()
+        clock.micro_batch, clock.recomputing = None, False
+
+    def watch(self, root: torch.nn.Module) -> None:
+        """Let the calls of an outermost module update the clock until the iteration ends."""
+        self._handles += [
+            root.register_forward_pre_hook(self.before),
+            root.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def before(self, root: torch.nn.Module, inputs: Any) -> None:
+        """Set the clock to the micro-batch that begins; an evaluation has none."""
+        self._before.append(clock.micro_batch)
+        if clock.scheduled or len(self._before) > 1:
+            return
+        if torch._C._current_graph_task_id() != -1:  # the backward pass recomputes the whole model
+            return
+        if not torch.is_grad_enabled():
+            clock.micro_batch = None
+            return
+        index = self._calls.get(root, 0)
+        self._calls[root] = index + 1
+        clock.micro_batch, clock.recomputing = MicroBatch(self._number, index), False
+        if (delayed := delayed_scaling.of_chunk(root)) is not None:
+            delayed.begin_forward(index)
+
+    def after(self, root: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Prepare for the backward pass of the micro-batch whose forward pass has ended."""
+        if not self._before:  # another hook has refused the call
+            return
+        before = self._before.pop()
+        if self._before or clock.scheduled or torch._C._current_graph_task_id() != -1:
+            return
+        if clock.micro_batch is None:
+            clock.micro_batch = before
+            return
+        delayed = delayed_scaling.of_chunk(root)
+        if delayed is not None:
+            delayed.end_forward()
+        state = _Backward(clock.micro_batch, delayed)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_begin_backward, state))
+
+
+def _begin_backward(state: _Backward, _: torch.Tensor) -> None:
+    """Set the clock to the micro-batch whose backward pass begins."""
+    clock.micro_batch, clock.recomputing = state.micro_batch, True
+    if state.delayed is not None and not state.ending:
+        state.ending = True
+        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+            partial(state.delayed.end_backward, state.micro_batch.index)
+        )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)

@@ -1,0 +1,173 @@
+"""Observe which modules of a model multiply matrices in its first forward pass, and how.
+
+The format audit lists the modules that were built. A layer may be replaced or skipped afterwards,
+and a subclass may compute attention in another way. The first training forward pass shows what
+runs. Hooks note which modules are called. At the end of each call, the autograd graph of the
+module's output shows the operations of this call: those before it have been visited already. No
+operation is intercepted, so no result changes, and the hooks are removed after this one pass.
+
+Operations that autograd does not record are not seen, such as those of a forward pass that will be
+recomputed, and of a module whose weights are frozen and whose input needs no gradient. Operations
+that a module performs on its inputs before it calls another module count as those of the inner
+module if their results are passed as keyword arguments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from megatron.collection.module_identity import transformer_layers, unwrapped
+from megatron.collection.training_clock import clock
+from megatron.core.low_precision import matmul_audit
+from megatron.core.low_precision.coverage_check import HIGH_PRECISION
+from megatron.core.low_precision.explicit_iteration import tensors_in
+from megatron.core.low_precision.quantized_module import Quantized
+
+#: Operations by the names of their autograd nodes.
+OPERATIONS = {
+    **dict.fromkeys(("MmBackward0", "AddmmBackward0", "MvBackward0", "AddmvBackward0"), "matmul"),
+    **dict.fromkeys(("BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"), "batched matmul"),
+    "LinearBackward0": "matmul",
+    "ConvolutionBackward0": "convolution",
+}
+#: Parts of the names of autograd nodes of fused attention.
+ATTENTION = ("scaleddotproduct", "flashattn", "fusedattn", "flash_attn", "flexattention")
+FUSED_ATTENTION = "fused attention"
+#: Autograd nodes of our quantized matmuls, with the number of operations that each performs.
+QUANTIZED = {"_QuantizedMatmulBackward": 1, "_TiledAttentionBackward": 2}
+
+
+@dataclass
+class Findings:
+    """Differences between what was requested and what ran in the first forward pass."""
+
+    #: layers that were not called
+    not_called: list[str] = field(default_factory=list)
+    #: layers that have a format and ran without it
+    without_format: list[str] = field(default_factory=list)
+    #: operations outside of our layers, by module
+    outside: dict[str, Counter[str]] = field(default_factory=dict)
+    #: names of modules inside transformer layers that ran fused attention outside of our layers
+    foreign_attention: list[str] = field(default_factory=list)
+    keys: int = 1  #: largest number of keys of an attention layer; 1 without attention
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether torch.compile compiles a module of this model; its hooks would be traced."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+class FirstForward:
+    """Observer of one forward pass of a model."""
+
+    def __init__(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Begin to observe a forward pass, from a hook that torch calls before it."""
+        self._model = model
+        self._names = {module: unwrapped(name) for name, module in model.named_modules()}
+        self._stack: list[torch.nn.Module] = []
+        self._called: set[torch.nn.Module] = set()
+        self._visited: set[Any] = set()
+        self._nodes: dict[Quantized, Counter[str]] = {}
+        self._outside: dict[torch.nn.Module, Counter[str]] = {}
+        self._keys = 1
+        self._before(model, inputs)
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after),
+        ]
+
+    def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._note_operations(inputs)  # of the calling module
+        self._stack.append(module)
+        self._called.add(module)
+        if isinstance(module, Quantized) and "qk" in module.operations and len(inputs) > 1:
+            self._keys = max(self._keys, inputs[1].shape[0])
+            matmul_audit.note_mask(module, inputs[3] if len(inputs) > 3 else None)
+
+    def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._note_operations(output)
+        while self._stack and self._stack.pop() is not module:
+            pass  # the call of an inner module has ended with an exception that was handled
+
+    def _note_operations(self, output: Any) -> None:
+        """Attribute the operations that led to `output` to the current module."""
+        operations = Counter(self._new_nodes(output))
+        if not operations or not self._stack:
+            return
+        layer = next((m for m in reversed(self._stack) if isinstance(m, Quantized)), None)
+        if layer is not None:
+            self._nodes.setdefault(layer, Counter()).update(operations)
+        elif not any(self._leaf(module) in HIGH_PRECISION for module in self._stack):
+            self._outside.setdefault(self._stack[-1], Counter()).update(operations)
+
+    def _leaf(self, module: torch.nn.Module) -> str:
+        return self._names.get(module, "").rpartition(".")[2]
+
+    def _new_nodes(self, output: Any) -> Iterator[str]:
+        """Yield the kind of each matmul in the graph of `output` that was not visited before."""
+        nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        while nodes:
+            node = nodes.pop()
+            if node in self._visited:
+                continue
+            self._visited.add(node)
+            nodes += [inner for inner, _ in node.next_functions if inner is not None]
+            name = type(node).__name__
+            if name in QUANTIZED:
+                yield name
+            elif any(part in name.lower() for part in ATTENTION):
+                yield FUSED_ATTENTION
+            elif name in OPERATIONS:
+                yield OPERATIONS[name]
+
+    def end(self) -> Findings:
+        """Stop observing, and return the findings."""
+        for handle in self._handles:
+            handle.remove()
+        self._visited.clear()
+        findings = Findings(keys=self._keys)
+        for layer in self._model.modules():
+            if isinstance(layer, Quantized):
+                self._compare(layer, findings)
+        within = {
+            id(part) for _, layer in transformer_layers(self._model) for part in layer.modules()
+        }
+        for module, operations in self._outside.items():
+            name = self._names.get(module) or "the model itself"
+            text = f"{name} ({type(module).__name__})"
+            findings.outside[text] = operations
+            if operations[FUSED_ATTENTION] and id(module) in within:
+                findings.foreign_attention.append(text)
+        return findings
+
+    def _compare(self, layer: Quantized, findings: Findings) -> None:
+        """Compare a layer's operations in the first forward pass with its formats."""
+        if layer not in self._called:
+            findings.not_called.append(layer.identity.name)
+            return
+        operations = self._nodes.get(layer, Counter())
+        iteration = max(clock.iteration, 1)
+        plans = [layer.plan_of(operation).at(iteration) for operation in layer.operations]
+        expected = sum(formats is not None for formats in plans)
+        quantized = sum(count * operations[name] for name, count in QUANTIZED.items())
+        others = sum(count for name, count in operations.items() if name not in QUANTIZED)
+        if quantized < expected and others:
+            findings.without_format.append(f"{layer.identity.name} ({type(layer).__name__})")
+        elif operations[FUSED_ATTENTION]:
+            findings.foreign_attention.append(f"{layer.identity.name} ({type(layer).__name__})")

@@ -1,0 +1,130 @@
+"""Find the outermost module of each model, and let it name the layers of the model.
+
+A layer does not know the model that contains it, and a trainer may build any model and call it in a
+loop of its own. Therefore, a global hook of torch runs before the first forward pass of any module:
+the module that is called first contains all others. The hook is removed before the modules inside
+are called, so that they run without it. It returns for the next model of the program, until nothing
+new has appeared in `PATIENCE` calls.
+
+A layer that runs without having been found in this way, such as a layer in a plain Python list,
+gets the name of its class and a number.
+"""
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from megatron.collection.module_identity import Identified, assign_identities
+from megatron.collection.training_clock import clock
+
+#: Number of calls of outermost modules, since a layer was built, for which the hook returns.
+PATIENCE = 1000
+
+_unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
+#: Layers by name. Only layers that were named in the same iteration count as taking a name: a model
+#: that the program has finished with may exist as long as the program.
+_names: WeakValueDictionary[str, Identified] = WeakValueDictionary()
+_named_at = 0  #: iteration in which the layers of `_names` were named
+_hook: Any = None  #: handle of the global hook; None while the hook is removed
+_calls = 0  #: number of calls of the hook since a layer was built
+
+
+def register(layer: Identified) -> None:
+    """Note that a layer was built, so that the outermost module of its model names it."""
+    global _calls
+    _unnamed.add(layer)
+    _calls = 0
+    watch()
+
+
+def watch() -> None:
+    """Call `reach_check.enter` before the next forward pass of a module."""
+    global _hook
+    if _hook is None and _calls < PATIENCE:
+        _hook = register_module_forward_pre_hook(_before_a_forward_pass)
+
+
+def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
+    global _calls, _hook
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return  # torch.compile traces it, or the backward pass recomputes a part of a model
+    from megatron.core.low_precision import reach_check  # it needs the layers, which need this file
+
+    _calls += 1
+    _hook.remove()
+    _hook = None
+    try:
+        reach_check.enter(module, inputs)
+    except ValueError:  # refuse the next call, too
+        watch()
+        raise
+
+
+def layers_without_name() -> bool:
+    """Return whether a layer was built and is not a part of any model that has run."""
+    return bool(_unnamed)
+
+
+def layers_of(model: torch.nn.Module) -> list[Identified]:
+    """Return all layers of a model that can be quantized and collected."""
+    return [module for module in model.modules() if isinstance(module, Identified)]
+
+
+def name_layers(model: torch.nn.Module) -> bool:
+    """Name the layers of a model, starting from its outermost module.
+
+    If another model that is used at the same time has layers of the same names, the names begin
+    with the class of this model and a number.
+
+    Returns:
+        True if a name has changed.
+    """
+    global _named_at
+    if _named_at != clock.iteration:
+        forget_names()
+        _named_at = clock.iteration
+    layers = layers_of(model) if _unnamed else []
+    if not any(layer in _unnamed for layer in layers):
+        return False
+    before = [layer.identity for layer in layers]
+    assign_identities(model)
+    number = 0
+    while _names_taken(layers):
+        number += 1
+        assign_identities(model, f"{type(model).__name__}_{number}.")
+    for layer in layers:
+        _unnamed.discard(layer)
+        _names[layer.identity.name] = layer
+    return before != [layer.identity for layer in layers]
+
+
+def forget_names() -> None:
+    """Let the next model have the names of those before it, as in a new program."""
+    _names.clear()
+
+
+def _names_taken(layers: Iterable[Identified]) -> bool:
+    """Return whether the names of these layers are those of other layers that still exist."""
+    own = {id(layer) for layer in layers}
+
+    def taken() -> bool:
+        others = (_names.get(layer.identity.name) for layer in layers)
+        return any(other is not None and id(other) not in own for other in others)
+
+    if not taken():
+        return False
+    gc.collect()  # a model that was deleted may still be there
+    return taken()
+
+
+def name_alone(layer: Identified) -> None:
+    """Name a layer that runs outside of every model that was found."""
+    if layer in _unnamed:
+        name_layers(layer)
+
+
+watch()

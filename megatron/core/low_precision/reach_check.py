@@ -1,0 +1,340 @@
+"""Check and announce which modules of a model the requested formats and collection reach.
+
+The check runs before the first training step of each model, under every trainer: the pipeline
+schedules call `prepare`, and in other loops the hook of `model_roots` calls `enter`. A model with
+no layer to quantize or collect is refused. Modules that are not reached are named in the log and in
+the run card. After the first forward pass, the operations that ran are compared with the audit; see
+`first_forward`. If a program ends although its models were never reached, it exits with status 1.
+"""
+
+import atexit
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from megatron.collection import session
+from megatron.collection.exit_status import exit_with_error
+from megatron.collection.settings import enabled_by_environment
+from megatron.collection.training_clock import clock, need_clock
+from megatron.core import parallel_state, tensor_saver
+from megatron.core.low_precision import (
+    delayed_scaling,
+    explicit_iteration,
+    matmul_audit,
+    model_roots,
+    recipe_check,
+)
+from megatron.core.low_precision.coverage_check import check_coverage, unreached
+from megatron.core.low_precision.first_forward import Findings, FirstForward, is_compiled
+from megatron.core.low_precision.quantized_module import Quantized
+from megatron.fake_quant import policy
+
+logger = logging.getLogger(__name__)
+
+#: Whether a module that has run contains a layer or another module that multiplies matrices.
+_multiplies: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+_prepared: WeakSet[torch.nn.Module] = WeakSet()  #: models checked before their first training step
+_observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training step has begun
+#: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
+#: because other layers have no name yet.
+_unchecked: WeakSet[torch.nn.Module] = WeakSet()
+_missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
+#: Number of keys of attention in the first forward pass of each model, for the format audit.
+_keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+_reached = False  #: whether a model with a layer to quantize or collect has run
+
+
+def collecting() -> bool:
+    """Return whether this run collects tensors or measures their statistics."""
+    return session.enabled() or (not session.configured() and enabled_by_environment())
+
+
+def request() -> str | None:
+    """Return what this run requests, for messages; None if it requests nothing."""
+    current = policy.current()
+    if current.changes_matmuls:
+        return current.request
+    return "tensor collection" if collecting() else None
+
+
+def enter(module: torch.nn.Module, inputs: Any) -> None:
+    """Check a model before its forward pass; called with the outermost module that runs.
+
+    Raises:
+        ValueError: if the model trains and is refused; see `prepare`.
+    """
+    if request() is None:
+        return
+    if module in _observed and not model_roots.layers_without_name():
+        _after_this_call(module, lambda failed: watch_for_others())
+        return
+    name_model(module)
+    if module not in _multiplies:
+        _multiplies[module] = bool(model_roots.layers_of(module)) or bool(unreached(module))
+        if _multiplies[module]:
+            _note_reach(module)
+    training = module.training and torch.is_grad_enabled() and not clock.evaluating
+    if not (training and _multiplies[module]):
+        _after_this_call(module, lambda failed: model_roots.watch())
+        return
+    if clock.micro_batch is None and collecting():
+        need_clock("the tensor collection", training=True)
+    if module not in _prepared:
+        prepare([module])
+    if model_roots.layers_of(module):
+        explicit_iteration.add_root(module, inputs)
+    first = module not in _observed
+    _observed.add(module)
+    observer = FirstForward(module, inputs) if first and not is_compiled(module) else None
+    _after_this_call(module, partial(_end_first_forward, module, observer))
+
+
+def watch_for_others() -> None:
+    """Watch for further models. This project's trainer has none but those with layers to name."""
+    if not session.audited() or model_roots.layers_without_name():
+        model_roots.watch()
+
+
+def _after_this_call(module: torch.nn.Module, function: Callable[[bool], None]) -> None:
+    """Call `function` once, when the forward pass of `module` that has begun ends or fails."""
+    ended = False
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal ended
+        failed = output is None and sys.exc_info()[0] is not None
+        if not failed:  # torch iterates over the hooks themselves after a failure
+            handle.remove()
+        if not ended:
+            ended = True
+            function(failed)
+
+    handle = module.register_forward_hook(hook, always_call=True)
+
+
+def name_model(model: torch.nn.Module) -> None:
+    """Name the layers of a model, and give it amax histories for the new names."""
+    if model_roots.name_layers(model):
+        inner = model
+        while not hasattr(inner, "delayed_scaling") and hasattr(inner, "module"):
+            inner = inner.module
+        delayed_scaling.attach(inner)
+
+
+def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) -> None:
+    """Check models before their first training step, and announce what is reached.
+
+    Args:
+        chunks: pipeline stages of this rank, or the outermost module of a model.
+        seq_length: number of tokens in a sequence, given by the pipeline schedules, which call this
+            function on all ranks; None in a loop without schedules.
+
+    Raises:
+        ValueError: if a module of a transformer layer is not reached, if no layer of any model is
+            reached, or if a rule or a selection does not fit the model.
+    """
+    for chunk in chunks:
+        name_model(chunk)
+    requested = request()
+    if requested is None:
+        return
+    for chunk in chunks:
+        check_coverage(chunk, collecting=collecting())
+        _prepared.add(chunk)
+    missed = [name for chunk in chunks for name in unreached(chunk)]
+    reached = any(map(_note_reach, chunks))
+    if seq_length is not None and torch.distributed.is_initialized():
+        answers = [(reached, missed)] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, (reached, missed))
+        reached = any(of_rank for of_rank, _ in answers)
+        missed = list(dict.fromkeys(name for _, of_rank in answers for name in of_rank))
+    others = seq_length is None and (_reached or model_roots.layers_without_name())
+    if not (reached or others):
+        raise ValueError(_refusal(requested, chunks, missed))
+    if seq_length is None and not clock.scheduled:
+        _unchecked.update(chunks)
+        check_recipe_and_selection(at_end=False)
+    if not session.audited():
+        _announce(chunks, missed, seq_length)
+    session.add_to_card("not_reached", missed)
+
+
+def _refusal(requested: str, chunks: Sequence[torch.nn.Module], missed: Sequence[str]) -> str:
+    models = " and ".join(type(chunk).__name__ for chunk in chunks)
+    layers = [layer for chunk in chunks for layer in model_roots.layers_of(chunk)]
+    if layers:
+        names = ", ".join(layer.identity.name for layer in layers[:8])
+        return (
+            f"{requested} reaches no layer of the model {models}: it applies to none of {names}; "
+            "change the format or the recipe, or switch it off"
+        )
+    modules = f"its modules are {', '.join(missed[:8])}" if missed else "it multiplies nothing"
+    return (
+        f"{requested} reaches no layer of the model {models}: {modules}; build it from "
+        "ColumnParallelLinear, RowParallelLinear and DotProductAttention of megatron.core (the "
+        "local implementation), or switch the format and the collection off"
+    )
+
+
+def _note_reach(model: torch.nn.Module) -> bool:
+    """Return whether the request reaches a layer of a model, and remember it until the exit."""
+    global _reached
+    layers = [layer for layer in model_roots.layers_of(model) if isinstance(layer, Quantized)]
+    formats = policy.current().changes_matmuls
+    reached = bool(layers) and (
+        not formats
+        or any(layer.plan_of(op).of_all_times() for layer in layers for op in layer.operations)
+    )
+    if not (_missed or _reached):
+        atexit.register(_exit_if_nothing_was_reached)
+    _reached |= reached
+    if not reached:
+        _missed.add(type(model).__name__)
+    return reached
+
+
+def check_recipe_and_selection(*, at_end: bool) -> None:
+    """Check the recipe and the selected modules against all models of a loop without schedules.
+
+    Ranks of a loop without schedules may run different models, so no rank waits for the others. If
+    this rank has only a part of the model, the check is left out and the log says so.
+
+    Args:
+        at_end: whether the first iteration has ended, so that no other model is to be expected.
+
+    Raises:
+        ValueError: if a rule or a selected module is in no model.
+    """
+    if not _unchecked or (model_roots.layers_without_name() and not at_end):
+        return
+    models = list(_unchecked)
+    _unchecked.clear()
+    if _sizes_of_parts() > 1:
+        if policy.current().recipe is not None or session.enabled():
+            logger.warning(
+                "this rank has only a part of the model, so it is not checked whether every rule "
+                "of the recipe and every selected module exists"
+            )
+        return
+    recipe_check.check(models, None, alone=True)
+    tensor_saver.check_reached(models, alone=True)
+
+
+def _sizes_of_parts() -> int:
+    """Return the number of parts into which parallel groups divide the modules of a model."""
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    return pipeline * parallel_state.get_expert_model_parallel_world_size()
+
+
+def _announce(
+    chunks: Sequence[torch.nn.Module], missed: Sequence[str], seq_length: int | None
+) -> None:
+    """Log the formats of every matmul, the modules that are not reached, and the folder.
+
+    Under the pipeline schedules, the run card gets the audit of all stages.
+    """
+    audit = _audit(chunks, seq_length or 1, alone=seq_length is None)
+    if seq_length is not None:
+        session.set_audit(audit)
+    lines = []
+    for part in audit:
+        if len(audit) > 1:
+            lines.append(f"from iteration {part['iteration']} on:")
+        lines += [f"  {line}" for line in part["matmuls"]]
+    if missed:
+        lines.append(f"not quantized and not collected: {', '.join(missed)}")
+    collector = session.current()
+    if collector is not None:
+        lines.append(f"tensors are saved to {collector.settings.directory}")
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        models = " and ".join(type(chunk).__name__ for chunk in chunks)
+        # use the level WARNING, because Python shows it even if logging is not set up
+        logger.warning("%s", "\n".join([f"{request()} in the model {models}:", *lines]))
+
+
+def _audit(
+    models: Sequence[torch.nn.Module], seq_length: int, *, alone: bool
+) -> list[dict[str, Any]]:
+    """Return the format audit for the run card, with one entry per period of the recipe.
+
+    Args:
+        models: models or pipeline stages of this rank.
+        seq_length: number of tokens in a sequence.
+        alone: whether to audit the modules of this rank only, without waiting for other ranks.
+    """
+    recipe = policy.current().recipe
+    first = clock.iteration + (clock.micro_batch is None)  # the schedules have not begun it
+    changes = [] if recipe is None else recipe.changes()
+    audit = matmul_audit.matmuls if alone else matmul_audit.of_whole_model
+    periods = [first, *(change for change in changes if change > first)]
+    return [
+        matmul_audit.period_for_card(audit(models, seq_length, start), start) for start in periods
+    ]
+
+
+def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, failed: bool) -> None:
+    """Report how the first forward pass of a model differed from the audit.
+
+    Raises:
+        ValueError: if a layer ran without the format that the audit lists for it.
+    """
+    watch_for_others()
+    if observer is None:
+        return
+    findings = observer.end()
+    if failed:
+        return
+    if not session.audited() and _sizes_of_parts() == 1:
+        _keys[model] = findings.keys
+        session.set_audit(_audit(list(_keys), max(_keys.values()), alone=True))
+    _report(findings)
+
+
+def _report(findings: Findings) -> None:
+    """Log the findings and add them to the run card; refuse layers that ran without a format."""
+    outside = {
+        name: ", ".join(f"{kind} x{count}" for kind, count in operations.items())
+        for name, operations in findings.outside.items()
+    }
+    lines = []
+    if findings.not_called:
+        lines.append(f"not called: {', '.join(findings.not_called)}")
+    for name, operations in outside.items():
+        lines.append(f"outside of the audit, in high precision: {name}: {operations}")
+    if lines and not session.audited():
+        logger.warning("%s", "\n".join(["the first forward pass of the model:", *lines]))
+    session.add_to_card("not_called", findings.not_called)
+    session.add_to_card("outside_of_the_audit", outside)
+    if findings.without_format:
+        raise ValueError(
+            f"{request()} is in the audit of {', '.join(findings.without_format)}, but in the "
+            "first forward pass they multiplied in high precision; remove the code that overrides "
+            "their forward pass, or leave these modules out of the formats"
+        )
+    formats = policy.current()
+    attends = any(
+        formats.choices[operation].format is not None or operation in formats.by_recipe
+        for operation in ("qk", "pv")
+    )
+    if findings.foreign_attention and (attends or collecting()):
+        raise ValueError(
+            f"{request()} does not reach the attention of {', '.join(findings.foreign_attention)}, "
+            "which calls a fused attention kernel; use DotProductAttention of megatron.core, or "
+            "quantize the linear layers only (linear_<format>)"
+        )
+
+
+def _exit_if_nothing_was_reached() -> None:
+    """End the program with status 1 if its models ran and a request reached none of them."""
+    if getattr(sys, "last_value", None) is not None or request() is None:
+        return
+    if not _reached:
+        exit_with_error(f"{request()} reached no layer of {', '.join(sorted(_missed))}")
+    if enabled_by_environment() and not session.configured():
+        exit_with_error("TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran")
