@@ -85,6 +85,7 @@ def compare(module, x, *, fullgraph):
 
 def main() -> None:
     gpt_worker.activate_cpu_backend()
+    from megatron.collection.training_clock import MicroBatch, clock
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.fake_quant import policy
@@ -108,6 +109,7 @@ def main() -> None:
     x, report = torch.randn(TOKENS, BATCH, WIDTH), {}
     for name, *layers in (case.split() for case in sys.argv[1:]):
         policy.configure(custom_quant_type=name)
+        clock.micro_batch = MicroBatch(1, 0) if ":sr" in name else None
         modules = built(config)
         for layer in layers:
             layer, _, mode = layer.partition("/")

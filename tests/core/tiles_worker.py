@@ -207,7 +207,10 @@ def logits():
 
 
 def main() -> None:
+    from megatron.collection.training_clock import MicroBatch, clock
+
     gpt_worker.start(gpt_worker.parse([]))
+    clock.micro_batch = MicroBatch(1, 0)  # as in a training step
     report = {
         "comparisons": comparisons(),
         "defaults": defaults(),

@@ -63,13 +63,18 @@ def test_a_sound_dump_passes(dumps, layout):
     assert count(verdict.checked, "replicas") == REPLICAS.get(layout, verdict.checked["replicas"])
 
 
-def test_what_cannot_be_recomputed_is_counted(dumps):
+def test_what_cannot_be_recomputed_is_counted(dumps, copied):
     stochastic = verify(dumps / "stochastic")
     assert stochastic.unchecked == {
         "stochastic rounding: no codes were saved (--collect-tensors codes)": 16
     }
     dropout = verify(dumps / "dropout")
     [(reason, number)] = dropout.unchecked.items()
+    assert number == 4
+    assert "attention with dropout 0.5: what it drops is not saved" in reason
+    folder = copied("dropout")
+    change_card(folder, quantization=None)
+    [(reason, number)] = verify(folder).unchecked.items()
     assert number == 4
     assert "no arguments: its mask, scale and dropout" in reason
     assert stochastic.findings == dropout.findings == []

@@ -1,0 +1,330 @@
+"""Test training loops without the pipeline schedules, and models that change after building.
+
+Each program trains tiny models of `foreign_models` in a process of its own.
+"""
+
+import json
+
+import pytest
+
+from tests import forks
+from tests.core.gpt_runs import PRELUDE
+from tests.subprocesses import REPO, environment
+
+START = PRELUDE + (
+    """
+import json, logging
+import foreign_models
+from foreign_models import BATCH, SEQ, HIDDEN
+from megatron.core import tensor_parallel
+from megatron.core.tensor_saver import training_iteration
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+def refusal(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+
+def step(model, loss):
+    value = loss(model)
+    value.backward()
+    return value.item()
+
+def built(name="stack"):
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1)
+    return foreign_models.BUILDERS[name]()
+"""
+)
+
+
+def run(code: str, *words: object, **variables: str):
+    return forks.run("-c", START + code, *words, env=environment(PYTHONPATH=REPO, **variables))
+
+
+def report(code: str, *words: object, **variables: str) -> dict:
+    done = run(code, *words, **variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]) | {"log": done.stderr}
+
+
+RANDOM = """
+from torch.utils.checkpoint import checkpoint
+model, loss = built()
+results = {"outside": refusal(lambda: step(model, loss))}
+x = torch.randn(SEQ, BATCH, HIDDEN)
+with torch.no_grad():
+    results["evaluation"] = torch.equal(model(x), model(x))
+
+def gradients(number, forward):
+    model.zero_grad()
+    with training_iteration(number):
+        outputs = [forward(x), forward(x)]
+        differ = not torch.equal(*outputs)
+        sum(output.square().sum() for output in outputs).backward()
+    return differ, [p.grad.clone() for p in model.parameters()]
+
+results["micro_batches_differ"], first = gradients(1, model)
+_, second = gradients(2, model)
+results["iterations_differ"] = not all(map(torch.equal, first, second))
+
+class Recomputing(foreign_models.Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            part = lambda x, block=block: torch.tanh(block(x)[0])
+            x = checkpoint(part, x, use_reentrant=REENTRANT)
+        return self.readout(x)
+
+from megatron.collection.training_clock import clock
+for REENTRANT in (True, False):
+    clock.iteration = 0
+    model.__class__ = Recomputing
+    x.requires_grad_()
+    results[f"recomputed {REENTRANT}"] = all(map(torch.equal, first, gradients(1, model)[1]))
+results["again"] = refusal(lambda: gradients(1, model))
+with training_iteration(2):
+    results["inside"] = refusal(lambda: gradients(3, model))
+print(json.dumps(results))
+"""
+
+
+def test_random_numbers_follow_the_stated_iteration_and_the_micro_batch():
+    results = report(RANDOM, CUSTOM_QUANT_TYPE="linear_mxfp4:sr")
+    assert "rounding with random numbers needs the number of the iteration" in results["outside"]
+    assert "with megatron.core.tensor_saver.training_iteration(n):`" in results["outside"]
+    assert results["evaluation"]
+    assert results["micro_batches_differ"]
+    assert results["iterations_differ"]
+    assert results["recomputed True"]
+    assert results["recomputed False"]
+    assert "training_iteration(1) follows iteration 1; give integers that rise" in results["again"]
+    assert "is inside of another one" in results["inside"]
+
+
+RECIPE = """
+model, loss = built()
+results = {"outside": refusal(lambda: step(model, loss)), "formats": []}
+for number in (1, 2, 3):
+    with training_iteration(number):
+        step(model, loss)
+        formats = model.blocks[0].formats_of("linear")
+        results["formats"].append(None if formats is None else str(formats.fprop_a))
+print(json.dumps(results))
+"""
+
+
+def test_a_recipe_follows_the_stated_iteration(tmp_path):
+    path = tmp_path / "late.yaml"
+    matcher = "{config: mxfp8, type: glob, pattern: 'blocks.*', iterations: 3-, enabled: true}"
+    path.write_text(f"matchers:\n  late: {matcher}\n")
+    results = report(RECIPE, QUANT_RECIPE=str(path))
+    assert "a recipe with iterations needs the number of the iteration" in results["outside"]
+    assert results["formats"] == [None, None, "mxfp8"]
+    other = matcher.replace("blocks", "decoder")
+    path.write_text(f"matchers:\n  late: {matcher}\n  other: {other}\n")
+    program = "model, loss = built()\nwith training_iteration(1): loss(model)"
+    done = run(program, QUANT_RECIPE=str(path))
+    assert done.returncode == 1
+    assert "fits none of the 3 modules" in done.stderr
+    path.write_text(f"matchers:\n  other: {other}\n")
+    done = run(program, QUANT_RECIPE=str(path))
+    assert "reaches no layer of the model Stack: it applies to none of blocks.0, " in done.stderr
+
+
+COLLECTION = """
+model, loss = built()
+results = {"environment": refusal(lambda: step(model, loss))}
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1])
+results["configured"] = refusal(lambda: step(model, loss))
+with torch.no_grad():
+    loss(model)
+with training_iteration(5):
+    step(model, loss)
+    with torch.no_grad():
+        loss(model)
+tensor_saver.close()
+print(json.dumps(results))
+"""
+
+
+def test_tensors_are_collected_in_the_stated_iteration_only(tmp_path):
+    environ = {"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": str(tmp_path / "unused")}
+    results = report(COLLECTION, tmp_path, **environ)
+    for place in ("environment", "configured"):
+        assert "the tensor collection needs the number of the iteration" in results[place]
+    (index,) = tmp_path.glob("index_*.jsonl")
+    records = [json.loads(line) for line in index.read_text().splitlines()]
+    assert {(r["iteration"], r["micro_batch"]) for r in records} == {(5, 0)}
+    assert len(records) == 3 * 6 - 1, "the first layer's input needs no gradient"
+    (card,) = tmp_path.glob("run_*.json")
+    assert json.loads(card.read_text())["status"] == "finished"
+
+
+EVALUATION = """
+model, loss = built(sys.argv[1])
+with torch.no_grad():
+    loss(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "variables", "message"),
+    [
+        ("plain", {"CUSTOM_QUANT_TYPE": "mxfp8"}, "format mxfp8 reached no layer of Plain"),
+        ("stack", {"CUSTOM_QUANT_TYPE": "FA_mxfp8"}, "format FA_mxfp8 reached no layer of Stack"),
+        ("stack", {"TENSOR_SAVE_ENABLED": "true"}, "nothing was collected: no training ran"),
+        ("stack", {"CUSTOM_QUANT_TYPE": "mxfp8"}, None),
+        ("plain", {}, None),
+    ],
+)
+def test_a_program_whose_request_reached_nothing_fails(model, variables, message):
+    done = run(EVALUATION, model, **variables)
+    assert done.returncode == (0 if message is None else 1), done.stderr
+    assert message is None or f"{message}\n" in done.stderr
+
+
+def test_a_collection_without_an_iteration_fails(tmp_path):
+    code = "tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1])"
+    done = run(code, tmp_path)
+    assert done.returncode == 1
+    assert "[ERROR] nothing was collected: no training iteration ran" in done.stderr
+    (card,) = tmp_path.glob("run_*.json")
+    assert json.loads(card.read_text())["status"] == "failed"
+
+
+CHANGED = """
+results = {}
+
+def trained(change):
+    model, loss = built("gpt")
+    change(model)
+    return refusal(lambda: step(model, loss))
+
+class OwnAttention(type(built("gpt")[0].decoder.layers[0].self_attention.core_attention)):
+    def forward(self, query, key, value, *args, **kwargs):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+def own_attention(model):
+    model.decoder.layers[1].self_attention.core_attention.__class__ = OwnAttention
+
+class OwnLinear(ColumnParallelLinear):
+    def forward(self, x, weight=None, **_):
+        return torch.nn.functional.linear(x, self.weight), self.bias
+
+def own_linear(model):
+    model.decoder.layers[0].mlp.linear_fc1.__class__ = OwnLinear
+
+def replaced(model):
+    linear = torch.nn.Linear(HIDDEN, HIDDEN)
+    model.decoder.layers[1].self_attention.linear_proj = linear
+
+def skipped(model):
+    model.decoder.layers[1].forward = lambda hidden_states, **_: (hidden_states, None)
+
+for change in (own_attention, own_linear, replaced, skipped):
+    results[change.__name__] = trained(change)
+print(json.dumps(results))
+"""
+
+
+def test_a_model_that_changed_after_it_was_built_is_compared_with_the_audit():
+    results = report(CHANGED, CUSTOM_QUANT_TYPE="mxfp8")
+    attention = "decoder.layers.1.self_attention.core_attention (OwnAttention)"
+    assert f"format mxfp8 is in the audit of {attention}, but" in results["own_attention"]
+    assert "decoder.layers.0.mlp.linear_fc1 (OwnLinear), but" in results["own_linear"]
+    assert (
+        "does not reach decoder.layers.1.self_attention.linear_proj, a Linear"
+        in results["replaced"]
+    )
+    assert results["skipped"] is None
+    assert "not called: decoder.layers.1.self_attention.core_attention, " in results["log"]
+
+
+def test_fused_attention_is_refused_only_if_attention_was_requested():
+    code = CHANGED.replace("(own_attention, own_linear, replaced, skipped)", "(own_attention,)")
+    assert report(code, CUSTOM_QUANT_TYPE="linear_mxfp8")["own_attention"] is None
+    message = report(code, CUSTOM_QUANT_TYPE="FA_mxfp8")["own_attention"]
+    assert "core_attention (OwnAttention)" in message
+
+
+NAMES = """
+from megatron.collection.module_identity import Identified
+def names(model):
+    return [m.identity.name for m in model.modules() if isinstance(m, Identified)]
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = foreign_models.Stack(), foreign_models.Stack()
+        self.hidden = [foreign_models.Stack().blocks[0] for _ in range(2)]
+
+    def forward(self, x):
+        for layer in self.hidden:
+            x = layer(x)[0]
+        return self.left(x) + self.right(x)
+
+x = torch.randn(SEQ, BATCH, HIDDEN)
+two, stack, other = Two(), foreign_models.Stack(), foreign_models.Stack()
+wrapped = torch.nn.ModuleDict({"module": stack})
+wrapped.forward = lambda x: stack(x)
+for model in (two, wrapped, other):
+    model(x).sum().backward()
+results = {
+    "two": names(two), "stack": names(stack), "other": names(other),
+    "hidden": [layer.identity.name for layer in two.hidden],
+    "layers": [block.identity.layer_idx for block in other.blocks],
+}
+print(json.dumps(results))
+"""
+
+
+def test_names_come_from_the_outermost_module_and_are_unique():
+    results = report(NAMES, CUSTOM_QUANT_TYPE="mxfp8")
+    blocks = [f"blocks.{number}" for number in range(3)]
+    assert results["two"] == [f"{side}.{name}" for side in ("left", "right") for name in blocks]
+    assert results["stack"] == blocks
+    assert results["other"] == [f"Stack_1.{name}" for name in blocks]
+    assert results["hidden"] == [
+        "ColumnParallelLinear",
+        "ColumnParallelLinear_1.ColumnParallelLinear",
+    ]
+    assert results["layers"] == [0, 1, 2]
+
+
+DELAYED = """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+def gradients(train):
+    model, loss = built("gpt")
+    for number in (1, 2, 3):
+        model.zero_grad()
+        train(model, loss, number)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+def schedules(model, loss, number):
+    get_forward_backward_func()(
+        forward_step_func=lambda _, model: (loss(model), lambda x: (x, {})),
+        data_iterator=None, model=model, num_microbatches=2, seq_length=SEQ, micro_batch_size=BATCH,
+    )
+
+def loop(model, loss, number):
+    with training_iteration(number):
+        for _ in range(2):
+            (loss(model) / 2).backward()
+
+from megatron.collection.training_clock import clock
+first = gradients(schedules)
+clock.reset(0)
+second = gradients(loop)
+clock.reset(0)
+print(json.dumps({"equal": all(map(torch.equal, first, second)), "count": len(first)}))
+"""
+
+
+@pytest.mark.parametrize("quantization", ["fp8_e4m3:delayed", "mxfp4:sr"])
+def test_a_loop_computes_the_gradients_of_the_schedules(quantization):
+    results = report(DELAYED, CUSTOM_QUANT_TYPE=quantization)
+    assert results["count"] > 20
+    assert results["equal"]
