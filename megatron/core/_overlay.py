@@ -52,7 +52,8 @@ UPSTREAM = {
     "megatron.core.transformer.moe.moe_utils": "get_moe_layer_wise_logging_tracker "
     "get_moe_metrics_tracker>=0.18 maybe_move_tensor_to_cpu track_moe_metrics",
     "megatron.core.transformer.multi_latent_attention": ""
-    "FusedMLASelfAttention._qkv_down_projection>=0.17 HAVE_TE MLASelfAttention",
+    "FusedMLASelfAttention._qkv_down_projection>=0.17 HAVE_TE MLASelfAttention "
+    "MLASelfAttention._resolve_qk_norm_config>=0.19",
     "megatron.core.transformer.torch_norm": "WrappedTorchNorm",
     # names that the files in megatron/core use
     "megatron.core": "dist_checkpointing parallel_state",

@@ -4,6 +4,7 @@
 `megatron.cpu_backend`.
 """
 
+import logging
 import os
 import warnings
 
@@ -19,9 +20,23 @@ _NOISE = (
 )
 
 
+#: messages of megatron-core 0.17 and later to suppress, by logger: they recommend another model
+#: class and another library for asynchronous saves, which a user of this program cannot choose
+_NOTICES = {
+    "megatron.core.models.gpt._upstream_gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(tuple(_NOTICES.values()))
+
+
 def prepare() -> None:
     """Set up this process for CUDA, or activate the CPU backend if CUDA is unavailable."""
     warnings.filterwarnings("ignore", message=_NOISE)
+    for name in _NOTICES:
+        logging.getLogger(name).addFilter(_is_no_notice)
     # megatron-core overlaps tensor-parallel communication with GEMMs. For this, kernels must run in
     # the order in which they were launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

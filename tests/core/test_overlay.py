@@ -169,8 +169,8 @@ def names_of(version: str) -> tuple[dict[str, list[str]], list[tuple[str, str]]]
             name, sign, bound = re.fullmatch(r"([\w.]+)(?:(>=|<)([\d.]+))?", text).groups()
             if sign is None or (sign == ">=") == (release(version) >= release(bound)):
                 has.setdefault(module, []).append(name)
-            else:
-                lacks.append((module, name.partition(".")[0]))
+            elif "." not in name:  # our classes define the methods with every release
+                lacks.append((module, name))
     return has, lacks
 
 

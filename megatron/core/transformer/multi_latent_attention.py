@@ -1,6 +1,6 @@
 """Make multi-latent attention work with the local layers, without Transformer Engine.
 
-The file is overlaid for two reasons. First, megatron-core 0.16 assumes that Transformer Engine is
+The file is overlaid for three reasons. First, megatron-core 0.16 assumes that Transformer Engine is
 installed if its wrapper for it can be imported, which is always the case. The wheel then checks
 whether a layer is a `TELinear`, but without Transformer Engine that name is a mock. The seam is the
 name `HAVE_TE`.
@@ -13,6 +13,11 @@ is not sharded, and for it the wheel computes the sum.) The seam is the output o
 `linear_kv_down_proj`; in `FusedMLASelfAttention`, which is sharded since megatron-core 0.19, it is
 the result of `_qkv_down_projection`. We gather it before the wheel would, with the sum in the
 backward pass. Without tensor parallelism nothing changes.
+
+Third, megatron-core 0.19 builds latent attention with a norm of the keys and without compressed
+queries, as in DeepSeek-V2-Lite, only with Transformer Engine. The seam is
+`_resolve_qk_norm_config`. For the local layers it takes the layers of the specification, as earlier
+releases do.
 """
 
 import torch
@@ -28,6 +33,11 @@ from megatron.core.tensor_parallel.mappings import (
 
 _upstream = shadowed(__name__)
 _upstream.HAVE_TE = HAVE_TE = transformer_engine.HAVE_TE
+#: names of the layers that `_resolve_qk_norm_config` chooses
+_RESOLVED = (
+    *("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"),
+    *("q_layernorm", "kv_layernorm"),
+)
 
 
 class MLASelfAttention(_upstream.MLASelfAttention):
@@ -38,6 +48,13 @@ class MLASelfAttention(_upstream.MLASelfAttention):
         layer = self.linear_kv_down_proj
         if isinstance(layer, ColumnParallelLinear) and self.tp_group.size() > 1:
             layer.register_forward_hook(self._gathered)
+
+    def _resolve_qk_norm_config(self, submodules):
+        """Return the classes of the layers by name."""
+        local = submodules.linear_q_proj is ColumnParallelLinear
+        if local and self.config.qk_layernorm and self.config.q_lora_rank is None:
+            return {name: getattr(submodules, name) for name in _RESOLVED}
+        return super()._resolve_qk_norm_config(submodules)
 
     def _gathered(self, layer, inputs, output):
         combined, bias = output
