@@ -50,12 +50,8 @@ for mark in "${left_out[@]}"; do
   if [[ -n $mark ]]; then marks+="${marks:+ and }not $mark"; fi
 done
 
-<<<<<<< HEAD
 py=$(bash "$repo/script/setup_env.sh" --test)
-=======
-py=$(bash "$repo/script/setup_env.sh")
 if [[ -n ${MEGATRON_CORE-} ]]; then py=$(bash "$repo/tests/other_core.sh" "$py" "$MEGATRON_CORE"); fi
->>>>>>> 5334d183 (wip3)
 cd -- "$repo"
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 # One thread per test process; otherwise each process would use as many threads as there are cores.
