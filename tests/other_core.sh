@@ -2,13 +2,23 @@
 # Make a Python environment that differs from another one only in its release of megatron-core.
 #
 #   bash tests/other_core.sh PYTHON VERSION        # prints the path of the new environment's Python
+#   bash tests/other_core.sh .venv/bin/python 0.19.2
 #
 # The environment is made once, in .megatron-core/. It contains megatron-core, and finds every other
 # package in the environment of PYTHON. megatron-core 0.17 and later are declared for Python 3.12 and
 # later; they are installed for any Python here, because their code also runs with Python 3.11.
 set -euo pipefail
 
-(($# == 2)) || { sed -n '4s/^# *//p' "${BASH_SOURCE[0]}" >&2 && exit 2; }
+usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+
+if [[ ${1-} == -h || ${1-} == --help ]]; then
+  usage
+  exit 0
+fi
+(($# == 2)) || {
+  echo "[ERROR] give the path of a Python and a release of megatron-core; see --help" >&2
+  exit 2
+}
 py=$1 version=$2
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.megatron-core/$version-$("$py" -c 'import sys; print("py%d.%d" % sys.version_info[:2])')

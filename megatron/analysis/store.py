@@ -251,9 +251,16 @@ def selected(store: TensorStore, conditions: Mapping[str, Any]) -> pd.DataFrame:
     """
     records = store.select(**conditions)
     if records.empty:
-        given = " ".join(f"{name}={value!r}" for name, value in conditions.items())
+        given = " ".join(f"{name}={_listed_values(value)}" for name, value in conditions.items())
         raise ValueError(f"no tensor in {store.folder} meets {given}")
     return records
+
+
+def _listed_values(value: Any) -> str:
+    """Return the values of a condition as text, such as `0,1` for a list."""
+    if isinstance(value, (list, tuple, range, set)):
+        return ",".join(map(str, value))
+    return str(value)
 
 
 def _check_one(frame: pd.DataFrame) -> None:

@@ -10,8 +10,6 @@ import gzip
 import io
 from typing import Any, BinaryIO
 
-from megatron.optional_packages import check_installed
-
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstandard"}
 
 
@@ -19,6 +17,8 @@ class _Zstandard(io.RawIOBase):
     """Zstandard stream that detects truncated files; the library's own reader does not."""
 
     def __init__(self, raw: BinaryIO) -> None:
+        from megatron.optional_packages import check_installed
+
         check_installed("zstandard", f"{raw.name}, which is compressed by zstandard,")
         import zstandard
 

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-from megatron.optional_packages import check_installed
-
 #: For each corpus: the dataset's name on the hub, and the part that is used by default.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
@@ -32,6 +30,8 @@ def download(
             package for it is not installed.
     """
     from tqdm import tqdm
+
+    from megatron.optional_packages import check_installed
 
     for package in ("datasets", "aiohttp"):
         check_installed(package, "the download from the Hugging Face hub")

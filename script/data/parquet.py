@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from batch import Batch, Position
-from megatron.optional_packages import check_installed
 
 ROWS = 32  #: number of rows that are decoded at a time
 #: Maximum size of a cell, in bytes; documents in other input formats have the same limit.
@@ -23,6 +22,8 @@ def read_parquet(
         ValueError: if the file is damaged, has no text in the requested columns, or if pyarrow is
             not installed.
     """
+    from megatron.optional_packages import check_installed
+
     check_installed("pyarrow", f"{path}, a Parquet file,")
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -26,6 +26,7 @@ from megatron.analysis.verification.recorded_formats import (
 #: Maximum number of recomputed probabilities per layer. Later sequences, and then heads, are left
 #: out.
 MOST = 1 << 28
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Columns that are equal for the query and the key of one pass.
 _PASS = ("run_id", "iteration", "micro_batch", "data_rank", "module")
 
@@ -120,6 +121,9 @@ def recomputed(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
     if query.dim() != 4 or key.dim() != 4 or not query.numel():
         shapes = f"{list(query.shape)} and {list(key.shape)}"
         raise NothingToDrawError(f"query and key of shapes {shapes}: no probabilities")
+    if query.dtype != key.dtype or query.dtype not in _DTYPES:
+        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in (query, key))
+        raise NothingToDrawError(f"query and key of {dtypes}: no probabilities")
     length, batch, heads, dim = query.shape
     if (key.shape[0], key.shape[1], key.shape[3]) != (length, batch, dim) or heads % key.shape[2]:
         shapes = f"{list(query.shape)} and {list(key.shape)}"
