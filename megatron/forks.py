@@ -23,8 +23,9 @@ GRACE = 15.0  #: seconds between asking a fork to end and killing it
 def run_in_fork(program: Callable[[], int], output: IO[bytes]) -> int:
     """Call `program` in a fork of this process, and return its exit status.
 
-    The exit status is the function's result, 1 after an exception, or minus the number of the
-    signal that killed the fork. If Ctrl-C or SIGTERM ends the wait, the fork is ended first.
+    The exit status is the function's result, the code of `SystemExit`, 130 after Ctrl-C, 1 after
+    any other exception, or minus the number of the signal that killed the fork. If Ctrl-C or
+    SIGTERM ends the wait, the fork is ended first.
 
     Args:
         program: function to call.
@@ -49,10 +50,18 @@ def _become(program: Callable[[], int], output: IO[bytes], mask: Mask) -> NoRetu
     """Call `program` in this forked process, and exit with the status that it returns."""
     status = 1
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+        # A signal that arrived in the meantime takes effect here.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = program()
+    except SystemExit as end:  # A handler of SIGTERM may raise it.
+        if end.code is None or isinstance(end.code, int):
+            status = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -55,6 +55,36 @@ def test_an_exception_is_written_and_a_signal_is_reported(tmp_path):
     assert killed == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "output"),
+    [(143, 143, ""), (None, 0, ""), ("no such layer", 1, "no such layer\n")],
+)
+def test_sys_exit_ends_the_fork_as_it_ends_a_program(tmp_path, code, status, output):
+    def program():
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False))  # pytest has replaced it
+        sys.exit(code)
+
+    assert call(program, tmp_path / "log") == status
+    assert (tmp_path / "log").read_text() == output
+
+
+def test_a_signal_to_the_new_fork_ends_it_without_a_traceback(tmp_path):
+    """Linux delivers it as soon as the fork unblocks it, before the function runs."""
+
+    def stop(number, frame):
+        sys.exit(128 + number)
+
+    os.register_at_fork(after_in_child=lambda: to_child and os.kill(os.getpid(), to_child.pop()))
+    to_child = [signal.SIGTERM]
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        assert call(lambda: 0, tmp_path / "log") == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        to_child.clear()
+    assert (tmp_path / "log").read_bytes() == b""
+
+
 def sleeper(path):
     """Return a program that writes its process id and sleeps."""
 
