@@ -153,7 +153,7 @@ def check_output(output: Path) -> None:
     except OSError as error:
         raise ValueError(
             f"cannot write to the output folder {output} ({error.strerror or error}); "
-            "name another one with --output_dir, or change its permissions"
+            "name another one with --output-dir, or change its permissions"
         ) from None
 
 

@@ -173,7 +173,7 @@ def test_the_same_dump_is_drawn_to_the_same_bytes_and_another_one_keeps_the_firs
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot write to the output folder.*--output_dir"):
+    with pytest.raises(ValueError, match=r"cannot write to the output folder.*--output-dir"):
         quick_analysis(tmp_path / "missing", tmp_path / "file" / "draw")
 
 

@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_left_out(result: Study) -> int:
     """Print what was left out and why, and return the exit status of the command."""
     for reason, count in sorted(result.left_out.items()):
-        print(f"[NOTE] left out: {count} {shown(reason)}", file=sys.stderr)
+        print(f"[NOTE] left out: {shown(reason)}: {count}", file=sys.stderr)
     for problem in result.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)
     if result.problems:

@@ -120,7 +120,7 @@ def study(
         else:
             passes.append(of_pass)
     if not found.passes:
-        reasons = "".join(f"; {count} {reason}" for reason, count in left_out.items())
+        reasons = "".join(f"; {reason}: {count}" for reason, count in left_out.items())
         raise ValueError(
             f"no operands of a matmul in {store.folder}{reasons}; collect input, weight and "
             "grad_output of linear layers, or query, key, value and grad_output of attention"

@@ -91,7 +91,7 @@ def first_look(
     records, sample = part_of(store, len(candidates))
     result = study(store, candidates, select=records, workers=workers, budget=False)
     if result.rows.empty:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in result.left_out.items())
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in result.left_out.items())
         raise ValueError(f"no matmul can be studied: {reasons or 'no readable operands'}")
     own = formats_of(str(result.rows["quant_type"].iloc[0]))
     return FirstLook(result, own[0] if len(own) == 1 else "", sample)

@@ -37,7 +37,7 @@ def page(
             f'src="data:image/png;base64,{encoded}"></div>'
         )
     parts += ["<h2>All places</h2>", _table(result), *_gradients(result)]
-    notes = [f"{count} {shown(reason)}" for reason, count in sorted(result.left_out.items())]
+    notes = [f"{shown(reason)}: {count}" for reason, count in sorted(result.left_out.items())]
     notes += [str(problem) for problem in result.problems]
     if notes:
         items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
