@@ -247,8 +247,8 @@ def read_index(path: Path) -> Iterator[dict[str, Any]]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of one index file, such as `{"event": "limited", "why": ...}`.
 
-    The other events are `dropped`, `failed`, `switched`, `kept`, `let_go` and `left_out`. Readers
-    ignore unknown events.
+    The other events are `trained`, `dropped`, `failed`, `switched`, `kept`, `let_go` and
+    `left_out`. Readers ignore unknown events.
 
     Raises:
         ValueError: as in `read_index`.

@@ -23,6 +23,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from megatron.analysis.dump.loss_curve import loss_curve
 from megatron.analysis.dump.packed_codes import read_codes
 from megatron.analysis.dump.query import matching
 from megatron.analysis.dump.reassembly import data_ranks, reassemble
@@ -108,6 +109,16 @@ class TensorStore:
         The result is empty if the run has no card.
         """
         return self._cards.get(run_id, {})
+
+    def loss_curve(self) -> pd.DataFrame:
+        """Return the loss and the gradient norm of each iteration, as far as the dump has them.
+
+        The columns are `run_id`, `iteration`, `loss`, `grad_norm` and `finite`. An unknown number
+        is NaN; `finite` is false if a known number is NaN or infinite. The table also has the
+        iterations of which no tensor was collected. It is empty for a dump of an older version,
+        and if the trainer has not called `tensor_saver.observe`.
+        """
+        return loss_curve(self.events)
 
     def select(self, **conditions: Any) -> pd.DataFrame:
         """Return the records that meet all conditions; the table is empty if there are none.

@@ -62,7 +62,7 @@ class Writer:
     def fail(self, why: str) -> None:
         """Stop writing records; the message `why` says what happened and what to do."""
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: dict[str, Any], *, patience: float = 1.0) -> None:
         """Append an event, such as a reached limit, to the index file."""
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
@@ -178,13 +178,18 @@ class BackgroundWriter(Writer):
                 return
         copy.release()
 
-    def append(self, line: dict[str, Any]) -> None:
-        """Append an event to the index file; if that fails, keep the event for a later attempt."""
-        self._events.append(self._complete(line))
-        self._write_events()
+    def append(self, line: dict[str, Any], *, patience: float = 1.0) -> None:
+        """Append an event to the index file; if that fails, keep the event for a later attempt.
 
-    def _write_events(self) -> None:
-        if not self._index.acquire(timeout=1.0):  # the thread that holds the lock hangs
+        Args:
+            line: the event.
+            patience: seconds to wait for a thread that writes to the index.
+        """
+        self._events.append(self._complete(line))
+        self._write_events(patience)
+
+    def _write_events(self, patience: float = 1.0) -> None:
+        if not self._index.acquire(timeout=patience):  # the thread that holds the lock may hang
             return
         try:
             with contextlib.suppress(OSError):

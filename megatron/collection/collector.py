@@ -16,6 +16,7 @@ from megatron.collection.background_writer import BackgroundWriter, Writer
 from megatron.collection.capture import MEMORY_ADVICE
 from megatron.collection.deferred_signals import signals_deferred
 from megatron.collection.host_buffers import HostBuffers, HostCopy
+from megatron.collection.loss_log import LossLog
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.record_writer import RecordWriter
@@ -77,6 +78,7 @@ class Collector:
         self._ring = RingBuffer(settings.ring, levels) if limited and settings.ring else None
         self._flag = settings.flag_file if limited else None
         self._writer = writer or self._background_writer()
+        self._losses = LossLog(self._writer.append)
         budget = WriteBudget if limited else UnlimitedBudget
         self._budget = budget(settings, self._writer, self.coordinates["world"])
         self.write_card("running")
@@ -165,16 +167,22 @@ class Collector:
             self.collected += 1
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check an iteration's loss and gradient norm; save the ring buffer if either is unusual.
+        """Record an iteration's loss and gradient norm; save the ring buffer if either is unusual.
 
         Returns:
             A one-line message about the event, on every rank; None if the iteration is normal or
             there is no ring buffer.
         """
+        if self.is_first:
+            self._losses.add(clock.iteration, loss, grad_norm)
         if self._ring is None:
             return None
         why = self._ring.look(clock.iteration, loss, grad_norm)
         return None if why is None else self.keep(why)
+
+    def flush_losses(self) -> None:
+        """Write all losses and gradient norms to the index, as before a checkpoint is saved."""
+        self._losses.flush()
 
     def keep(self, why: str) -> str | None:
         """Write the content of the ring buffer to disk, because of the event that `why` describes.
@@ -188,6 +196,7 @@ class Collector:
         iterations = self._ring.release(self._submit_if_it_fits, self._budget.leave_out)
         if self._ring.kept == before:
             return None
+        self.flush_losses()
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
         how = "is kept" if iterations or not self._writes else "cannot be kept"
         return f"{why}: the ring {how} ({self._ring.kept} of {self._ring.settings.events})"
@@ -358,6 +367,7 @@ class Collector:
                 self._discard(aborted) if interrupted else self.keep(aborted)
             self._ring.clear()
         ranks = self.ranks or [self.outcome()]
+        self.flush_losses()
         self._budget.close()
         failure = failure_of(ranks)
         try:

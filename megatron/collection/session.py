@@ -218,7 +218,7 @@ def end_iteration() -> None:
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
-    """Check an iteration's loss and gradient norm; save the ring buffer if either is unusual.
+    """Record an iteration's loss and gradient norm; save the ring buffer if either is unusual.
 
     Args:
         loss: loss of the iteration, the same on every rank; None if it is unknown.
@@ -245,7 +245,10 @@ def flush() -> None:
 
 
 def flush_statistics() -> None:
-    """Write all measured statistics to disk, as before a checkpoint is saved."""
+    """Write all measured statistics and losses to disk, as before a checkpoint is saved."""
+    if _collector is not None:
+        with signals_deferred:
+            _collector.flush_losses()
     if _statistics is not None:
         with signals_deferred:
             _statistics.flush()

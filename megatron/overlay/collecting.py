@@ -69,8 +69,7 @@ def observe(losses: Mapping[str, torch.Tensor], grad_norm: float | None) -> None
         losses: losses by name; empty on all ranks but those of the last pipeline stage.
         grad_norm: gradient norm; None if it is unknown, or if the iteration was skipped.
     """
-    saver = tensor_saver.current()
-    if tensor_saver.statistics() is None and (saver is None or not saver.has_ring):
+    if not tensor_saver.enabled():
         return
     loss = torch.tensor([float(losses.get(LOSS, math.nan)), float(LOSS in losses)])
     if torch.distributed.is_initialized():  # the last rank is always in the last pipeline stage

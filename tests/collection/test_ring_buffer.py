@@ -34,7 +34,7 @@ def configure(folder, **flags) -> None:
 
 def events(folder):
     (index,) = folder.glob("index_*.jsonl")
-    return read_events(index)
+    return [event for event in read_events(index) if event["event"] != "trained"]
 
 
 def saved_iterations(folder) -> list[int]:
@@ -95,13 +95,14 @@ def test_an_error_that_ends_training_keeps_the_ring(tmp_path):
     assert content["ring"]["iterations"] == 2
 
 
-def test_a_run_without_an_anomaly_writes_nothing(tmp_path):
+def test_a_run_without_an_anomaly_writes_no_tensor(tmp_path):
     configure(tmp_path, collect_ring=2)
     for _ in range(5):
         train()
     assert session.settle() == []
     assert session.close() is None
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".jsonl"]
+    assert (records(tmp_path), events(tmp_path)) == ([], [])
 
 
 def test_a_ring_holds_what_memory_has_room_for(tmp_path):

@@ -69,6 +69,8 @@ def test_a_resumed_run_is_quantized_and_collected(tmp_path):
     assert sorted(table["iteration"].unique()) == [1, 2, 3]
     assert set(table["layer_idx"]) == {0}
     assert not verify(TensorStore(dump)).errors
+    losses = [float.fromhex(line.split()[3]) for line in iterations(first) + iterations(second)]
+    assert TensorStore(dump).loss_curve().sort_values("iteration")["loss"].tolist() == losses
     cards = [json.loads(path.read_text()) for path in dump.glob("run*.json")]
     assert sorted(card["arguments"]["train_iters"] for card in cards) == [2, 3]
     assert {card["arguments"]["custom_quant_type"] for card in cards} == {"mxfp8"}
