@@ -6,8 +6,6 @@ The checkout is tag core_v0.16.1; its Python packages, such as `six`, must be in
 """
 
 import json
-import os
-import shlex
 import sys
 from pathlib import Path
 
@@ -15,21 +13,9 @@ import pytest
 import torch
 
 from megatron.analysis.store import TensorStore
-from tests.subprocesses import REPO, environment, free_port, run
+from tests.overlay.nvidia_checkout import CHECKOUT, CPU, losses, pretrain, trained
+from tests.subprocesses import run
 
-CHECKOUT = os.environ.get("MEGATRON_LM_CHECKOUT")
-PLAIN = Path(__file__).with_name("plain_worker.py")
-MODEL = shlex.split("""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
-    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
-    --lr-decay-style cosine --lr-decay-iters 10 --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 127 --eval-iters 1 --eval-interval 1000 --log-interval 1 --bf16
-    --attention-dropout 0 --hidden-dropout 0
-""")
-CPU = shlex.split("""
-    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
-    --no-masked-softmax-fusion
-""")
 LAYOUTS = {
     "one rank": (1, []),
     "TP=2": (2, ["--tensor-model-parallel-size", "2"]),
@@ -38,36 +24,8 @@ LAYOUTS = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_CHECKOUT names no checkout"),
+    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_CHECKOUT names no checkout"),
 ]
-
-
-def pretrain(*words: str | Path, flags=(), ranks: int = 1, plain: bool = False, cpu=CPU):
-    """Run the script of the checkout; `flags` are those of the launcher."""
-    env = environment(PYTHONDONTWRITEBYTECODE="1", PYTHONWARNINGS="ignore")
-    launcher = [sys.executable]
-    if ranks > 1:
-        where = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-        launcher += ["-m", "torch.distributed.run", *where]
-    if plain:
-        launcher += [PLAIN]
-    else:
-        env["PYTHONPATH"] = str(REPO)
-        launcher += ["-m", "megatron.overlay", *flags]
-    command = [*launcher, Path(CHECKOUT, "pretrain_gpt.py"), *MODEL, *cpu, *words]
-    result = run(command, cwd=Path(CHECKOUT), env=env)
-    return result
-
-
-def trained(*words: str | Path, **how):
-    result = pretrain(*words, **how)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return result
-
-
-def losses(result) -> list[str]:
-    lines = [line for line in result.stdout.splitlines() if " iteration " in line]
-    return [field for line in lines for field in line.split("|") if "lm loss:" in field]
 
 
 def files() -> set[Path]:
