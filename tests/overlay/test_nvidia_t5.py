@@ -1,10 +1,10 @@
-"""NVIDIA's own pretrain_t5.py, unmodified, is quantized and collected under the launcher.
+"""NVIDIA's own training script for T5, unmodified, is quantized and collected under the launcher.
 
     MEGATRON_LM_CHECKOUT=/path/to/Megatron-LM bash tests/run_tests.sh --slow tests/overlay
 
 The checkout is tag core_v0.16.1; its Python packages, such as `six`, must be installed. NVIDIA's
-pretrain_bert.py imports Transformer Engine, and its pretrain_mamba.py needs the CUDA kernels of
-`mamba_ssm`: neither script runs on a CPU, with or without the launcher.
+script for BERT imports Transformer Engine, and its script for Mamba needs the CUDA kernels of
+`mamba_ssm`: neither runs on a CPU, with or without the launcher.
 """
 
 import shlex
