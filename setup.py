@@ -67,6 +67,13 @@ CLUSTER = {
     "distributed": ">=2024.1",  # the scheduler's client; also installs dask
 }
 
+# Packages for the command `serve` of the analysis, which shows a dump in the browser.
+EXPLORER = {
+    "dash": ">=4.0",  # the pages and their callbacks; also installs Flask
+    # a small web server without dependencies; Flask's own is for development only
+    "waitress": ">=3.0",
+}
+
 # Packages for the flags --wandb-project and --mlflow-experiment, which send scalars to a service.
 # Only the releases in script/constraints.txt were tested.
 TRACKING = {
@@ -86,6 +93,9 @@ TEST = {
     "triton": ">=3.2",  # runs the GPU kernels in its interpreter; torch's CUDA build includes it
     **OPTIONAL,
     **CLUSTER,  # tests the analysis on a cluster of local processes
+    **EXPLORER,
+    "playwright": ">=1.40",  # drives the Chromium in PATH or CHROMIUM; downloads no browser
+    "axe-playwright-python": ">=0.1.4",  # contains axe-core, which finds what is not accessible
 }
 
 # Additional packages for script/check.sh. Their findings depend on the release.
@@ -208,6 +218,7 @@ if __name__ == "__main__":
             "corpora": requirements(CORPORA),
             "tokenizers": requirements(TOKENIZERS),
             "cluster": requirements(CLUSTER),
+            "explorer": requirements(EXPLORER),
             "tracking": requirements(TRACKING),
             "dev": requirements(TEST) + requirements(LINT),
         },

@@ -279,7 +279,7 @@ def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
                 if len(line) > LINE_LIMIT:
                     raise ValueError(f"{_line(path, number)}: too long (over {LINE_LIMIT} bytes)")
             if lines:
-                yield _parsed(path, lines, first, last=not following)
+                yield parsed_lines(path, lines, first, last=not following)
             first += len(lines)
             content = following
 
@@ -312,7 +312,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _parsed(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
+def parsed_lines(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
     """Return the JSON objects in a batch of lines of an index.
 
     Args:

@@ -6,6 +6,7 @@ python -m megatron.analysis diff logs/bf16 logs/mxfp8              compare two r
 python -m megatron.analysis study enhanced_tensor_logs/bf16        compare formats by matmul results
 python -m megatron.analysis draw enhanced_tensor_logs              draw everything
 python -m megatron.analysis report enhanced_tensor_logs            write one page to click through
+python -m megatron.analysis serve enhanced_tensor_logs             explore it in the browser
 python -m megatron.analysis quick enhanced_tensor_logs/mxfp8       take a first look
 python -m megatron.analysis history DIR/statistics                 find the first unusual tensor
 python -m megatron.analysis COMMAND --help                         options and examples
@@ -23,6 +24,7 @@ from megatron.analysis.cli import (
     diff_command,
     draw_command,
     history_command,
+    serve_command,
     stats_command,
     study_command,
 )
@@ -101,6 +103,7 @@ def _add_commands(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
         ("stats", "measure the values and the error of formats", stats_command),
         ("study", "compare formats by the results of matmuls", study_command),
         ("diff", "compare two runs", diff_command),
+        ("serve", "explore the dump in the browser, also while a run writes", serve_command),
     ):
         parser = commands.add_parser(
             name,

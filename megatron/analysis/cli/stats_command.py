@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         "progress": True,
     }
     formats = [] if arguments.formats == ["none"] else arguments.formats
-    cache = _cache(arguments.cache, arguments.folder)
+    cache = cache_folder(arguments.cache, arguments.folder)
     try:
         try:
             statistics = compute(store, formats, cache=cache, **options)
@@ -178,7 +178,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _cache(named: str | None, folder: Path) -> Path | None:
+def cache_folder(named: str | None, folder: Path) -> Path | None:
     """Return the folder of the statistics cache, or None if nothing is to be cached.
 
     Nothing is cached if the user passes `none`, or if no other folder is given and the default

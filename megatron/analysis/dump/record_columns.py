@@ -114,6 +114,13 @@ class Columns:
     def __len__(self) -> int:
         return len(self._rank_of_row)
 
+    @property
+    def ranks(self) -> tuple[list[_Coordinates], list[int]]:
+        """The distinct coordinates of ranks, in the order of `RANK_COLUMNS`, and the index of each
+        row's coordinates among them.
+        """
+        return [*self._coordinates], self._rank_of_row
+
     def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
         """Append all given rows to the table, or none of them if any row is invalid.
 

@@ -77,7 +77,7 @@ def scan(folder: Path) -> ScanResult:
         position = indexed.pop(path, None)
         if position is None:
             try:
-                row, source = _row_of_file(Path(path))
+                row, source = row_of_file(Path(path))
                 columns.add([row], [path], source)
             except UnreadableTensorError as error:
                 problems.append(Problem(Path(path), error.why))
@@ -124,19 +124,19 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     `problems` if it cannot be listed or if it has the name of a dump file.
     """
     files = _Files()
-    by_kind = {_TENSOR: files.tensors, _INDEX: files.indexes, _CARD: files.cards}
+    by_kind = {TENSOR: files.tensors, INDEX: files.indexes, CARD: files.cards}
 
     def unreadable(error: OSError) -> None:
         problems.append(Problem(Path(str(error.filename)), reason(error)))
 
     for parent, folders, names in walk(folder, unreadable):
         for name in folders:
-            kind = _kind_of(name)
+            kind = kind_of(name)
             if kind is not None:
                 why = f"a folder, not {kind}; rename it or move it elsewhere"
                 problems.append(Problem(Path(parent, name), why))
         for name in names:
-            kind = _kind_of(name)
+            kind = kind_of(name)
             if kind is not None:
                 by_kind[kind].append(f"{parent}{os.sep}{name}")
     files.tensors.sort()
@@ -145,16 +145,16 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     return files
 
 
-_TENSOR, _INDEX, _CARD = "a tensor file", "an index", "a run card"
+TENSOR, INDEX, CARD = "a tensor file", "an index", "a run card"
 
 
-def _kind_of(name: str) -> str | None:
+def kind_of(name: str) -> str | None:
     """Return the kind of dump file that a file name indicates, or None."""
     if name.endswith(".pt"):
-        return _TENSOR
+        return TENSOR
     if name.startswith("index_") and name.endswith(".jsonl"):
-        return _INDEX
-    return _CARD if name.startswith("run_") and name.endswith(".json") else None
+        return INDEX
+    return CARD if name.startswith("run_") and name.endswith(".json") else None
 
 
 def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
@@ -190,7 +190,7 @@ def _read_index(
                 own_events += [in_printable_form(line) for line in lines if "event" in line]
                 if len(own_events) > MOST_EVENTS:
                     raise ValueError(f"more than {MOST_EVENTS} events")
-            columns.add(rows, _paths(rows, parent), "index")
+            columns.add(rows, file_paths(rows, parent), "index")
     except (OSError, ValueError, RecursionError) as error:
         columns.truncate(before)
         what = error.why if isinstance(error, UnusableFileError) else reason(error)
@@ -201,7 +201,7 @@ def _read_index(
     events += own_events
 
 
-def _paths(lines: list[Row], parent: str) -> list[str]:
+def file_paths(lines: list[Row], parent: str) -> list[str]:
     """Return the paths of the files listed in the lines of an index.
 
     Raises:
@@ -219,7 +219,7 @@ def _paths(lines: list[Row], parent: str) -> list[str]:
     return [parent + name for name in names]
 
 
-def _row_of_file(path: Path) -> tuple[Row, str]:
+def row_of_file(path: Path) -> tuple[Row, str]:
     """Return the record of a file that no index lists, and the source of the record.
 
     The source is "file" for metadata in the file, and "name" for the file name.

@@ -1,0 +1,351 @@
+"""The Dash application: one callback shows a view, one draws a panel, one follows the run.
+
+The URL is the only state. A change of a selector changes the URL, and the view follows. A panel is
+drawn again only if a part of the URL on which it depends changes, or if there are new numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from dash import ALL, MATCH, Dash, Input, Output, State, no_update
+from flask import Response, request
+
+from megatron.analysis.dump.tensor_files import reason
+from megatron.analysis.serve.address import MAP, RUNS, TENSOR, TRAINING, Address
+from megatron.analysis.serve.contents import NotShownError
+from megatron.analysis.serve.explorer import Explorer
+from megatron.analysis.serve.pages import map_page, runs_page, tensor_page, training_page
+from megatron.analysis.serve.pages.parts import (
+    DEPENDS,
+    Part,
+    dcc,
+    html,
+    link,
+    message,
+    panel_search,
+)
+from megatron.analysis.serve.statistics import BY_NAME
+from megatron.analysis.text_table import csv_cell, printable_lines, shown
+from megatron.bounded_files import printable
+
+TICK = 2000  #: time between two looks at the server, in milliseconds
+#: Panels that are drawn again when numbers change: of the map, and of the training.
+_FOLLOWS_NUMBERS = ("verdict", "map", "worst")
+_FOLLOWS_TRAINING = ("curves", "statistics", "events")
+_NAMES = {MAP: "Map", TRAINING: "Training", RUNS: "Runs"}
+_STORES = {"type": "panel-address", "name": ALL}
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+{%metas%}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{%title%}</title>
+{%favicon%}
+{%css%}
+</head>
+<body>
+{%app_entry%}
+<footer>{%config%}{%scripts%}{%renderer%}</footer>
+</body>
+</html>"""
+
+
+def create(explorer: Explorer) -> Dash:
+    """Return the application; its attribute `server` is the WSGI application."""
+    name = shown(explorer.folder.name)
+    app = Dash(
+        __name__,
+        title=f"{name}: explorer",
+        update_title="",
+        serve_locally=True,
+        suppress_callback_exceptions=True,
+        index_string=_PAGE,
+    )
+    app.layout = _layout(name)
+    views = _Views(explorer)
+    app.callback(
+        Output("view", "children"),
+        Output("shown", "data"),
+        Output("links", "children"),
+        Output(_STORES, "data"),
+        Input("url", "search"),
+        Input("stale", "data"),
+        State("shown", "data"),
+        State(_STORES, "id"),
+        State(_STORES, "data"),
+    )(views.show)
+    app.callback(
+        Output({"type": "panel", "name": MATCH}, "children"),
+        Input({"type": "panel-address", "name": MATCH}, "data"),
+        State({"type": "panel-address", "name": MATCH}, "id"),
+    )(views.panel)
+    app.callback(
+        Output("status", "children"),
+        Output("stale", "data"),
+        Output(_STORES, "data", allow_duplicate=True),
+        Input("tick", "n_intervals"),
+        State("stale", "data"),
+        State("url", "search"),
+        State(_STORES, "id"),
+        State(_STORES, "data"),
+        prevent_initial_call="initial_duplicate",
+    )(views.follow)
+    app.callback(
+        Output("url", "search"),
+        Input("pick", "data"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )(views.open_cell)
+    app.server.add_url_rule("/csv", "csv", views.download)
+    return app
+
+
+def _layout(name: str) -> Part:
+    return html.Div(
+        [
+            html.A("Skip to the content", href="#view", className="skip"),
+            dcc.Location(id="url", refresh=False),
+            dcc.Interval(id="tick", interval=TICK),
+            dcc.Store(id="pick"),
+            dcc.Store(id="shown"),
+            dcc.Store(id="stale"),
+            html.Header(
+                [
+                    html.H1(name),
+                    html.Nav(id="links", **{"aria-label": "Views"}),
+                    html.Div(id="status", className="status"),
+                ]
+            ),
+            html.Main(message("Loading …"), id="view", tabIndex=-1),
+            html.P(
+                [
+                    html.Span("Keys: arrows and Enter in the map, [ ] iteration, { } layer, "),
+                    html.Span("Esc back to the map, / first selector"),
+                ],
+                className="note keys",
+            ),
+            html.Div(id="say", className="hidden", **{"aria-live": "polite"}),
+        ],
+        id="page",
+    )
+
+
+class _Views:
+    """The callbacks of the application."""
+
+    def __init__(self, explorer: Explorer):
+        self.explorer = explorer
+
+    def show(
+        self,
+        search: str | None,
+        stale: Any,
+        current: Any,
+        ids: list[dict[str, str]],
+        stored: list[Any],
+    ) -> tuple[Any, Any, Any, list[Any]]:
+        """Show a view, or update the panels of the current one that depend on what changed."""
+        address = self.explorer.resolved(search)
+        key = self._key(address)
+        if key == current:
+            names = [entry["name"] for entry in ids]
+            return no_update, no_update, no_update, self._changed(address, names, stored)
+        data = {name: self._data(name, address) for name in DEPENDS}
+        return self._page(address, data), key, _links(address), [no_update] * len(ids)
+
+    def _key(self, address: Address) -> str:
+        """Return a text that changes if the page has to be built anew."""
+        default = Address()
+        fixed = address.but(zoom="", head=0, sequence=0)
+        if address.view in (TRAINING, RUNS):
+            fixed = default.but(view=address.view)
+            if address.view == TRAINING:
+                fixed = fixed.but(statistic=address.statistic)
+        if address.view == TENSOR:
+            fixed = fixed.but(image=default.image)
+        return f"{fixed.search()} {self._signature()}"
+
+    def _signature(self) -> str:
+        """Return a text that changes with the choices that the selectors offer."""
+        catalog = self.explorer.catalog
+        iterations = sum(len(run["iterations"]) for run in catalog.runs)
+        statistics = len(self.explorer.training.statistics)
+        return f"{len(catalog.runs)} {iterations} {len(catalog.places)} {statistics}"
+
+    def _page(self, address: Address, data: dict[str, dict[str, Any]]) -> Part:
+        explorer = self.explorer
+        if address.view == TENSOR:
+            return tensor_page.page(explorer, address, explorer.subject(address), data)
+        if address.view == TRAINING:
+            return training_page.page(explorer, address, data)
+        if address.view == RUNS:
+            return runs_page.page(explorer)
+        return map_page.page(explorer, address, data)
+
+    def _data(self, name: str, address: Address) -> dict[str, Any]:
+        """Return what a panel shows, in a form that differs if it has to be drawn again."""
+        version: list[Any] = []
+        if name in _FOLLOWS_NUMBERS and address.view == MAP:
+            version = self.explorer.version(address)
+        elif name in _FOLLOWS_TRAINING:
+            version = [self.explorer.training.version, len(self.explorer.follower.events)]
+        elif name == "numbers":
+            newest = [*self.explorer.rates][-1:]
+            version = [self.explorer.training.version, *map(list, newest)]
+        return {"search": panel_search(name, address), "version": version}
+
+    def _changed(self, address: Address, names: Sequence[str], stored: Sequence[Any]) -> list[Any]:
+        data = [self._data(name, address) for name in names]
+        return [new if new != old else no_update for new, old in zip(data, stored, strict=True)]
+
+    def panel(self, data: dict[str, Any], identity: dict[str, str]) -> Any:
+        """Return the content of a panel; what is wrong with a file becomes a message."""
+        name, search = identity["name"], str(data.get("search", ""))
+        try:
+            return self._panel(name, search)
+        except NotShownError as error:
+            return message(printable(f"Not shown: {error}", limit=1000))
+        except Exception as error:  # a file of any content must not stop the server
+            where = printable_lines(f"{name} {search}")
+            print(f"[WARNING] {where}: {type(error).__name__}: {reason(error)}", file=sys.stderr)
+            return message(f"This cannot be shown ({type(error).__name__}).", alarm=True)
+
+    def _panel(self, name: str, search: str) -> list[Part]:
+        explorer, address = self.explorer, Address.parse(search)
+        if name in ("numbers", "curves", "statistics", "events"):
+            return _training_panel(name, explorer, address, search)
+        if address.view == TENSOR:
+            address = address.but(format=address.format or (explorer.formats or [""])[0])
+            subject = explorer.subject(address)
+            if subject is None:
+                raise NotShownError("the dump has no tensor with this address")
+            explorer.look_at(np.array([subject.tensor]), "")
+            return tensor_page.tensor_panel(name, subject, search)
+        if name == "verdict":
+            return map_page.verdict(explorer, address)
+        if name == "worst":
+            return map_page.worst(explorer, address, search)
+        return map_page.map_panel(explorer, address, search)
+
+    def follow(
+        self,
+        _: int | None,
+        stale: Any,
+        search: str | None,
+        ids: list[dict[str, str]],
+        stored: list[Any],
+    ) -> tuple[Any, Any, list[Any]]:
+        """Return what is new since the last look."""
+        address = self.explorer.resolved(search)
+        signature = self._signature()
+        names = [entry["name"] for entry in ids]
+        following = (*_FOLLOWS_NUMBERS, *_FOLLOWS_TRAINING, "numbers")
+        changed = self._changed(address, names, stored)
+        changed = [
+            data if name in following else no_update
+            for name, data in zip(names, changed, strict=True)
+        ]
+        return self._status(), no_update if signature == stale else signature, changed
+
+    def _status(self) -> list[Part]:
+        explorer, measurer = self.explorer, self.explorer.measurer
+        catalog = explorer.catalog
+        texts = [f"{len(catalog):,} tensors"]
+        if explorer.follower.reading:
+            texts.append("reading the index")
+        left = max(measurer.total - measurer.done, 0)
+        if left and measurer.rate:
+            seconds = left / measurer.rate
+            time_left = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+            texts.append(f"{measurer.done:,} measured, {measurer.rate:.0f}/s, {time_left} left")
+        elif left:
+            texts.append(f"{measurer.done:,} measured")
+        if problems := len(explorer.follower.problems) + len(explorer.numbers.failures):
+            texts.append(f"{problems:,} unusable files")
+        parts: list[Part] = [html.Span(" · ".join(texts))]
+        if left:
+            share = measurer.done / max(measurer.total, 1)
+            bar = html.Div(style={"width": f"{100 * share:.1f}%"})
+            parts.append(html.Div(bar, className="bar", **{"aria-hidden": "true"}))
+        return parts
+
+    def open_cell(self, pick: dict[str, Any] | None, search: str | None) -> Any:
+        """Return the address of the tensor behind a cell of the map."""
+        explorer = self.explorer
+        address = explorer.resolved(search)
+        try:
+            row, column = int((pick or {})["row"]), int((pick or {})["column"])
+            if (pick or {}).get("grid") == "other" and address.other:
+                address = address.but(run=address.other, other="")
+                address = address.resolved(explorer.catalog, explorer.formats)
+            found = map_page.shown_map(explorer, address)
+            if min(row, column) < 0:
+                return no_update
+            tensor = int(found.tensors[row, column])
+        except (KeyError, TypeError, ValueError, IndexError):
+            return no_update
+        if tensor < 0:
+            return no_update
+        return address.but(view=TENSOR, tensor=explorer.catalog.id_of(tensor)).search()
+
+    def download(self) -> Response:
+        """Return the numbers of a panel as CSV."""
+        explorer = self.explorer
+        name = request.args.get("panel", "")
+        search = request.query_string.decode("ascii", "replace")
+        address = Address.parse(search)
+        if name not in DEPENDS:
+            return Response("There is no such panel.\n", 404, mimetype="text/plain")
+        try:
+            if address.view == TENSOR:
+                subject = explorer.subject(address)
+                if subject is None:
+                    raise NotShownError("the dump has no tensor with this address")
+                table = tensor_page.numbers_of(name, subject)
+            elif name in ("curves", "statistics"):
+                table = training_page.numbers_of(name, explorer)
+            else:
+                resolved = explorer.resolved(search)
+                table = map_page.numbers_of(explorer, resolved)
+        except NotShownError as error:
+            return Response(f"{printable(error, limit=1000)}\n", 404, mimetype="text/plain")
+        headers = {"Content-Disposition": f"attachment; filename={name}.csv"}
+        return Response(_csv(table), mimetype="text/csv", headers=headers)
+
+
+def _training_panel(name: str, explorer: Explorer, address: Address, search: str) -> list[Part]:
+    if name == "numbers":
+        return training_page.numbers(explorer)
+    if name == "curves":
+        return training_page.curves(explorer, search)
+    if name == "statistics":
+        return training_page.statistics(explorer, address, search)
+    return training_page.events(explorer)
+
+
+def _links(address: Address) -> list[Part]:
+    """Return the links to the views; the current one is marked."""
+    parts = []
+    for view, name in _NAMES.items():
+        current = address.view == view or (view == MAP and address.view == TENSOR)
+        target = address.but(view=view, tensor="", beside="", zoom="")
+        if BY_NAME[target.statistic].of_format is False and view != MAP:
+            target = target.but(statistic=Address().statistic)
+        parts.append(link(name, target, name="current" if current else ""))
+    return parts
+
+
+def _csv(table: pd.DataFrame) -> str:
+    """Return a table as CSV whose texts no spreadsheet interprets as formulas."""
+    safe = table.copy(deep=False)
+    for column in safe.columns:
+        if not pd.api.types.is_numeric_dtype(safe[column]):
+            safe[column] = [csv_cell(v) if isinstance(v, str) else v for v in safe[column]]
+    text: str = safe.to_csv(index=False, lineterminator="\n")
+    return text

@@ -1,0 +1,135 @@
+/* Selectors and keys change the URL; the server answers with the view that it names. */
+(() => {
+  "use strict";
+  const parameters = () => new URLSearchParams(window.location.search);
+
+  function go(query) {
+    const text = query.toString();
+    window.dash_clientside.set_props("url", { search: text ? `?${text}` : "" });
+  }
+
+  function set(name, value, clears) {
+    const query = parameters();
+    for (const other of (clears || "").split(" ").filter(Boolean)) query.delete(other);
+    if (value === "") query.delete(name);
+    else query.set(name, value);
+    go(query);
+  }
+
+  document.addEventListener("change", (event) => {
+    const field = event.target.closest("select[data-param]");
+    if (field) set(field.dataset.param, field.value, field.dataset.clears);
+  });
+  document.addEventListener("submit", (event) => event.preventDefault());
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button[data-param]");
+    if (button) set(button.dataset.param, button.dataset.value, "");
+    const download = event.target.closest("button[data-download]");
+    if (download) save(download);
+  });
+
+  function save(button) {
+    const section = button.closest("section");
+    const name = section.querySelector("h2").textContent.replace(/[^\w.-]+/g, "_");
+    for (const plot of section.querySelectorAll(".js-plotly-plot")) {
+      const { width, height } = plot.getBoundingClientRect();
+      window.Plotly.downloadImage(plot, {
+        format: button.dataset.download, filename: name, width: Math.round(width), height: Math.round(height),
+        scale: button.dataset.download === "png" ? 2 : 1,
+      });
+    }
+  }
+
+  /* Maps: the arrow keys move a frame, Enter and a click open the tensor. */
+  const cursors = new WeakMap();
+  let count = 0;
+
+  function pick(grid, row, column) {
+    count += 1;
+    window.dash_clientside.set_props("pick", { data: { grid: grid.dataset.grid, row, column, count } });
+  }
+
+  function frame(grid, row, column) {
+    cursors.set(grid, [row, column]);
+    const plot = grid.querySelector(".js-plotly-plot");
+    const ink = getComputedStyle(document.documentElement).getPropertyValue("--alarm").trim();
+    window.Plotly.relayout(plot, {
+      shapes: [{ type: "rect", x0: column - 0.5, x1: column + 0.5, y0: row - 0.5, y1: row + 0.5, line: { color: ink, width: 3 } }],
+    });
+    const trace = plot.data[0];
+    const texts = trace.hovertext || [];
+    document.getElementById("say").textContent = texts[row] ? texts[row][column] : "";
+    const axis = plot._fullLayout.xaxis;
+    const x = axis._offset + axis.l2p(column);
+    if (x < grid.scrollLeft + 60 || x > grid.scrollLeft + grid.clientWidth - 60) grid.scrollLeft = x - grid.clientWidth / 2;
+  }
+
+  const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    const grid = event.target.closest && event.target.closest("[data-rows]");
+    if (grid) {
+      const [rows, columns] = [Number(grid.dataset.rows), Number(grid.dataset.columns)];
+      let [row, column] = cursors.get(grid) || [0, -1];
+      if (event.key in STEPS) {
+        row = Math.min(Math.max(row + STEPS[event.key][0], 0), rows - 1);
+        column = Math.min(Math.max(column + STEPS[event.key][1], 0), columns - 1);
+      } else if (event.key === "Home") column = 0;
+      else if (event.key === "End") column = columns - 1;
+      else if (event.key === "Enter" && column >= 0) return pick(grid, row, column);
+      else return keys(event);
+      event.preventDefault();
+      return frame(grid, row, column);
+    }
+    keys(event);
+  });
+
+  const STEPPED = { "[": ["iteration", -1], "]": ["iteration", 1], "{": ["layer", -1], "}": ["layer", 1] };
+
+  function keys(event) {
+    if (event.target.closest && event.target.closest("select, input, textarea")) return;
+    if (event.key === "/") {
+      const field = document.querySelector("#view select");
+      if (field) { event.preventDefault(); field.focus(); }
+    } else if (event.key === "Escape") {
+      const back = document.querySelector('[data-key="Escape"] a');
+      if (back) back.click();
+    } else if (event.key in STEPPED) {
+      const [label, step] = STEPPED[event.key];
+      const field = document.querySelector(`select[id$="-${label}"]`);
+      const at = field ? field.selectedIndex + step : -1;
+      if (at >= 0 && at < field.options.length) set(field.dataset.param, field.options[at].value, field.dataset.clears);
+    }
+  }
+
+  /* Plots: a click on a map opens a tensor, a zoom into an image asks for its pixels. */
+  function watch(plot) {
+    if (plot.dataset.watched || !plot.on) return;
+    plot.dataset.watched = "yes";
+    const grid = plot.closest("[data-rows]");
+    if (grid) {
+      plot.on("plotly_click", (event) => {
+        const point = event.points[0];
+        pick(grid, Math.round(point.y), Math.round(point.x));
+      });
+    }
+    const zoom = plot.closest("[data-zoom]");
+    if (zoom) {
+      plot.on("plotly_relayout", (event) => {
+        if (event["xaxis.autorange"] || event["yaxis.autorange"]) return set(zoom.dataset.zoom, "", "");
+        if (!("xaxis.range[0]" in event || "yaxis.range[0]" in event)) return;
+        const { xaxis, yaxis } = plot._fullLayout;
+        const ends = [...yaxis.range, ...xaxis.range].map((end) => Math.max(Math.round(end + 0.5), 0));
+        const [top, bottom] = ends.slice(0, 2).sort((a, b) => a - b);
+        const [left, right] = ends.slice(2).sort((a, b) => a - b);
+        set(zoom.dataset.zoom, [top, Math.max(bottom, top + 1), left, Math.max(right, left + 1)].join("-"), "");
+      });
+      plot.on("plotly_doubleclick", () => { set(zoom.dataset.zoom, "", ""); return false; });
+    }
+  }
+
+  const observer = new MutationObserver(() => {
+    for (const plot of document.querySelectorAll("[data-rows] .js-plotly-plot, [data-zoom] .js-plotly-plot")) watch(plot);
+  });
+  observer.observe(document.documentElement, { childList: true, subtree: true, attributes: true, attributeFilter: ["class"] });
+})();

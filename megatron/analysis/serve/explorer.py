@@ -1,0 +1,167 @@
+"""Bring together what the pages need: records, numbers, contents of tensors, and training."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.analysis.serve.address import Address
+from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.contents import Contents
+from megatron.analysis.serve.follower import Follower
+from megatron.analysis.serve.measuring import Measurer
+from megatron.analysis.serve.panels import Subject
+from megatron.analysis.serve.statistics import Numbers
+from megatron.analysis.serve.training import Training
+from megatron.fake_quant.names import get_format
+
+_TABLES = ("study.parquet", "study/study.parquet", "../study/study.parquet")
+_MOST_BYTES = 256 << 20  #: maximum size of the table of a study, in bytes
+PERIOD = 2.0  #: time between two looks at the training files, in seconds
+
+
+class Explorer:
+    """Everything that is known about a dump, up to date.
+
+    Args:
+        folder: folder of the dump.
+        formats: formats that are measured for every tensor.
+        cache: folder of the statistics cache; None if nothing can be stored.
+        logs: further folders with event files and logs.
+        study: table of a study; None to look for it beside the dump.
+        in_process: measure on a thread instead of in a process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        formats: Sequence[str],
+        *,
+        cache: Path | None,
+        logs: Sequence[Path] = (),
+        study: Path | None = None,
+        in_process: bool = False,
+    ):
+        self.folder = folder.resolve()
+        self.follower, self.numbers = Follower(folder), Numbers()
+        self.measurer = Measurer(
+            self.follower, self.numbers, formats, cache=cache, in_process=in_process
+        )
+        self.contents = Contents(self.follower, self.measurer)
+        self.training = Training([self.folder, *logs])
+        self._study_path = study
+        self._study: tuple[Any, pd.DataFrame | None] = (None, None)
+        self.rates: deque[tuple[float, int, int]] = deque(maxlen=30)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="training", daemon=True)
+
+    def start(self) -> None:
+        """Follow the files and measure, on threads."""
+        self.follower.start()
+        self.measurer.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop all threads and the measuring process."""
+        self._stop.set()
+        self.follower.close()
+        self.measurer.close()
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(OSError, ValueError):
+                self.training.poll()
+            catalog = self.catalog
+            if self.follower.reading:
+                self.rates.clear()
+            self.rates.append((time.monotonic(), len(catalog.records), int(self.written)))
+            self._stop.wait(PERIOD)
+
+    @property
+    def catalog(self) -> Catalog:
+        """Snapshot of the tensors."""
+        return self.follower.catalog
+
+    @property
+    def formats(self) -> list[str]:
+        """Formats that are measured."""
+        return self.measurer.formats
+
+    @property
+    def written(self) -> int:
+        """Size of all files that the records name, in bytes."""
+        sizes = self.catalog.records.integers["bytes"].values
+        return int(sizes[sizes > 0].sum())
+
+    @property
+    def free(self) -> int:
+        """Free space of the disk that holds the dump, in bytes; -1 if unknown."""
+        try:
+            return shutil.disk_usage(self.folder).free
+        except OSError:
+            return -1
+
+    def version(self, address: Address) -> list[int]:
+        """Return numbers that change if what the map of an address shows may have changed."""
+        return [self.catalog.version, self.numbers.version]
+
+    def resolved(self, search: str | None) -> Address:
+        """Return the address in a query, with the defaults of this dump."""
+        return Address.parse(search).resolved(self.catalog, self.formats)
+
+    def subject(self, address: Address) -> Subject | None:
+        """Return the tensor of an address, None if there is none with its ID."""
+        catalog = self.catalog
+        tensor = catalog.find(address.tensor)
+        if tensor is None:
+            return None
+        beside = catalog.find(address.beside) if address.beside else None
+        formats = tuple(dict.fromkeys([*self.formats, address.format]))
+        formats = tuple(name for name in formats if name)
+        return Subject(catalog, self.contents, tensor, beside, address, formats)
+
+    def look_at(self, tensors: np.ndarray, fmt: str) -> None:
+        """Measure these tensors first."""
+        with contextlib.suppress(ValueError):
+            get_format(fmt)
+            self.measurer.look_at(self.catalog.ids[tensors], fmt)
+
+    def study(self) -> pd.DataFrame | None:
+        """Return the table of a study beside the dump, None if there is none."""
+        paths = [self._study_path] if self._study_path else [self.folder / n for n in _TABLES]
+        for path in paths:
+            with contextlib.suppress(OSError, ValueError, ImportError, KeyError):
+                if path.is_symlink() or not path.is_file():
+                    continue
+                status = path.stat()
+                stamp = (str(path), status.st_mtime_ns, status.st_size)
+                if status.st_size > _MOST_BYTES:
+                    continue
+                if self._study[0] != stamp:
+                    self._study = (stamp, _read_study(path))
+                return self._study[1]
+        return None
+
+
+def _read_study(path: Path) -> pd.DataFrame:
+    wanted = [
+        "iteration",
+        "layer_idx",
+        "module",
+        "operation",
+        "gemm",
+        "format",
+        "recipe",
+        "sqnr_db",
+    ]
+    table = pd.read_parquet(path)
+    return table[wanted]

@@ -1,0 +1,335 @@
+"""Find the files of a dump, and follow its index files while a run writes.
+
+An index is read from where the last read ended, up to its last complete line. A file that no index
+lists is opened for its metadata, a few files at a time. Nothing is locked, and nothing is written.
+
+Only regular files inside the folder are read. A symbolic link that leads out of it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.analysis.dump.record_columns import Columns, WrongTypeError
+from megatron.analysis.dump.scan import (
+    CARD,
+    INDEX,
+    MOST_EVENTS,
+    TENSOR,
+    file_paths,
+    kind_of,
+    row_of_file,
+)
+from megatron.analysis.dump.tensor_files import (
+    Problem,
+    UnreadableTensorError,
+    in_printable_form,
+    read_run_card,
+    reason,
+)
+from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.records import Records
+from megatron.bounded_files import UnusableFileError, open_regular, printable, walk
+from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_lines
+
+FIRST_STEP = 2 << 20  #: bytes of an index that are read before the first page is shown
+STEP = 8 << 20  #: maximum number of bytes of an index to read at a time
+FILES_AT_ONCE = 64  #: number of files without an index that are opened before the next step
+PERIOD = 1.0  #: time between two looks at the files, in seconds
+WALK_PERIOD = 15.0  #: minimum time between two searches for new files, in seconds
+SETTLING = 10.0  #: time in which an index lists a new file, in seconds
+LINKED = "a symbolic link that leads out of the folder; it is not followed"
+MOST_PROBLEMS = 1000  #: maximum number of unusable files that are remembered
+
+
+@dataclass
+class _Index:
+    """An index file, and how far it was read."""
+
+    path: str
+    number: int  #: number that identifies this reading of the file in `Records.origin`
+    offset: int = 0
+    lines: int = 0
+    inode: int = -1
+    finished: bool = False  #: True if nothing more is read, because a line is damaged
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Follower:
+    """The records, events and run cards of a folder, up to date.
+
+    Args:
+        root: folder of the dump.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root.resolve()
+        self.records = Records()
+        self.cards: dict[str, dict[str, Any]] = {}
+        self.catalog = Catalog(self.records, frozenset(), {}, version=0)
+        self.reading = True  #: whether the first search is still in progress
+        self._problems: dict[str, str] = {}
+        self._indexes: dict[str, _Index] = {}
+        self._cards_read: dict[str, tuple[int, int]] = {}
+        self._tensors: list[str] = []  #: all tensor files, as of the last search
+        self._check_unlisted = False
+        self._unlisted: list[str] = []  #: tensor files to open, because no index lists them
+        self._unlisted_left = False  #: whether a file may still be listed
+        self._first = True
+        self._opened: set[str] = set()  #: files without an index that were opened
+        self._bad: set[int] = set()  #: numbers of index files whose records do not count
+        self._numbers = 1  #: number of the next index; 0 is the number of single files
+        self._walked = -1e9
+        self._stamps: dict[str, int] = {}  #: time of the last change of each folder
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def start(self) -> None:
+        """Follow the files on a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Files that cannot be used."""
+        return [Problem(Path(path), why) for path, why in [*self._problems.items()]]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Lines of the index files that report an event."""
+        indexes = [*self._indexes.values()]
+        return [
+            event for index in indexes for event in index.events if index.number not in self._bad
+        ]
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                more = self.poll()
+            except OSError as error:  # for example, the folder was removed
+                self._add_problem(str(self.root), reason(error))
+                more = False
+            self._stop.wait(0 if more else PERIOD)
+
+    def poll(self) -> bool:
+        """Read what is new, up to a limit; return whether there is more to read."""
+        with self._lock:
+            before = (len(self.records), len(self._bad), len(self.cards))
+            if time.monotonic() - self._walked > WALK_PERIOD:
+                self._walk()
+            more = False
+            for index in [*self._indexes.values()]:
+                more |= self._read_index(index)
+            if not more and self._check_unlisted:
+                self._find_unlisted()
+            if not more and self._unlisted:
+                self._open_files()
+                more = bool(self._unlisted)
+            changed = before != (len(self.records), len(self._bad), len(self.cards))
+            if changed or self.catalog.version == 0:
+                self.catalog = Catalog(
+                    self.records, frozenset(self._bad), self.cards, self.catalog.version + 1
+                )
+            self.reading = more
+            return more
+
+    def poll_all(self) -> None:
+        """Read everything that is there now."""
+        while self.poll():
+            pass
+
+    def contains(self, path: str | Path) -> bool:
+        """Return whether a path lies in the folder after all symbolic links are resolved."""
+        try:
+            return Path(path).resolve().is_relative_to(self.root)
+        except (OSError, RuntimeError, ValueError):  # for example, a link to itself
+            return False
+
+    def _add_problem(self, path: str, why: str) -> None:
+        if len(self._problems) < MOST_PROBLEMS:
+            self._problems[path] = why
+
+    def _walk(self) -> None:
+        """Search for new index files, run cards and files that no index lists."""
+        self._walked = time.monotonic()
+        if self._stamps and not self._unlisted_left and self._folders_unchanged():
+            return
+        names: dict[str, list[str]] = {TENSOR: [], INDEX: [], CARD: []}
+        stamps: dict[str, int] = {}
+
+        def unreadable(error: OSError) -> None:
+            self._add_problem(str(error.filename), reason(error))
+
+        for parent, folders, others in walk(self.root, unreadable):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            with contextlib.suppress(OSError):
+                stamps[parent] = os.stat(parent).st_mtime_ns  # noqa: PTH116
+            for name in others:
+                kind = kind_of(name)
+                if kind is not None:
+                    names[kind].append(f"{parent}{os.sep}{name}")
+        for path in sorted(names[INDEX]):
+            if path not in self._indexes and self._is_inside(path):
+                self._indexes[path] = _Index(path, self._numbers)
+                self._numbers += 1
+        for path in sorted(names[CARD]):
+            if self._is_inside(path):
+                self._read_card(path)
+        self._stamps, self._tensors, self._check_unlisted = stamps, names[TENSOR], True
+
+    def _folders_unchanged(self) -> bool:
+        try:
+            now = {path: os.stat(path).st_mtime_ns for path in self._stamps}  # noqa: PTH116
+        except OSError:
+            return False
+        return now == self._stamps
+
+    def _find_unlisted(self) -> None:
+        """Find the tensor files that no usable index lists.
+
+        A file of the last seconds may be listed at any moment, so the next search looks at it.
+        """
+        self._check_unlisted = False
+        listed = self.records.path_hash.values[
+            ~np.isin(self.records.origin.values, [0, *self._bad])
+        ]
+        unlisted = ~np.isin(self.records.hashes_of(self._tensors), listed)
+        recent = time.time() - SETTLING
+        self._unlisted, self._unlisted_left = [], False
+        for position in np.flatnonzero(unlisted):
+            path = self._tensors[position]
+            if path in self._opened:
+                continue
+            try:
+                if os.lstat(path).st_mtime > recent and not self._first:
+                    self._unlisted_left = True
+                    continue
+            except OSError:
+                continue
+            self._unlisted.append(path)
+        self._first = False
+
+    def allows(self, path: str) -> bool:
+        """Return whether a file found in the folder may be read.
+
+        The search follows no links to folders, so only the file itself can lead out.
+        """
+        return not os.path.islink(path) or self.contains(path)  # noqa: PTH114
+
+    def _is_inside(self, path: str) -> bool:
+        if self.allows(path):
+            return True
+        self._add_problem(path, LINKED)
+        return False
+
+    def _read_card(self, path: str) -> None:
+        """Read a run card, unless it has not changed since the last time."""
+        try:
+            status = Path(path).stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if self._cards_read.get(path) == stamp:
+                return
+            self._cards_read[path] = stamp
+            run_id = printable(Path(path).stem.removeprefix("run_"), limit=1000)
+            self.cards = {**self.cards, run_id: read_run_card(Path(path))}
+            self._problems.pop(path, None)
+        except (OSError, ValueError) as error:
+            self._add_problem(path, reason(error) if isinstance(error, OSError) else str(error))
+
+    def _read_index(self, index: _Index) -> bool:
+        """Read the next lines of an index; return whether there are more."""
+        try:
+            with open_regular(index.path) as file:
+                status = os.fstat(file.fileno())
+                if index.inode not in (-1, status.st_ino) or status.st_size < index.offset:
+                    self._restart(index)
+                index.inode = status.st_ino
+                if index.finished or status.st_size == index.offset:
+                    return False
+                if status.st_size > INDEX_LIMIT:
+                    raise UnusableFileError(index.path, f"more than {INDEX_LIMIT >> 30} GiB")
+                file.seek(index.offset)
+                content = file.read(STEP if index.offset else FIRST_STEP)
+        except FileNotFoundError:
+            return False
+        except (OSError, UnusableFileError) as error:
+            self._refuse(index, getattr(error, "why", "") or reason(error))
+            return False
+        end = content.rfind(b"\n") + 1
+        if not end:
+            if len(content) > LINE_LIMIT:
+                self._refuse(index, f"a line of more than {LINE_LIMIT} bytes")
+            return False
+        try:
+            self._add_lines(index, content[:end].split(b"\n")[:-1])
+        except (ValueError, RecursionError) as error:
+            self._refuse(index, reason(error))
+            return False
+        index.offset += end
+        return index.offset < status.st_size and len(content) >= FIRST_STEP
+
+    def _add_lines(self, index: _Index, lines: list[bytes]) -> None:
+        if any(len(line) > LINE_LIMIT for line in lines):
+            raise ValueError(f"a line of more than {LINE_LIMIT} bytes")
+        if index.lines + len(lines) > LINES_LIMIT:
+            raise ValueError(f"an index of more than {LINES_LIMIT} lines")
+        parsed = parsed_lines(Path(index.path), lines, index.lines + 1, last=False)
+        rows = [line for line in parsed if "event" not in line]
+        events = [in_printable_form(line) for line in parsed if "event" in line]
+        if len(index.events) + len(events) > MOST_EVENTS:
+            raise ValueError(f"more than {MOST_EVENTS} events")
+        if rows:
+            columns = Columns()
+            parent = index.path[: index.path.rindex(os.sep) + 1]
+            columns.add(rows, file_paths(rows, parent), "index")
+            self.records.add(columns, index.number)
+        index.lines += len(lines)
+        index.events += events
+
+    def _restart(self, index: _Index) -> None:
+        """Read a file again from its beginning, because another one has taken its place."""
+        self._bad.add(index.number)
+        index.number, self._numbers = self._numbers, self._numbers + 1
+        index.offset = index.lines = 0
+        index.finished, index.events = False, []
+
+    def _refuse(self, index: _Index, why: str) -> None:
+        """Leave out an index with a damaged line, so that its files are opened instead."""
+        self._bad.add(index.number)
+        index.finished = True
+        self._add_problem(index.path, f"not read ({why}); its files are opened instead")
+        self._check_unlisted = True
+
+    def _open_files(self) -> None:
+        """Read the metadata of some files that no index lists."""
+        columns = Columns()
+        for path in self._unlisted[:FILES_AT_ONCE]:
+            self._opened.add(path)
+            if not self._is_inside(path):
+                continue
+            try:
+                row, source = row_of_file(Path(path))
+                columns.add([row], [path], source)
+            except UnreadableTensorError as error:
+                self._add_problem(path, error.why)
+            except WrongTypeError as error:
+                self._add_problem(path, f"in its metadata, {error}")
+            except OSError as error:
+                self._add_problem(path, reason(error))
+        del self._unlisted[:FILES_AT_ONCE]
+        if len(columns):
+            self.records.add(columns, 0)

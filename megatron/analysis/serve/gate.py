@@ -1,0 +1,141 @@
+"""Decide who may read the pages: by the Host header, and by a token unless the server is local.
+
+The Host header must name the server. Otherwise a web page elsewhere could let its own host name
+point to this machine and read the dump from the visitor's browser (DNS rebinding). A server that
+other machines can reach also requires a token, once in the URL and then in a cookie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import urlencode
+
+from megatron.analysis.serve.address import fields_of
+
+Start = Callable[..., Any]
+Application = Callable[[dict[str, Any], Start], Iterable[bytes]]
+
+PARAMETER = "token"
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+#: Every script and style comes from this server, and Plotly needs styles in elements. Dash starts
+#: with a script in the page.
+HEADERS = (
+    (
+        "Content-Security-Policy",
+        "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+        "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+        "worker-src 'self' blob:; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; "
+        "form-action 'self'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+)
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess."""
+    return secrets.token_urlsafe(24)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A WSGI application in front of the pages."""
+
+    application: Application
+    host: str  #: address at which the server listens
+    token: str | None = None  #: None if everybody on this machine may read
+    port: int = 0  #: port of the server, which is part of the cookie's name
+
+    def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+        """Answer a request, or refuse it."""
+        if not self._knows(str(environ.get("HTTP_HOST", ""))):
+            return _refuse(start, "400 Bad Request", "The Host header does not name this server.")
+        if self.token is None:
+            return self.application(environ, _with_headers(start))
+        query = str(environ.get("QUERY_STRING", ""))
+        given = fields_of(query)
+        if PARAMETER in given:
+            if not self._fits(given.pop(PARAMETER), self.token):
+                return _refuse(start, "403 Forbidden", "The token is wrong.")
+            return self._remember(environ, start, given)
+        if not self._has_cookie(str(environ.get("HTTP_COOKIE", ""))):
+            why = "Open the address with ?token=... that the server has printed."
+            return _refuse(start, "403 Forbidden", why)
+        return self.application(environ, _with_headers(start))
+
+    def _knows(self, header: str) -> bool:
+        """Return whether a Host header names this server.
+
+        A local server has local names only. A server that listens everywhere may have any name, and
+        is protected by its token.
+        """
+        name = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
+        name = name.lower()
+        if is_local(self.host):
+            return name in _LOCAL_NAMES or name == self.host
+        return bool(name)
+
+    def _fits(self, given: str, wanted: str) -> bool:
+        return hmac.compare_digest(given.encode(), wanted.encode())
+
+    @property
+    def _cookie(self) -> tuple[str, str]:
+        assert self.token is not None
+        value = hashlib.sha256(f"explorer {self.token}".encode()).hexdigest()
+        return f"explorer_{self.port}", value
+
+    def _has_cookie(self, header: str) -> bool:
+        name, wanted = self._cookie
+        try:
+            found = SimpleCookie(header).get(name)
+        except CookieError:
+            return False
+        return found is not None and self._fits(found.value, wanted)
+
+    def _remember(
+        self, environ: dict[str, Any], start: Start, others: dict[str, str]
+    ) -> Iterable[bytes]:
+        """Set the cookie, and send the browser to the same address without the token."""
+        name, value = self._cookie
+        path = "/" + str(environ.get("PATH_INFO", "/")).lstrip("/\\")
+        where = f"{path}?{urlencode(others)}" if others else path
+        headers = [
+            ("Location", where.encode("ascii", "ignore").decode()),
+            ("Set-Cookie", f"{name}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age=2592000"),
+            ("Content-Length", "0"),
+            *HEADERS,
+        ]
+        start("303 See Other", headers)
+        return [b""]
+
+
+def _with_headers(start: Start) -> Start:
+    def started(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+        return start(status, [*headers, *HEADERS], *rest)
+
+    return started
+
+
+def _refuse(start: Start, status: str, why: str) -> Iterable[bytes]:
+    content = f"{why}\n".encode()
+    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(content)))]
+    start(status, [*headers, *HEADERS])
+    return [content]

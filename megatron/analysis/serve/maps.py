@@ -1,0 +1,129 @@
+"""Compute the map: a statistic by layer and tensor, or by layer and iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.analysis.figures.figure_data import layer_name
+from megatron.analysis.serve.address import BY_ITERATION, Address
+from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.statistics import BY_NAME, Numbers, Statistic
+
+NO_TENSOR = -1
+
+
+@dataclass(frozen=True)
+class Map:
+    """Values of cells, and the tensor that a click on a cell opens."""
+
+    rows: list[str]
+    columns: list[str]
+    values: NDArray[np.float64]  #: median of each cell; NaN if nothing of it is measured
+    tensors: NDArray[np.int64]  #: worst tensor of each cell, or any if none is measured
+    counts: NDArray[np.int64]  #: number of tensors of each cell
+    statistic: Statistic
+    chosen: NDArray[np.int64]  #: all tensors of the map
+    measured: NDArray[np.float64]  #: statistic of each of them
+
+    @property
+    def known(self) -> int:
+        """Number of measured tensors."""
+        return int((~np.isnan(self.measured)).sum())
+
+
+def build(catalog: Catalog, numbers: Numbers, address: Address) -> Map:
+    """Return the map of an address whose defaults are filled in."""
+    statistic = BY_NAME[address.statistic]
+    chosen = chosen_tensors(catalog, address)
+    axis = catalog.axis_in(address.gemm)[chosen]
+    rows = numbers.rows_of(catalog.ids[chosen], catalog.stamps[chosen])
+    measured = numbers.column(statistic, rows, address.format, axis)
+    layers, row_of = np.unique(catalog.layer[chosen], return_inverse=True)
+    if address.by == BY_ITERATION:
+        shown, column_of = np.unique(catalog.iteration[chosen], return_inverse=True)
+        columns = [str(number) for number in shown]
+    else:
+        shown, column_of = np.unique(catalog.place[chosen], return_inverse=True)
+        order = sorted(
+            range(len(shown)),
+            key=lambda i: (catalog.place_kinds[shown[i]] == "gradient", shown[i]),
+        )
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        column_of = position[column_of.reshape(-1)]
+        columns = [catalog.places[shown[i]] for i in order]
+    size = len(layers), len(columns)
+    cell = row_of.reshape(-1) * size[1] + column_of.reshape(-1)
+    values, tensors, counts = _cells(cell, measured, chosen, size[0] * size[1], statistic)
+    return Map(
+        [layer_name(int(layer)) for layer in layers],
+        columns,
+        values.reshape(size),
+        tensors.reshape(size),
+        counts.reshape(size),
+        statistic,
+        chosen,
+        measured,
+    )
+
+
+def chosen_tensors(catalog: Catalog, address: Address) -> NDArray[np.int64]:
+    """Return the tensors that the map of an address shows."""
+    codes = {run["id"]: run["code"] for run in catalog.runs}
+    mask = catalog.run == codes.get(address.run, -1)
+    if address.by == BY_ITERATION:
+        place = catalog.places.index(address.place) if address.place in catalog.places else -1
+        mask &= catalog.place == place
+    else:
+        mask &= catalog.iteration == address.iteration
+        if address.show != "all":
+            mask &= catalog.operand
+    if address.gemm:
+        mask &= catalog.axis_in(address.gemm) >= 0
+    return np.flatnonzero(mask)
+
+
+def _cells(
+    cell: NDArray[np.int64],
+    measured: NDArray[np.float64],
+    chosen: NDArray[np.int64],
+    size: int,
+    statistic: Statistic,
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the median, the worst tensor and the number of tensors of each cell."""
+    counts = np.bincount(cell, minlength=size)
+    medians = np.full(size, np.nan)
+    tensors = np.full(size, NO_TENSOR, np.int64)
+    tensors[cell[::-1]] = chosen[::-1]  # the first tensor of each cell
+    known = np.flatnonzero(~np.isnan(measured))
+    if len(known):
+        order = known[np.lexsort((measured[known], cell[known]))]
+        cells, first, sizes = np.unique(cell[order], return_index=True, return_counts=True)
+        low, high = first + (sizes - 1) // 2, first + sizes // 2
+        with np.errstate(invalid="ignore"):
+            middle = (measured[order[low]] + measured[order[high]]) / 2
+        medians[cells] = np.where(np.isnan(middle), measured[order[low]], middle)
+        last = first + sizes - 1
+        if statistic.worst == "low":
+            worst = first
+        elif statistic.worst == "high":
+            worst = last
+        else:
+            ends = np.abs(measured[order[first]]) > np.abs(measured[order[last]])
+            worst = np.where(ends, first, last)
+        tensors[cells] = chosen[order[worst]]
+    return medians, tensors, counts
+
+
+def by_badness(statistic: Statistic, measured: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the positions of the measured tensors, the worst first."""
+    known = np.flatnonzero(~np.isnan(measured))
+    values = measured[known]
+    if statistic.worst == "far":
+        values = -np.abs(values)
+    elif statistic.worst == "high":
+        values = -values
+    return known[np.argsort(values, kind="stable")]

@@ -1,0 +1,362 @@
+"""Build the first view: a statistic by iteration, layer and tensor, with a verdict above it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.analysis.plots.style import color_of
+from megatron.analysis.serve import charts, maps
+from megatron.analysis.serve.address import BY_ITERATION, BY_TENSOR, TENSOR, Address
+from megatron.analysis.serve.catalog import GEMMS, Catalog
+from megatron.analysis.serve.explorer import Explorer
+from megatron.analysis.serve.maps import Map
+from megatron.analysis.serve.pages.parts import (
+    Part,
+    dot,
+    footer,
+    graph,
+    html,
+    link,
+    message,
+    panel,
+    select,
+    switch,
+    table,
+)
+from megatron.analysis.serve.statistics import BY_NAME, OUTPUT_SQNR, STATISTICS
+
+WORST = 12  #: number of tensors in the list of the worst ones
+MOST_TEXTS = 200_000  #: maximum number of cells with a text of their own
+
+
+def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) -> Part:
+    """Return the page; its panels load their contents themselves."""
+    catalog = explorer.catalog
+    if not len(catalog):
+        if explorer.follower.reading or not catalog.version:
+            return message("Reading the index …")
+        return message(f"No tensor in {explorer.folder} yet. The page follows the folder.")
+    return html.Div(
+        [
+            panel("verdict", "Formats", data["verdict"], wide=True),
+            html.Form(_controls(explorer, catalog, address), className="controls"),
+            panel("map", _title(address), data["map"], wide=True),
+            panel("worst", "Worst tensors", data["worst"], wide=True),
+        ],
+        className="panels",
+    )
+
+
+def _title(address: Address) -> str:
+    statistic = BY_NAME[address.statistic]
+    what = f"{statistic.label} in {address.format}" if statistic.of_format else statistic.label
+    if address.by == BY_ITERATION:
+        return f"{what}: {address.place}"
+    return f"{what}, iteration {address.iteration}"
+
+
+def _controls(explorer: Explorer, catalog: Catalog, address: Address) -> list[Part]:
+    runs = [(run["id"], run_name(run)) for run in catalog.runs]
+    own = next(run for run in catalog.runs if run["id"] == address.run)
+    named = dict.fromkeys([*explorer.formats, address.format])
+    statistics = [(s.name, s.label) for s in STATISTICS]
+    if explorer.study() is not None:
+        statistics.insert(0, (OUTPUT_SQNR.name, OUTPUT_SQNR.label))
+    columns = [(BY_TENSOR, "tensors"), (BY_ITERATION, "iterations")]
+    parts = [
+        select("Run", "run", runs, address.run, clears="it"),
+        select("Statistic", "stat", statistics, address.statistic),
+        select("Format", "format", [(name, name) for name in named if name], address.format),
+        select("GEMM", "gemm", [("", "all"), *((g, g) for g in GEMMS)], address.gemm),
+        select("Columns", "by", columns, address.by),
+    ]
+    if address.by == BY_ITERATION:
+        parts.append(select("Tensor", "place", [(p, p) for p in catalog.places], address.place))
+    else:
+        iterations = [(str(i), str(i)) for i in own["iterations"]]
+        parts.append(select("Iteration", "it", iterations, str(address.iteration)))
+        shows_all = address.show == "all"
+        parts.append(switch("Results, too", "show", on=shows_all, value="all"))
+    if len(runs) > 1:
+        others = [("", "none"), *(run for run in runs if run[0] != address.run)]
+        parts.append(select("Compare with", "with", others, address.other))
+    return parts
+
+
+def run_name(run: dict[str, Any]) -> str:
+    """Return the type of a run and its ID."""
+    return f"{run['type']}, {run['id'] or 'unknown run'}"
+
+
+def verdict(explorer: Explorer, address: Address) -> list[Part]:
+    """Return one line per format: its median SQNR, and the tensor that it rounds worst."""
+    catalog, numbers = explorer.catalog, explorer.numbers
+    by_tensor = address.but(by=BY_TENSOR, show="", statistic="sqnr_db")
+    chosen = maps.chosen_tensors(catalog, by_tensor)
+    rows = numbers.rows_of(catalog.ids[chosen], catalog.stamps[chosen])
+    axis = catalog.axis_in(address.gemm)[chosen]
+    statistic = BY_NAME["sqnr_db"]
+    entries = []
+    for name in explorer.formats:
+        values = numbers.column(statistic, rows, name, axis)
+        known = values[~np.isnan(values)]
+        if not len(known):
+            continue
+        lowest = int(chosen[int(np.nanargmin(values))])
+        entries.append((float(np.median(known)), name, lowest, float(known.min()), len(known)))
+    if not entries:
+        return [message("Measuring the visible tensors …" if len(chosen) else "No operand here.")]
+    chips = []
+    for median, name, lowest, value, _ in sorted(entries, key=lambda entry: -entry[0]):
+        opened = address.but(view=TENSOR, tensor=catalog.id_of(lowest), format=name)
+        chips.append(
+            html.Li(
+                [
+                    link(
+                        [
+                            dot(color_of(name)),
+                            html.B(name),
+                            f" {charts.with_unit(median, statistic)}",
+                        ],
+                        address.but(format=name, statistic="sqnr_db"),
+                    ),
+                    html.Span(
+                        [
+                            "lowest: ",
+                            link(catalog.name(lowest), opened),
+                            f" {charts.with_unit(value, statistic)}",
+                        ],
+                        className="note",
+                    ),
+                ],
+                className="chip current" if name == address.format else "chip",
+            )
+        )
+    count = max(entry[4] for entry in entries)
+    where = (
+        f"{count:,} of {len(chosen):,} operands" if count < len(chosen) else f"{count:,} operands"
+    )
+    note = f"Median SQNR over {where} of iteration {address.iteration}."
+    return [html.Ul(chips, className="chips"), html.P(note, className="note")]
+
+
+def shown_map(explorer: Explorer, address: Address) -> Map:
+    """Return the map of an address; the tensors in it are measured first."""
+    if address.statistic == OUTPUT_SQNR.name:
+        return study_map(explorer, address)
+    found = maps.build(explorer.catalog, explorer.numbers, address)
+    fmt = address.format if BY_NAME[address.statistic].of_format else ""
+    explorer.look_at(found.chosen, fmt)
+    return found
+
+
+def study_map(explorer: Explorer, address: Address) -> Map:
+    """Return the SQNR of the matmuls' results, from the table of a study."""
+    from megatron.analysis.figures.figure_data import layer_name, short_module
+
+    catalog, study = explorer.catalog, explorer.study()
+    empty = np.zeros((0, 0))
+    if study is None:
+        return Map(
+            [],
+            [],
+            empty,
+            empty.astype(int),
+            empty.astype(int),
+            OUTPUT_SQNR,
+            np.zeros(0, np.int64),
+            np.zeros(0),
+        )
+    own = study[study["format"] == address.format]
+    if address.gemm:
+        own = own[own["gemm"] == address.gemm]
+    if address.by == BY_TENSOR and (own["iteration"] == address.iteration).any():
+        own = own[own["iteration"] == address.iteration]
+    operation = own["operation"].where(own["operation"] != "linear", "")
+    column = own["module"].astype(str).map(short_module) + " " + operation + " " + own["gemm"]
+    own = own.assign(column=column.str.split().str.join(" "))
+    cells = own.groupby(["layer_idx", "column"], sort=False)["sqnr_db"].median().unstack()
+    cells = cells.sort_index()
+    tensors = np.full(cells.shape, maps.NO_TENSOR, np.int64)
+    base = maps.chosen_tensors(catalog, address.but(by=BY_TENSOR, show="", gemm=""))
+    parts = np.array([catalog.places[p].rpartition(" ")[0] for p in catalog.place[base]], object)
+    for i, layer in enumerate(cells.index):
+        for j, name in enumerate(cells.columns):
+            part = name.split()[0]
+            at = base[(catalog.layer[base] == layer) & (parts == part)]
+            tensors[i, j] = int(at[0]) if len(at) else maps.NO_TENSOR
+    values = cells.to_numpy(float)
+    rows = [layer_name(int(layer)) for layer in cells.index]
+    counts = np.ones(cells.shape, np.int64)
+    return Map(rows, [*cells.columns], values, tensors, counts, OUTPUT_SQNR, base, values.ravel())
+
+
+def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
+    """Return the map, and those of a second run and of the difference if one is chosen."""
+    found = shown_map(explorer, address)
+    if not found.rows:
+        return [message("Nothing to show: no tensor meets these conditions.")]
+    figures = [("map", "", found)]
+    note = _note(found)
+    if address.other:
+        other = shown_map(explorer, address.but(run=address.other, **_iteration(explorer, address)))
+        explorer.look_at(np.concatenate([found.chosen, other.chosen]), address.format)
+        figures.append(("other", "", other))
+        note += " " + _note(other)
+    _, scale = charts.color_values(
+        np.concatenate([each.values.ravel() for _, _, each in figures]), found.statistic
+    )
+    runs = {run["id"]: run_name(run) for run in explorer.catalog.runs}
+    titles = [runs.get(address.run, ""), runs.get(address.other, "")]
+    parts: list[Part] = []
+    for (name, _, each), title in zip(figures, titles, strict=False):
+        if address.other:
+            parts.append(html.H3(title))
+        if not each.rows:
+            parts.append(message("This run has no such tensors."))
+            continue
+        parts.append(_grid(name, each, scale))
+    if address.other and (difference := _difference(found, figures[1][2])) is not None:
+        parts += [html.H3(f"{titles[1]} minus {titles[0]}"), difference]
+    return [*parts, footer("map", note, search)]
+
+
+def _iteration(explorer: Explorer, address: Address) -> dict[str, int]:
+    """Return the iteration of the second run: the same, or its last one."""
+    run = next(r for r in explorer.catalog.runs if r["id"] == address.other)
+    same = address.iteration in run["iterations"]
+    return {"iteration": address.iteration if same else run["iterations"][-1]}
+
+
+def _note(found: Map) -> str:
+    total = len(found.measured)
+    note = found.statistic.help
+    note = f"{note[:1].upper()}{note[1:]}. " if note else ""
+    most = int(found.counts.max()) if found.counts.size else 0
+    if most > 1:
+        note += f"A cell is the median of up to {most:,} tensors. "
+    if found.known < total and found.statistic.name != OUTPUT_SQNR.name:
+        note += f"{found.known:,} of {total:,} tensors are measured so far."
+    return note.strip()
+
+
+def _grid(name: str, found: Map, scale: dict[str, Any]) -> Part:
+    hover: list[list[str]] = []
+    if found.values.size <= MOST_TEXTS:
+        for i, row in enumerate(found.rows):
+            hover.append(
+                [
+                    f"{row} {column}: {charts.with_unit(found.values[i, j], found.statistic)}"
+                    + (f" ({found.counts[i, j]} tensors)" if found.counts[i, j] > 1 else "")
+                    for j, column in enumerate(found.columns)
+                ]
+            )
+    figure = charts.heat_map(
+        found.rows, found.columns, found.values, found.statistic, hover=hover, scale=scale
+    )
+    width = 44 + 80 + 26 * min(len(found.columns), 60)
+    label = f"{found.statistic.label} by layer. Arrow keys move, Enter opens the tensor."
+    return html.Div(
+        html.Div(graph(name, figure, label), style={"minWidth": f"min({width}px, 250vw)"}),
+        className="grid",
+        tabIndex=0,
+        role="application",
+        **{
+            "aria-label": label,
+            "data-grid": name,
+            "data-rows": str(len(found.rows)),
+            "data-columns": str(len(found.columns)),
+        },
+    )
+
+
+def _difference(first: Map, second: Map) -> Part | None:
+    """Return a map of the second run minus the first, for the cells that both have."""
+    rows = [row for row in first.rows if row in second.rows]
+    columns = [column for column in first.columns if column in second.columns]
+    if not rows or not columns:
+        return None
+
+    def part(found: Map) -> np.ndarray:
+        at = np.ix_([found.rows.index(r) for r in rows], [found.columns.index(c) for c in columns])
+        values: np.ndarray = found.values[at]
+        return values
+
+    with np.errstate(invalid="ignore"):
+        values = part(second) - part(first)
+    own = first.statistic
+    statistic = type(own)(
+        own.name, f"Difference of {own.label}", own.unit, True, "around zero", "far", own.percent
+    )
+    hover = [
+        [
+            f"{row} {column}: {charts.with_unit(values[i, j], statistic)}"
+            for j, column in enumerate(columns)
+        ]
+        for i, row in enumerate(rows)
+    ]
+    figure = charts.heat_map(rows, columns, values, statistic, hover=hover)
+    return html.Div(
+        graph("difference", figure, statistic.label),
+        className="grid",
+        tabIndex=0,
+        role="region",
+        **{"aria-label": statistic.label},
+    )
+
+
+def worst(explorer: Explorer, address: Address, search: str) -> list[Part]:
+    """Return the tensors of the map with the worst statistic, as links."""
+    if address.statistic == OUTPUT_SQNR.name:
+        return [
+            message("The results of matmuls are not tensors of the dump; choose another statistic.")
+        ]
+    catalog = explorer.catalog
+    found = maps.build(catalog, explorer.numbers, address)
+    order = maps.by_badness(found.statistic, found.measured)[:WORST]
+    if not len(order):
+        return [message("Nothing is measured yet.")]
+    rows = []
+    for position in order:
+        tensor = int(found.chosen[position])
+        opened = address.but(view=TENSOR, tensor=catalog.id_of(tensor))
+        rows.append(
+            [
+                link(catalog.name(tensor), opened),
+                charts.with_unit(float(found.measured[position]), found.statistic),
+                str(int(catalog.iteration[tensor])),
+                str(int(catalog.micro_batch[tensor])),
+                str(int(catalog.data_rank[tensor])),
+                str(catalog.field(tensor, "module") or ""),
+            ]
+        )
+    head = ["Tensor", found.statistic.label, "Iteration", "Micro-batch", "Data rank", "Module"]
+    return [
+        table(head, rows, label="Worst tensors"),
+        footer("worst", "", search, figure=False),
+    ]
+
+
+def numbers_of(explorer: Explorer, address: Address) -> pd.DataFrame:
+    """Return one row per tensor of the map, for the download."""
+    catalog, found = explorer.catalog, shown_map(explorer, address)
+    if address.statistic == OUTPUT_SQNR.name:
+        table_of_cells = pd.DataFrame(found.values, index=found.rows, columns=found.columns)
+        return table_of_cells.reset_index(names="layer")
+    tensors = found.chosen
+    return pd.DataFrame(
+        {
+            "id": [catalog.id_of(int(tensor)) for tensor in tensors],
+            "layer": catalog.layer[tensors],
+            "place": [catalog.places[int(place)] for place in catalog.place[tensors]],
+            "iteration": catalog.iteration[tensors],
+            "micro_batch": catalog.micro_batch[tensors],
+            "data_rank": catalog.data_rank[tensors],
+            "module": [str(catalog.field(int(tensor), "module")) for tensor in tensors],
+            address.statistic: [v if math.isfinite(v) else None for v in found.measured],
+        }
+    )

@@ -1,0 +1,183 @@
+"""Components that several pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dash
+
+from megatron.analysis.serve.address import Address
+from megatron.analysis.serve.charts import Figure
+
+Part = Any  #: a Dash component, or a text
+#: Components; Dash's type hints do not know the attributes `data-*` and `aria-*`.
+html: Any = dash.html
+dcc: Any = dash.dcc
+
+GRAPH_CONFIG = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
+#: Fields of the address on which each panel depends; a panel is drawn again only if they change.
+_MAP = ("view", "run", "other", "format", "statistic", "gemm", "by", "iteration", "place", "show")
+_TENSOR = ("view", "tensor", "beside", "format", "gemm")
+DEPENDS = {
+    "verdict": _MAP,
+    "map": _MAP,
+    "worst": _MAP,
+    "facts": _TENSOR,
+    "histogram": _TENSOR,
+    "errors": _TENSOR,
+    "image": (*_TENSOR, "image", "zoom"),
+    "channels": ("view", "tensor", "beside"),
+    "tokens": ("view", "tensor", "beside"),
+    "scales": ("view", "tensor", "format"),
+    "codes": ("view", "tensor", "format", "gemm"),
+    "attention": ("view", "tensor", "format", "head", "sequence"),
+    "numbers": ("view",),
+    "curves": ("view",),
+    "statistics": ("view", "statistic"),
+    "events": ("view",),
+}
+
+
+def panel_search(name: str, address: Address) -> str:
+    """Return the part of an address on which a panel depends, as a query."""
+    default = Address()
+    depends = DEPENDS[name]
+    changes = {
+        field: getattr(default, field)
+        for field in Address.__dataclass_fields__
+        if field not in depends
+    }
+    return address.but(**changes).search()
+
+
+def panel(name: str, title: str, data: dict[str, Any], *, wide: bool = False) -> Part:
+    """Return a section whose content is loaded by itself, so that no panel waits for another."""
+    heading = f"heading-{name}"
+    return html.Section(
+        [
+            html.H2(title, id=heading),
+            html.Div(message("Loading …"), id={"type": "panel", "name": name}, className="body"),
+            dcc.Store(id={"type": "panel-address", "name": name}, data=data),
+        ],
+        className=f"panel panel-{name}{' wide' if wide else ''}",
+        **{"aria-labelledby": heading},
+    )
+
+
+def select(
+    label: str,
+    parameter: str,
+    options: Sequence[tuple[str, str]],
+    value: str,
+    *,
+    clears: str = "",
+) -> Part:
+    """Return a labeled selector that changes a parameter of the URL.
+
+    Args:
+        label: text in front of it.
+        parameter: name of the parameter.
+        options: value and text of each choice.
+        value: chosen value.
+        clears: other parameters that become meaningless, separated by spaces.
+    """
+    name = f"select-{parameter}-{label.lower().replace(' ', '-')}"
+    choices = [html.Option(text, value=key, selected=key == value) for key, text in options]
+    return html.Div(
+        [
+            html.Label(label, htmlFor=name),
+            html.Select(choices, id=name, **{"data-param": parameter, "data-clears": clears}),
+        ],
+        className="field",
+    )
+
+
+def switch(label: str, parameter: str, *, on: bool, value: str) -> Part:
+    """Return a checkbox-like link that sets or removes a parameter of the URL."""
+    return html.Button(
+        label,
+        type="button",
+        className="switch",
+        **{
+            "aria-pressed": "true" if on else "false",
+            "data-param": parameter,
+            "data-value": "" if on else value,
+        },
+    )
+
+
+def link(text: Part, address: Address, *, key: str = "", name: str = "") -> Part:
+    """Return a link to another view.
+
+    Args:
+        text: its text.
+        address: where it leads.
+        key: key that follows the link.
+        name: class of the link.
+    """
+    anchor = dcc.Link(text, href=address.search(), refresh=False, className=name)
+    return html.Span(anchor, **{"data-key": key}) if key else anchor
+
+
+def message(text: str, *, alarm: bool = False) -> Part:
+    """Return a line in place of a figure."""
+    return html.P(text, className="message alarm" if alarm else "message")
+
+
+def graph(name: str, figure: Figure, label: str) -> Part:
+    """Return a figure."""
+    height = figure["layout"].get("height", 300)
+    return html.Div(
+        dcc.Graph(
+            id={"type": "graph", "name": name},
+            figure=figure,
+            config=GRAPH_CONFIG,
+            style={"height": f"{height}px"},
+        ),
+        className="plot",
+        role="img",
+        **{"aria-label": label},
+    )
+
+
+def footer(name: str, note: str, search: str, *, figure: bool = True) -> Part:
+    """Return the note of a panel and its downloads."""
+    buttons = [
+        html.Button(kind.upper(), type="button", **{"data-download": kind})
+        for kind in (("svg", "png") if figure else ())
+    ]
+    numbers = html.A("CSV", href=f"csv{search}&panel={name}", download=f"{name}.csv")
+    return html.Div(
+        [html.P(note, className="note"), html.Div([*buttons, numbers], className="downloads")],
+        className="footer",
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Part]], *, label: str) -> Part:
+    """Return a table that scrolls inside its own frame."""
+    return html.Div(
+        html.Table(
+            [
+                html.Thead(html.Tr([html.Th(text, scope="col") for text in head])),
+                html.Tbody([html.Tr([html.Td(cell) for cell in row]) for row in rows]),
+            ]
+        ),
+        className="scroll",
+        tabIndex=0,
+        role="region",
+        **{"aria-label": label},
+    )
+
+
+def size(number: float) -> str:
+    """Return a number of bytes as text."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:.0f} bytes"
+
+
+def dot(color: str) -> Part:
+    """Return a dot in the color of a format or run."""
+    return html.Span(className="dot", style={"backgroundColor": color}, **{"aria-hidden": "true"})

@@ -1,0 +1,36 @@
+"""Build the page of the runs: facts of the run cards, and the format of each matmul."""
+
+from __future__ import annotations
+
+from megatron.analysis.plots.style import color_of
+from megatron.analysis.report.cards import audit, facts
+from megatron.analysis.serve.address import MAP, Address
+from megatron.analysis.serve.explorer import Explorer
+from megatron.analysis.serve.pages.map_page import run_name
+from megatron.analysis.serve.pages.parts import Part, dot, html, link, message, table
+
+
+def page(explorer: Explorer) -> Part:
+    """Return one section per run, newest first."""
+    catalog = explorer.catalog
+    sections = []
+    for number, run in enumerate(reversed(catalog.runs)):
+        card = catalog.cards.get(run["id"], {})
+        iterations = run["iterations"]
+        rows: list[list[Part]] = [
+            ["end", run["ending"]],
+            ["tensors", f"{run['tensors']:,}"],
+            ["iterations", f"{len(iterations):,}: {iterations[0]} to {iterations[-1]}"],
+            *([name, text] for name, text in facts(card)),
+        ]
+        heading = f"heading-run-{number}"
+        parts = [
+            html.H2([dot(color_of(run["type"])), run_name(run)], id=heading),
+            link("Map of this run", Address(view=MAP, run=run["id"])),
+            table(["", ""], rows, label=f"Facts of run {number + 1}"),
+        ]
+        if lines := audit(card):
+            parts.append(html.Pre("\n".join(lines), tabIndex=0))
+        attributes = {"aria-labelledby": heading}
+        sections.append(html.Section(parts, className="panel wide", **attributes))
+    return html.Div(sections or [message("No run so far.")], className="panels")

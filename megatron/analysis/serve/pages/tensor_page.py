@@ -1,0 +1,284 @@
+"""Build the page of one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from megatron.analysis.plots.style import color_of
+from megatron.analysis.serve import charts
+from megatron.analysis.serve.address import (
+    DIFFERENCE,
+    IMAGES,
+    MAP,
+    VALUES,
+    Address,
+)
+from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.explorer import Explorer
+from megatron.analysis.serve.pages.map_page import run_name
+from megatron.analysis.serve.pages.parts import (
+    Part,
+    dot,
+    footer,
+    graph,
+    html,
+    link,
+    message,
+    panel,
+    select,
+    table,
+)
+from megatron.analysis.serve.panels import PANELS, Subject
+
+TITLES = {
+    "histogram": "Values by magnitude",
+    "errors": "Error by magnitude",
+    "image": "Tensor",
+    "channels": "Channels",
+    "tokens": "Tokens",
+    "scales": "Block scales",
+    "codes": "Codes",
+    "attention": "Attention",
+}
+_IMAGE_NAMES = {
+    "values": "values",
+    "magnitudes": "magnitudes (log)",
+    "errors": "error in the format",
+    "difference": "difference to the second",
+}
+#: Fields of a record that are shown, with their names.
+_FIELDS = {
+    "module": "module",
+    "tensor_name": "tensor",
+    "operation": "pass",
+    "phase": "phase",
+    "quant_type": "type of the run",
+    "format": "format in the run",
+    "dtype": "dtype",
+    "dims": "dims",
+    "timestamp": "written",
+}
+#: Numbers of a format in the table, with their headings and whether they are shares.
+_ERRORS = (
+    ("sqnr_db", "SQNR", False),
+    ("gain", "gain", True),
+    ("relative_bias", "bias", True),
+    ("underflow", "underflow", True),
+    ("saturated", "clipped", True),
+    ("headroom", "headroom", False),
+)
+
+
+def page(
+    explorer: Explorer, address: Address, subject: Subject | None, data: dict[str, dict[str, Any]]
+) -> Part:
+    """Return the page; its panels load their contents themselves."""
+    if subject is None:
+        reading = explorer.follower.reading
+        text = "Reading the index …" if reading else "The dump has no tensor with this address."
+        return html.Div([message(text), link("Back to the map", address.but(view=MAP, tensor=""))])
+    catalog, tensor = subject.catalog, subject.tensor
+    back = address.but(
+        view=MAP,
+        tensor="",
+        beside="",
+        zoom="",
+        image=VALUES,
+        head=0,
+        sequence=0,
+        run=catalog.field(tensor, "run_id") or "",
+        iteration=int(catalog.iteration[tensor]),
+    )
+    has_attention = catalog.field(tensor, "layer_type") == "attention"
+    first = [
+        html.Div(
+            [
+                link("← Map", back, key="Escape", name="back"),
+                html.H2(catalog.name(tensor), className="name"),
+                html.P(subject.label(tensor), className="note"),
+            ],
+            className="heading",
+        ),
+        html.Form(_controls(explorer, subject), className="controls"),
+    ]
+    panels = [panel("facts", "Facts", data["facts"], wide=True)]
+    for name, title in TITLES.items():
+        if name == "image":
+            panels.append(_with_controls(panel(name, title, data[name], wide=True), subject))
+        elif name == "attention":
+            if has_attention:
+                panels.append(_with_heads(panel(name, title, data[name], wide=True), subject))
+        else:
+            panels.append(panel(name, title, data[name]))
+    return html.Div([*first, html.Div(panels, className="panels")])
+
+
+def _with_controls(section: Part, subject: Subject) -> Part:
+    names = [name for name in IMAGES if name != DIFFERENCE or subject.beside is not None]
+    choices = [(name, _IMAGE_NAMES[name]) for name in names]
+    chosen = subject.address.image if subject.address.image in names else VALUES
+    whole = html.Button("Whole tensor", type="button", **{"data-param": "z", "data-value": ""})
+    section.children.insert(
+        1, html.Form([select("Show", "img", choices, chosen), whole], className="controls")
+    )
+    return section
+
+
+def _with_heads(section: Part, subject: Subject) -> Part:
+    """Add selectors of head and sequence, if their number is known from the records."""
+    catalog, tensor = subject.catalog, subject.tensor
+    found = catalog.heads(tensor)
+    if found is None:
+        return section
+    sequences, heads = found
+    address = subject.address
+    controls = [
+        select("Head", "head", [(str(i), str(i)) for i in range(heads)], str(address.head)),
+        select(
+            "Sequence", "seq", [(str(i), str(i)) for i in range(sequences)], str(address.sequence)
+        ),
+    ]
+    section.children.insert(1, html.Form(controls, className="controls"))
+    return section
+
+
+def _controls(explorer: Explorer, subject: Subject) -> list[Part]:
+    catalog, tensor, address = subject.catalog, subject.tensor, subject.address
+    own = catalog.id_of(tensor)
+    names = [name for name in dict.fromkeys([*explorer.formats, address.format]) if name]
+    parts = [select("Format", "format", [(name, name) for name in names], address.format)]
+    runs = {run["code"]: run_name(run) for run in catalog.runs}
+    labels: dict[str, tuple[str, Callable[[int], str]]] = {
+        "layer": ("Layer", lambda value: f"L{value}" if value >= 0 else "none"),
+        "iteration": ("Iteration", str),
+        "micro_batch": ("Micro-batch", str),
+        "data_rank": ("Data rank", str),
+        "run": ("Run", lambda value: runs.get(value, "?")),
+    }
+    for column, (label, named) in labels.items():
+        others = catalog.variants(tensor, column)
+        if len(others) > 1:
+            options = [(catalog.id_of(number), named(value)) for value, number in others.items()]
+            parts.append(select(label, "t", options, own, clears="z"))
+    same_layer = catalog.neighbors(tensor)
+    if len(same_layer) > 1:
+        options = [(catalog.id_of(number), place) for place, number in same_layer.items()]
+        parts.append(select("Tensor", "t", options, own, clears="z head seq"))
+    compared = {"": "none"}
+    if subject.beside is not None:
+        compared[catalog.id_of(subject.beside)] = subject.label(subject.beside)
+    for column in ("run", "iteration"):
+        for number in catalog.variants(tensor, column).values():
+            if number != tensor and len(compared) < 200:
+                compared[catalog.id_of(number)] = subject.label(number)
+    chosen = catalog.id_of(subject.beside) if subject.beside is not None else ""
+    parts.append(select("Compare with", "beside", [*compared.items()], chosen))
+    return parts
+
+
+def facts(subject: Subject) -> list[Part]:
+    """Return the record, the statistics of the values, and the errors of each format."""
+    catalog, tensor = subject.catalog, subject.tensor
+    own = [subject.tensor] if subject.beside is None else [subject.tensor, subject.beside]
+    frame = catalog.records.frame([int(catalog.rows[number]) for number in own])
+    head = ["", *(f"{name}" for name in ("value", "second")[: len(own)])]
+    if len(own) > 1:
+        head = ["", subject.label(tensor), subject.label(own[1])]
+    rows: list[list[Part]] = []
+    for name, label in _FIELDS.items():
+        texts = ["" if value is None else str(value) for value in frame[name]]
+        if any(texts):
+            rows.append([label, *texts])
+    shapes = [_shape(catalog, number, frame.iloc[i]) for i, number in enumerate(own)]
+    rows.append(["shape", *shapes])
+    rows.append(["file", *(str(path).rpartition("/")[2] for path in frame["path"])])
+    parts: list[Part] = [table(head, rows, label="Record")]
+    parts.append(_values_table(subject, own))
+    parts.append(_errors_table(subject))
+    for number in own:
+        if why := subject.answer(number).why:
+            parts.append(message(f"A replica cannot be read: {why}", alarm=True))
+    return [html.Div(parts[:2], className="pair"), *parts[2:]]
+
+
+def _shape(catalog: Catalog, tensor: int, row: Any) -> str:
+    shape = " x ".join(map(str, row["shape"] or ()))
+    files = int(catalog.files[tensor])
+    return shape if files == 1 else f"{shape} in each of {files} files"
+
+
+def _values_table(subject: Subject, own: Sequence[int]) -> Part:
+    """Return a table of the statistics of the values."""
+    from megatron.analysis.serve.statistics import VALUES as NAMES
+
+    answers = [subject.answer(number) for number in own]
+    columns = []
+    for answer in answers:
+        assert answer.measured is not None
+        columns.append(dict(zip(NAMES, answer.measured.values, strict=True)))
+    rows = []
+    for name in NAMES:
+        share = name == "zero_share"
+        cells = [
+            f"{100 * numbers[name]:.3g} %" if share else charts.number(float(numbers[name]))
+            for numbers in columns
+        ]
+        rows.append([name.replace("_", " "), *cells])
+    head = ["", "value", "second"][: len(own) + 1]
+    return table(head, rows, label="Statistics of the values")
+
+
+def _errors_table(subject: Subject) -> Part:
+    rows: list[list[Part]] = []
+    for name in subject.formats:
+        numbers = subject.numbers(name)
+        if not numbers:
+            continue
+        cells = [_error(numbers.get(column, math.nan), share) for column, _, share in _ERRORS]
+        chosen = subject.address.format == name
+        label = [dot(color_of(name)), html.B(name) if chosen else name]
+        rows.append([link(label, subject.address.but(format=name)), *cells])
+    if not rows:
+        return message("No format is computed of these values.")
+    note = f"Blocks along {'rows' if subject.axis == 'row' else 'columns'}"
+    head = [note, *(heading for _, heading, _ in _ERRORS)]
+    return table(head, rows, label="Errors of the formats")
+
+
+def _error(value: float, share: bool) -> str:
+    if math.isnan(value):
+        return charts.UNKNOWN
+    if math.isinf(value):
+        return "exact" if value > 0 else "-∞"
+    return f"{100 * value:.3g} %" if share else f"{value:.2f}"
+
+
+def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:
+    """Return the content of a panel of the tensor."""
+    if name == "facts":
+        return facts(subject)
+    shown = PANELS[name](subject)
+    assert shown.figure is not None
+    label = f"{TITLES[name]} of {subject.catalog.name(subject.tensor)}"
+    figure: Part = graph(name, shown.figure, label)
+    if name == "image":
+        figure = html.Div(figure, **{"data-zoom": "z"})
+    return [figure, footer(name, shown.note, search)]
+
+
+def numbers_of(name: str, subject: Subject) -> pd.DataFrame:
+    """Return the numbers of a panel, for the download."""
+    if name == "facts":
+        answer = subject.answer()
+        rows = [{"format": fmt, "axis": axis, **own} for (fmt, axis), own in answer.formats.items()]
+        return pd.DataFrame(rows)
+    table_of_panel = PANELS[name](subject).table
+    assert table_of_panel is not None
+    named = table_of_panel.index.name is not None or not isinstance(
+        table_of_panel.index, pd.RangeIndex
+    )
+    return table_of_panel.reset_index() if named else table_of_panel

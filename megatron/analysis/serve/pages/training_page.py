@@ -1,0 +1,272 @@
+"""Build the page that follows a run: loss, gradient norm, statistics, files and events."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.analysis.plots.style import ALARM, colors_of
+from megatron.analysis.serve import charts
+from megatron.analysis.serve.address import Address
+from megatron.analysis.serve.charts import Figure, array, axis, layout, plain
+from megatron.analysis.serve.explorer import Explorer
+from megatron.analysis.serve.pages.parts import (
+    Part,
+    footer,
+    graph,
+    html,
+    message,
+    panel,
+    select,
+    size,
+    table,
+)
+from megatron.analysis.serve.training import SCALARS, Series
+
+MOST_SERIES = 8  #: maximum number of runs whose scalars are drawn together, the newest ones
+MOST_POINTS = 2000  #: maximum number of points of a curve
+MOST_EVENTS = 60  #: maximum number of events in the list, the newest ones
+#: Statistics of `--tensor-statistics`, with their labels.
+_COLUMNS = {
+    "sqnr_db": "SQNR (dB)",
+    "amax": "Largest magnitude",
+    "rms": "RMS",
+    "underflow": "Underflow (%)",
+}
+
+
+def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) -> Part:
+    """Return the page; its panels load their contents themselves."""
+    parts = [
+        panel("numbers", "Now", data["numbers"], wide=True),
+        panel("curves", "Scalars", data["curves"], wide=True),
+    ]
+    if explorer.training.statistics:
+        chosen = address.statistic if address.statistic in _COLUMNS else "sqnr_db"
+        section = panel("statistics", "Operands over iterations", data["statistics"], wide=True)
+        controls = select("Statistic", "stat", [*_COLUMNS.items()], chosen)
+        section.children.insert(1, html.Form(controls, className="controls"))
+        parts.append(section)
+    parts.append(panel("events", "Events", data["events"], wide=True))
+    return html.Div(parts, className="panels")
+
+
+def numbers(explorer: Explorer) -> list[Part]:
+    """Return the newest numbers of the run and of its files."""
+    catalog = explorer.catalog
+    cards: list[tuple[str, str, str]] = []
+    series = explorer.training.series
+    newest = series[-1] if series else None
+    last = newest.last() if newest is not None else int(catalog.iteration.max(initial=0))
+    total = f"of {newest.total:,}" if newest is not None and newest.total else ""
+    cards.append(("Iteration", f"{last:,}", total))
+    if newest is not None:
+        for name in ("lm loss", "grad-norm", "iteration-time"):
+            values = newest.values.get(name)
+            if values:
+                cards.append((SCALARS[name], f"{values[max(values)]:.4g}", ""))
+        left = _time_left(newest)
+        if left:
+            cards.append(("Time left", left, ""))
+    cards.append(("Tensors", f"{len(catalog):,}", f"{len(catalog.records):,} files"))
+    rate = _rate(explorer)
+    cards.append(("Written", size(explorer.written), rate))
+    if explorer.free >= 0:
+        cards.append(("Free disk", size(explorer.free), ""))
+    entries = [
+        html.Div(
+            [html.Dt(label), html.Dd([html.B(value), html.Span(f" {more}", className="note")])],
+            className="card",
+        )
+        for label, value, more in cards
+    ]
+    return [html.Dl(entries, className="cards")]
+
+
+def _time_left(series: Series) -> str:
+    seconds = series.values.get("iteration-time")
+    if not seconds or not series.total or series.last() >= series.total:
+        return ""
+    if time.time() - series.changed > 600:
+        return ""
+    recent = [seconds[i] for i in sorted(seconds)[-20:]]
+    left = (series.total - series.last()) * float(np.median(recent))
+    hours, rest = divmod(int(left), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def _rate(explorer: Explorer) -> str:
+    rates = [*explorer.rates]
+    if len(rates) < 2 or rates[-1][0] - rates[0][0] < 1:
+        return ""
+    seconds = rates[-1][0] - rates[0][0]
+    written = (rates[-1][2] - rates[0][2]) / seconds
+    return f"{size(written)}/s" if written > 0 else ""
+
+
+def curves(explorer: Explorer, search: str) -> list[Part]:
+    """Return one figure per scalar, with one line per run."""
+    series = [s for s in explorer.training.series if s.values][-MOST_SERIES:]
+    if not series:
+        return [
+            message(
+                "No event file, log or statistics file in this folder; --logs DIR names the folder "
+                "of the run's event files."
+            )
+        ]
+    colors = colors_of([s.label for s in series])
+    figures = []
+    for name, title in SCALARS.items():
+        own = [s for s in series if s.values.get(name)]
+        if own:
+            figures.append(
+                html.Div([html.H3(title), graph(f"curve-{name}", _curve(own, name, colors), title)])
+            )
+    return [html.Div(figures, className="curves"), footer("curves", "", search, figure=False)]
+
+
+def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
+    data: list[dict[str, Any]] = []
+    lowest, highest = math.inf, 0.0
+    for own in series:
+        values = own.values[name]
+        x = np.array(sorted(values))
+        y = np.array([values[int(i)] for i in x])
+        finite = np.isfinite(y)
+        bad = x[~finite]
+        if finite.any():
+            lowest = min(lowest, float(y[finite].min()))
+            highest = max(highest, float(y[finite].max()))
+        step = -(-len(x) // MOST_POINTS)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines" if len(x) > 1 else "markers",
+                "name": plain(own.label),
+                "x": x[::step].tolist(),
+                "y": array(np.where(finite, y, np.nan)[::step], "f8"),
+                "line": {"color": colors[own.label], "width": 1.6},
+                "hovertemplate": f"%{{x}}: %{{y:.5g}}<extra>{plain(own.label)[:40]}</extra>",
+            }
+        )
+        if len(bad):
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": "not finite",
+                    "x": bad.tolist(),
+                    "y": [highest or 1.0] * len(bad),
+                    "marker": {"color": ALARM, "symbol": "x", "size": 8},
+                    "hovertemplate": "%{x}: not finite<extra></extra>",
+                }
+            )
+    wide = lowest > 0 and highest > 30 * lowest
+    y_axis = charts.log_axis("", lowest, highest) if wide else axis("")
+    return {
+        "data": data,
+        "layout": layout(
+            240,
+            showlegend=len(series) > 1,
+            margin={"t": 10 if len(series) == 1 else 40},
+            xaxis=axis("iteration"),
+            yaxis=y_axis,
+            uirevision=name,
+        ),
+    }
+
+
+def statistics(explorer: Explorer, address: Address, search: str) -> list[Part]:
+    """Return a map of a statistic of the operands by iteration, for each run that measured them."""
+    column = address.statistic if address.statistic in _COLUMNS else "sqnr_db"
+    parts: list[Part] = []
+    for folder, own in explorer.training.statistics.items():
+        figure = _operand_map(own, column)
+        if figure is None:
+            continue
+        title = folder.removeprefix(str(explorer.folder)).strip("/") or folder
+        parts += [html.H3(title), graph(f"statistics-{len(parts)}", figure, _COLUMNS[column])]
+    if not parts:
+        return [message("No operand was measured.")]
+    note = "Lowest SQNR, or largest other statistic, of the operands of a module and GEMM."
+    return [*parts, footer("statistics", note, search)]
+
+
+def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
+    values = own[["iteration", "module", "operation", "gemm", "tensor", column]].copy()
+    values[column] = pd.to_numeric(values[column], errors="coerce")
+    values = values[np.isfinite(values[column])]
+    if values.empty:
+        return None
+    modules = values["module"].astype(str).str.replace("decoder.layers.", "L", regex=False)
+    modules = modules.str.replace("self_attention.|mlp.|linear_|_attention", "", regex=True)
+    gemms = values["gemm"].astype(str).where(values["gemm"].astype(str) != "all", "")
+    names = (modules + " " + gemms + " " + values["tensor"].astype(str)).str.split().str.join(" ")
+    how = "min" if column == "sqnr_db" else "max"
+    grid = values.assign(operand=names).pivot_table(
+        index="operand", columns="iteration", values=column, aggfunc=how, sort=False
+    )
+    grid = grid[sorted(grid.columns)]
+    from megatron.analysis.serve.statistics import BY_NAME
+
+    hover = [
+        [f"{row}, iteration {it}: {grid.iat[i, j]:.4g}" for j, it in enumerate(grid.columns)]
+        for i, row in enumerate(grid.index)
+    ]
+    figure = charts.heat_map(
+        [str(row) for row in grid.index],
+        [str(i) for i in grid.columns],
+        grid.to_numpy(float),
+        BY_NAME[column],
+        hover=hover,
+    )
+    figure["layout"]["height"] = min(max(15 * len(grid), 160), 900)
+    figure["layout"]["margin"] = {"l": 190, "r": 8, "t": 8, "b": 40}
+    figure["data"][0].pop("texttemplate", None)
+    return figure
+
+
+def events(explorer: Explorer) -> list[Part]:
+    """Return the events in the indexes and the files that cannot be used, newest first."""
+    rows = []
+    for event in explorer.follower.events[-MOST_EVENTS:][::-1]:
+        rest = {
+            name: value
+            for name, value in event.items()
+            if name not in ("event", "run_id", "rank", "wall_time", "timestamp", "iteration")
+        }
+        text = ", ".join(f"{name}: {value}" for name, value in rest.items())
+        rows.append(
+            [
+                str(event.get("event")),
+                str(event.get("iteration", "")),
+                text[:300],
+                str(event.get("run_id") or ""),
+            ]
+        )
+    parts: list[Part] = []
+    if rows:
+        parts.append(table(["Event", "Iteration", "What", "Run"], rows, label="Events"))
+    problems = explorer.follower.problems[:MOST_EVENTS]
+    if problems:
+        unusable = [[str(problem.path), problem.why] for problem in problems]
+        parts.append(table(["Unusable file", "Why"], unusable, label="Unusable files"))
+    return parts or [message("No event so far.")]
+
+
+def numbers_of(name: str, explorer: Explorer) -> pd.DataFrame:
+    """Return the numbers of a panel, for the download."""
+    if name == "statistics":
+        tables = [own.assign(run=run) for run, own in explorer.training.statistics.items()]
+        return pd.concat(tables) if tables else pd.DataFrame()
+    rows = [
+        {"run": series.label, "scalar": scalar, "iteration": iteration, "value": value}
+        for series in explorer.training.series
+        for scalar, values in series.values.items()
+        for iteration, value in sorted(values.items())
+    ]
+    return pd.DataFrame(rows, columns=["run", "scalar", "iteration", "value"])

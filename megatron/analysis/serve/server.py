@@ -1,0 +1,120 @@
+"""Start and stop the web server.
+
+Waitress answers the requests on a few threads. Flask's own server warns that it is for development
+only, and Dash's debug mode would let a visitor run code; neither is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.analysis.serve.explorer import Explorer
+from megatron.analysis.serve.gate import PARAMETER, Gate, is_local, new_token
+from megatron.analysis.text_table import shown
+
+THREADS = 8  #: number of requests that are answered at the same time
+MOST_BODY = 1 << 20  #: maximum size of a request, in bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the server."""
+
+    folder: Path
+    formats: Sequence[str]
+    cache: Path | None
+    host: str = "127.0.0.1"
+    port: int = 8050
+    token: str | None = None
+    logs: Sequence[Path] = ()
+    study: Path | None = None
+
+
+def serve(options: Options) -> int:
+    """Serve the pages until Ctrl-C, and return the exit status.
+
+    Raises:
+        ValueError: if the port is taken, or the address does not belong to this machine.
+    """
+    from megatron.analysis.serve.application import create
+
+    token = options.token
+    if token is None and not is_local(options.host):
+        token = new_token()
+    explorer = Explorer(
+        options.folder,
+        options.formats,
+        cache=options.cache,
+        logs=options.logs,
+        study=options.study,
+    )
+    server = _listen(options, token, create(explorer).server)
+    port = int(server.effective_port)
+    explorer.start()
+    try:
+        _announce(options, port, token)
+        server.run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+        explorer.close()
+    return 0
+
+
+def _listen(options: Options, token: str | None, application: Any) -> Any:
+    """Return a server that listens, but does not answer yet."""
+    import waitress
+
+    for name in ("waitress", "waitress.queue"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    gate = Gate(application, options.host, token, options.port)
+    try:
+        return waitress.create_server(
+            gate,
+            host=options.host,
+            port=options.port,
+            threads=THREADS,
+            max_request_body_size=MOST_BODY,
+            ident="explorer",
+            clear_untrusted_proxy_headers=True,
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {options.port} of {options.host} is taken; give another one with --port, or "
+                "--port 0 for any free one"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise ValueError(
+                f"port {options.port} may not be opened; give one above 1023 with --port"
+            ) from None
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"--host {options.host} is no address of this machine; 127.0.0.1 serves this "
+                "machine only, and 0.0.0.0 everybody who has the token"
+            ) from None
+        raise
+    except ValueError as error:  # waitress could not resolve the name of the host
+        raise ValueError(
+            f"--host {options.host} is no address of this machine ({error}); 127.0.0.1 serves "
+            "this machine only, and 0.0.0.0 everybody who has the token"
+        ) from None
+
+
+def _announce(options: Options, port: int, token: str | None) -> None:
+    everywhere = options.host in ("0.0.0.0", "::")
+    host = socket.gethostname() if everywhere else options.host
+    host = f"[{host}]" if ":" in host else host
+    query = f"?{PARAMETER}={token}" if token is not None else ""
+    print(f"Serving {shown(options.folder)} at http://{host}:{port}/{query}", flush=True)
+    if options.cache is None:
+        print("[NOTE] no cache: what is measured now is measured again next time", file=sys.stderr)
+    print("Ctrl-C stops the server.", flush=True)

@@ -1,0 +1,239 @@
+"""Read what a run writes about its training: loss, gradient norm and tensor statistics.
+
+Sources are TensorBoard's event files, logs with Megatron-LM's lines, the Parquet files of
+`--tensor-statistics`, and events in the indexes. Event files and logs are read from where the last
+read ended. Files are only read, never locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from megatron.analysis.statistics_history import read_iterations, read_statistics
+from megatron.bounded_files import UnusableFileError, open_regular, walk
+
+#: Names of the scalars that are shown, and their titles.
+SCALARS = {
+    "lm loss": "Loss",
+    "lm loss validation": "Validation loss",
+    "grad-norm": "Gradient norm",
+    "learning-rate": "Learning rate",
+    "iteration-time": "Seconds per iteration",
+    "throughput": "TFLOP/s per device",
+    "loss-scale": "Loss scale",
+    "max_attention_logit": "Largest attention score",
+}
+SEARCH_PERIOD = 10.0  #: minimum time between two searches for files, in seconds
+STEP = 4 << 20  #: maximum number of bytes of a file to read at a time
+MOST_FILES = 200  #: maximum number of event files and logs that are followed
+MOST_STATISTICS = 256 << 20  #: maximum size of a run's statistics files together, in bytes
+_LINE = re.compile(r" iteration +(\d+)/ *(\d+) \|(.*)")
+_IN_LOG = {
+    "lm loss": re.compile(r"\| *lm loss: ([-+.\dEeinfa]+)"),
+    "grad-norm": re.compile(r"\| *grad norm: ([-+.\dEeinfa]+)"),
+    "learning-rate": re.compile(r"\| *learning rate: ([-+.\dEeinfa]+)"),
+    "iteration-time": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
+    "throughput": re.compile(r"TFLOP/s/GPU\): ([\d.]+)"),
+    "loss-scale": re.compile(r"\| *loss scale: ([\d.]+)"),
+}
+
+
+@dataclass
+class Series:
+    """Scalars of one run: for each name, the value by iteration."""
+
+    label: str
+    values: dict[str, dict[int, float]] = field(default_factory=dict)
+    total: int = 0  #: number of iterations of the whole run; 0 if unknown
+    changed: float = 0.0  #: time of the last change of the file, in seconds since the epoch
+
+    def add(self, name: str, iteration: int, value: float) -> None:
+        """Add a value, or replace the value of an iteration that was repeated."""
+        self.values.setdefault(name, {})[iteration] = value
+
+    def last(self) -> int:
+        """Return the last iteration, 0 if there is none."""
+        return max((max(values) for values in self.values.values() if values), default=0)
+
+
+@dataclass
+class _Tail:
+    """A file that grows, and how far it was read."""
+
+    path: str
+    series: Series
+    offset: int = 0
+    rest: bytes = b""
+
+
+class Training:
+    """Losses, gradient norms and statistics that the runs below some folders wrote.
+
+    Args:
+        folders: folders to search, the dump first.
+    """
+
+    def __init__(self, folders: Sequence[Path]):
+        self.folders = [folder.resolve() for folder in folders]
+        self.series: list[Series] = []
+        self.statistics: dict[str, pd.DataFrame] = {}  #: statistics of the operands, by folder
+        self.version = 0
+        self._tails: dict[str, _Tail] = {}
+        self._tables: dict[str, tuple[Any, ...]] = {}
+        self._iterations: dict[str, Series] = {}
+        self._searched = -1e9
+        self._statistics_folders: list[Path] = []
+
+    def poll(self) -> None:
+        """Read what is new."""
+        if time.monotonic() - self._searched > SEARCH_PERIOD:
+            self._search()
+        changed = False
+        for tail in [*self._tails.values()]:
+            with contextlib.suppress(OSError, UnusableFileError):
+                changed |= self._read(tail)
+        for folder in self._statistics_folders:
+            with contextlib.suppress(OSError, ValueError):
+                changed |= self._read_statistics(folder)
+        if changed:
+            tails = [tail.series for tail in self._tails.values() if tail.series.values]
+            self.series = sorted(
+                [*tails, *self._iterations.values()], key=lambda series: series.changed
+            )
+            self.version += 1
+
+    def _search(self) -> None:
+        self._searched = time.monotonic()
+        statistics = []
+        for root in self.folders:
+            for parent, folders, names in walk(root, lambda error: None):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                if Path(parent).name == "statistics" and any(n.endswith(".parquet") for n in names):
+                    statistics.append(Path(parent))
+                for name in names:
+                    if name.endswith(".log") or "tfevents" in name:
+                        self._follow(root, f"{parent}{os.sep}{name}")
+        self._statistics_folders = statistics
+
+    def _follow(self, root: Path, path: str) -> None:
+        if path in self._tails or len(self._tails) >= MOST_FILES:
+            return
+        if os.path.islink(path) and not Path(path).resolve().is_relative_to(root):  # noqa: PTH114
+            return
+        parent = Path(path).parent
+        label = str(parent.relative_to(root)) if parent != root else Path(path).stem
+        self._tails[path] = _Tail(path, Series(label))
+
+    def _read(self, tail: _Tail) -> bool:
+        with open_regular(tail.path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size < tail.offset:
+                tail.offset, tail.rest = 0, b""
+                tail.series.values.clear()
+            if status.st_size == tail.offset:
+                return False
+            file.seek(tail.offset)
+            content = file.read(STEP)
+        tail.offset += len(content)
+        tail.series.changed = status.st_mtime
+        read = _read_log if tail.path.endswith(".log") else _read_events
+        before = tail.series.last(), sum(map(len, tail.series.values.values()))
+        tail.rest = read(tail.rest + content, tail.series)
+        return before != (tail.series.last(), sum(map(len, tail.series.values.values())))
+
+    def _read_statistics(self, folder: Path) -> bool:
+        """Read the Parquet files of a run again if there are new ones."""
+        files = sorted(folder.glob("*.parquet"))
+        if any(path.is_symlink() for path in files):
+            return False
+        stamp = tuple((path.name, path.stat().st_size) for path in files)
+        if self._tables.get(str(folder)) == stamp or not files:
+            return False
+        self._tables[str(folder)] = stamp
+        if sum(size for _, size in stamp) > MOST_STATISTICS:
+            return False
+        label = f"{folder.parent.name} statistics"
+        series = Series(label, changed=max(path.stat().st_mtime for path in files))
+        with contextlib.suppress(ValueError):
+            for row in read_iterations(folder).itertuples():
+                series.add("lm loss", int(row.iteration), float(row.loss))
+                if row.grad_norm is not None:
+                    series.add("grad-norm", int(row.iteration), float(row.grad_norm))
+            self._iterations[str(folder)] = series
+        self.statistics = {**self.statistics, str(folder): read_statistics(folder)}
+        return True
+
+
+def _read_log(content: bytes, series: Series) -> bytes:
+    """Add the values in complete lines of a log; return the rest."""
+    *lines, rest = content.split(b"\n")
+    for line in lines:
+        if b" iteration " not in line or len(line) > 4000:
+            continue
+        match = _LINE.search(line.decode("utf-8", "replace"))
+        if match is None:
+            continue
+        iteration, series.total = int(match[1]), int(match[2])
+        for name, pattern in _IN_LOG.items():
+            if found := pattern.search(match[0]):
+                with contextlib.suppress(ValueError):
+                    value = float(found[1])
+                    series.add(name, iteration, value / 1000 if name == "iteration-time" else value)
+    return rest[-4096:]
+
+
+def _read_events(content: bytes, series: Series) -> bytes:
+    """Add the values in complete records of an event file; return the rest."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    position = 0
+    for position, record in _event_records(content):  # noqa: B007 # used after the loop
+        with contextlib.suppress(Exception):  # a damaged record may raise any exception
+            event = Event.FromString(record)
+            for value in event.summary.value:
+                if value.tag in SCALARS:
+                    number = _number(value)
+                    if number is not None:
+                        series.add(value.tag, int(event.step), number)
+    return content[position:]
+
+
+def _event_records(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the end and the content of each complete record.
+
+    A record is its length (8 bytes), a checksum (4), the content and a checksum (4).
+    """
+    position = 0
+    while position + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
+        if length > STEP or position + 16 + length > len(content):
+            return
+        yield position + 16 + length, content[position + 12 : position + 12 + length]
+        position += 16 + length
+
+
+def _number(value: Any) -> float | None:
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    tensor = value.tensor
+    if len(tensor.float_val):
+        return float(tensor.float_val[0])
+    if len(tensor.tensor_content) == 4:
+        return float(struct.unpack("<f", tensor.tensor_content)[0])
+    return None
+
+
+def finite(value: float) -> float | None:
+    """Return a number for JSON: None if it is not finite."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,225 @@
+"""Tests of the records, tensors and numbers that the pages show."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from megatron.analysis.serve import maps
+from megatron.analysis.serve.address import Address
+from megatron.analysis.serve.follower import Follower
+from megatron.analysis.serve.statistics import BY_NAME, Numbers
+from megatron.analysis.serve.training import Series, Training, _read_events
+from megatron.analysis.stats import compute
+from megatron.analysis.stats.logical_tensors import first_passes, logical_tensors
+from megatron.analysis.store import TensorStore
+from megatron.tensor_record import index_name
+from tests.analysis.fake_dump import RUNS, write_dump
+from tests.analysis.serve.conftest import FORMATS
+
+
+def by_path(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.sort_values("path").reset_index(drop=True)
+
+
+def test_the_records_equal_those_of_the_store(explorer, dump):
+    records = explorer.catalog.records
+    pd.testing.assert_frame_equal(
+        by_path(records.frame(range(len(records)))), by_path(TensorStore(dump).records)
+    )
+
+
+def test_every_tensor_has_an_id_that_a_restart_does_not_change(explorer, dump):
+    catalog = explorer.catalog
+    ids = [catalog.id_of(tensor) for tensor in range(len(catalog))]
+    assert len(set(ids)) == len(catalog) == 28
+    again = Follower(dump)
+    again.poll_all()
+    assert [again.catalog.find(text) for text in ids] == [*range(28)]
+    for forged in ("0" * 16, "../../etc/passwd", "", "g" * 16, ids[0].upper() + " "):
+        assert catalog.find(forged) is None
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2", "dp2", "ep2"])
+def test_shards_form_the_same_tensors_as_in_the_statistics(dumps, layout):
+    follower = Follower(dumps / layout)
+    follower.poll_all()
+    catalog = follower.catalog
+    expected = first_passes([*logical_tensors(TensorStore(dumps / layout).records)])
+    assert len(catalog) == len(expected)
+    found = sorted(
+        sorted(catalog.records.path(row) for row in catalog.records_of([tensor]))
+        for tensor in range(len(catalog))
+    )
+    paths = [
+        sorted(
+            path
+            for part in tensor.parts.values()
+            for path in (*part.paths, *(r for copies in part.replicas for r in copies))
+        )
+        for tensor in expected
+    ]
+    assert found == sorted(paths)
+
+
+def test_an_index_is_read_on_from_where_it_ended(tmp_path):
+    paths = write_dump(tmp_path, layers=1)
+    index = tmp_path / index_name(next(iter(RUNS.values())), 0)
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join(lines[:5]) + lines[5][:40])
+    for path in paths[5:]:
+        path.rename(path.with_suffix(".later"))
+    follower = Follower(tmp_path)
+    follower.poll_all()
+    assert (len(follower.catalog), follower.catalog.version) == (5, 1)
+    with index.open("ab") as file:
+        file.write(lines[5][40:] + b"".join(lines[6:]))
+        file.write(b'{"event": "kept", "iteration": 3, "loss": 7.5}\n')
+    follower.poll_all()
+    assert (len(follower.catalog), follower.catalog.version) == (14, 2)
+    assert follower.events == [{"event": "kept", "iteration": 3, "loss": 7.5}]
+    assert follower.problems == []
+
+
+def test_files_without_an_index_are_opened(tmp_path):
+    write_dump(tmp_path, layers=1, index=False)
+    follower = Follower(tmp_path)
+    follower.poll_all()
+    assert len(follower.catalog) == 14
+    assert set(follower.catalog.records.sources.distinct) == {"file"}
+
+
+def test_a_damaged_index_is_named_and_its_files_are_opened(tmp_path):
+    write_dump(tmp_path, layers=1)
+    index = tmp_path / index_name(next(iter(RUNS.values())), 0)
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join([*lines[:3], b"{not json\n", *lines[3:]]))
+    follower = Follower(tmp_path)
+    follower.poll_all()
+    assert len(follower.catalog) == 14
+    (problem,) = follower.problems
+    assert problem.path == index
+    assert "its files are opened instead" in problem.why
+
+
+def test_the_numbers_are_those_of_the_statistics(explorer, dump):
+    statistics = compute(TensorStore(dump), FORMATS)
+    tensors, formats = statistics.tensors, statistics.formats
+    catalog = explorer.catalog
+    rows = explorer.numbers.rows_of(catalog.ids, catalog.stamps)
+    assert (rows >= 0).all()
+    path_of = [catalog.records.path(int(row)) for row in catalog.rows]
+    number = {path: at for at, path in enumerate(tensors["path"])}
+    order = [number[path] for path in path_of]
+    zeros = np.zeros(len(catalog), np.int64)
+    for name in ("rms", "amax", "kurtosis", "outlier_channels"):
+        found = explorer.numbers.column(BY_NAME[name], rows, "", zeros)
+        np.testing.assert_allclose(found, tensors[name].to_numpy(float)[order], rtol=1e-6)
+    for at, axis in enumerate(("row", "column")):
+        own = formats[(formats["quantized_format"] == "mxfp4") & (formats["axis"] == axis)]
+        own = own.set_index("tensor").loc[order]
+        for name in ("sqnr_db", "gain", "underflow"):
+            found = explorer.numbers.column(BY_NAME[name], rows, "mxfp4", zeros + at)
+            np.testing.assert_allclose(found, own[name].to_numpy(float), rtol=1e-5, atol=1e-9)
+
+
+def test_a_cell_is_the_median_and_opens_the_worst_tensor(explorer):
+    address = explorer.resolved("?stat=sqnr_db&format=mxfp4")
+    found = maps.build(explorer.catalog, explorer.numbers, address)
+    assert found.rows == ["L0"]
+    assert found.columns == [
+        *("qkv input", "qkv weight", "core query", "core key", "core value"),
+        *("core grad_output", "qkv grad_output"),
+    ]
+    measured = dict(zip(found.chosen.tolist(), found.measured, strict=True))
+    for value, tensor in zip(found.values[0], found.tensors[0], strict=True):
+        assert value == pytest.approx(measured[int(tensor)])
+    cell, values = np.array([1, 0, 0, 0, 1]), np.array([5.0, 3.0, np.nan, 1.0, 9.0])
+    medians, tensors, counts = maps._cells(cell, values, np.arange(10, 15), 3, BY_NAME["sqnr_db"])
+    np.testing.assert_array_equal(medians, [2.0, 7.0, np.nan])
+    assert (tensors.tolist(), counts.tolist()) == ([13, 10, -1], [3, 2, 0])
+
+
+def test_the_numbers_survive_a_restart(explorer, tmp_path):
+    catalog = explorer.catalog
+    explorer.numbers.save(tmp_path)
+    (path,) = tmp_path.glob("explorer_*.npy")
+    again = Numbers()
+    again.load(tmp_path)
+    assert len(again) == 28
+    rows = [numbers.rows_of(catalog.ids, catalog.stamps) for numbers in (explorer.numbers, again)]
+    columns = [
+        numbers.column(BY_NAME["gain"], own, "mxfp8", catalog.first_axis)
+        for numbers, own in zip((explorer.numbers, again), rows, strict=True)
+    ]
+    np.testing.assert_array_equal(*columns)
+    assert (again.rows_of(catalog.ids, catalog.stamps + np.uint64(1)) == -1).all()
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[:-5], b"\x93NUMPY" + b"x" * 300):
+        path.write_bytes(damaged)
+        empty = Numbers()
+        empty.load(tmp_path)
+        assert len(empty) == 0
+
+
+def test_an_address_survives_the_way_through_a_query():
+    address = Address(
+        view="tensor", run="20250908_a&b=c", format="nvfp4:2d", statistic="gain", gemm="dgrad",
+        by="iteration", iteration=12, place="fc1 input", show="all", tensor="0123456789abcdef",
+        beside="fedcba9876543210", image="errors", zoom="1-20-3-40", head=3, sequence=1,
+    )  # fmt: skip
+    assert Address.parse(address.search()) == address
+    assert Address.parse("") == Address.parse(None) == Address()
+    assert Address().search() == "?"
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        "?format=nonsense&stat=x&it=1e9&v=admin&t=../../x&z=1-2&gemm=all&head=a",
+        "?" + "a=b&" * 3000,
+        "?z=99999999999-1-1-1&t=<script>alert(1)</script>",
+        "?%ff%fe=%00&run=" + "x" * 500,
+    ],
+)
+def test_an_address_of_any_content_is_understood(explorer, search):
+    address = explorer.resolved(search)
+    assert address.run in RUNS.values()
+    assert address.tensor == address.zoom == ""
+
+
+def test_training_is_read_from_logs_and_event_files(tmp_path):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    log = tmp_path / "run.log"
+    line = (
+        " [2026-11-23 06:00:00] iteration        1/     100 | consumed samples:            4 |"
+        " elapsed time per iteration (ms): 250.0 | learning rate: 1.000000E-04 |"
+        " global batch size:     4 | lm loss: 7.500000E+00 | loss scale: 1.0 | grad norm: 2.500 |"
+    )
+    log.write_text(f"{line}\n{line.replace('       1/', '       2/')[:80]}")
+    training = Training([tmp_path])
+    training.poll()
+    (series,) = training.series
+    assert (series.total, series.last()) == (100, 1)
+    assert series.values["lm loss"] == {1: 7.5}
+    assert series.values["iteration-time"] == {1: 0.25}
+    log.write_text(f"{line}\n{line.replace('       1/', '       2/').replace('7.5', 'nan')}\n")
+    training.poll()
+    assert series.last() == 2
+    value = Summary.Value(tag="lm loss", simple_value=3.5)
+    record = Event(step=7, summary=Summary(value=[value])).SerializeToString()
+    framed = len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
+    own = Series("x")
+    assert _read_events(framed + framed[:9], own) == framed[:9]
+    assert own.values == {"lm loss": {7: 3.5}}
+
+
+def test_a_card_names_the_end_of_a_run(explorer, dump):
+    card = json.loads(next(dump.glob("bf16/run_*.json")).read_text())
+    assert [run["type"] for run in explorer.catalog.runs] == ["bf16", "mxfp8"]
+    assert explorer.catalog.cards[card["run_id"]] == card

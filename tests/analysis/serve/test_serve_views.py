@@ -1,0 +1,240 @@
+"""Tests of the views: what the callbacks return, called in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import plotly.utils
+import pytest
+import torch
+
+from megatron.analysis.serve.application import _Views, create
+from megatron.analysis.serve.charts import plain
+from megatron.analysis.serve.contents import NotShownError
+from megatron.analysis.serve.pages import tensor_page
+from megatron.analysis.serve.pixels import Region, reduce
+from megatron.fake_quant import fake_quantize
+from tests.analysis.fake_dump import RUNS, records, values, write_dump, write_tensor
+from tests.analysis.serve.conftest import opened_explorer, wait_for
+
+
+def shown_text(component) -> str:
+    """Return components as JSON."""
+    return json.dumps(component, cls=plotly.utils.PlotlyJSONEncoder, ensure_ascii=False)
+
+
+def find(explorer, name, run="mxfp8"):
+    catalog = explorer.catalog
+    return next(
+        tensor
+        for tensor in range(len(catalog))
+        if catalog.field(tensor, "tensor_name") == name
+        and catalog.field(tensor, "quant_type") == run
+    )
+
+
+def of_tensor(explorer, name, more=""):
+    catalog = explorer.catalog
+    return f"?v=tensor&t={catalog.id_of(find(explorer, name))}&format=mxfp4{more}"
+
+
+def panel(explorer, name, search):
+    return shown_text(_Views(explorer).panel({"search": search}, {"type": "panel", "name": name}))
+
+
+def test_every_view_names_its_panels(explorer):
+    views = _Views(explorer)
+    for search, names in (
+        ("", {"verdict", "map", "worst"}),
+        ("?v=training", {"numbers", "curves", "events"}),
+        ("?v=runs", set()),
+        (of_tensor(explorer, "query"), {"facts", *tensor_page.TITLES}),
+        (of_tensor(explorer, "weight"), {"facts", *tensor_page.TITLES} - {"attention"}),
+    ):
+        page, key, links, _ = views.show(search, None, None, [], [])
+        assert set(re.findall(r'"type": "panel", "name": "(\w+)"', shown_text(page))) == names
+        assert views.show(search, None, key, [], [])[0] is not page
+        assert "Training" in shown_text(links)
+
+
+def test_only_panels_whose_part_of_the_address_changed_are_drawn_again(explorer):
+    views = _Views(explorer)
+    search = of_tensor(explorer, "query")
+    _, key, _, _ = views.show(search, None, None, [], [])
+    names = ["facts", "histogram", "image", "attention"]
+    ids = [{"type": "panel-address", "name": name} for name in names]
+    stored = [views._data(name, explorer.resolved(search)) for name in names]
+    page, _, _, changed = views.show(f"{search}&z=0-10-0-10", None, key, ids, stored)
+    assert page is views.show(search, None, key, [], [])[0]  # no_update
+    assert [isinstance(data, dict) for data in changed] == [False, False, True, False]
+
+
+def test_the_map_shows_the_numbers_and_a_cell_opens_a_tensor(explorer):
+    text = panel(explorer, "map", "?run=" + RUNS["mxfp8"] + "&format=mxfp4&it=1")
+    assert "qkv input" in text
+    found = _Views(explorer).open_cell({"grid": "map", "row": 0, "column": 1}, "?format=mxfp4")
+    catalog = explorer.catalog
+    tensor = catalog.find(re.search(r"[?&]t=(\w+)", found)[1])
+    assert catalog.name(tensor) == "L0 qkv weight"
+    for pick in (None, {}, {"row": 9, "column": 9}, {"row": -1, "column": 0}, {"row": "x"}):
+        assert not isinstance(_Views(explorer).open_cell(pick, ""), str)
+
+
+def test_two_runs_are_shown_side_by_side(explorer):
+    search = f"?run={RUNS['mxfp8']}&with={RUNS['bf16']}&it=1&format=mxfp8"
+    text = panel(explorer, "map", search)
+    assert f"bf16, {RUNS['bf16']} minus mxfp8" in text
+    assert text.count('"type": "heatmap"') == 3
+
+
+@pytest.mark.parametrize("name", ["facts", *tensor_page.TITLES])
+def test_each_panel_shows_each_tensor_or_says_why_not(explorer, name):
+    for tensor_name in ("query", "weight", "grad_output"):
+        other = explorer.catalog.id_of(find(explorer, tensor_name, "bf16"))
+        for more in ("", f"&beside={other}&img=difference"):
+            text = panel(explorer, name, of_tensor(explorer, tensor_name, more))
+            assert "cannot be shown" not in text
+            if name != "attention" or tensor_name == "query":
+                assert "Not shown" not in text
+
+
+def test_the_image_has_the_values_of_largest_magnitude(explorer):
+    x = torch.zeros(700, 1000)
+    x[333, 777], x[10, 3], x[699, 999] = -5.0, 7.0, -9.0
+    picture = reduce(x, Region.within(700, 1000), width=100, height=70)
+    assert picture.step == (10, 10)
+    assert picture.values.shape == (70, 100)
+    assert (picture.values[33, 77], picture.values[1, 0], picture.values[69, 99]) == (-5, 7, -9)
+    part = reduce(x, Region.within(700, 1000, (330, 340, 770, 780)))
+    assert part.values[3, 7] == -5
+    assert Region.within(700, 1000, (800, 900, 0, 10)).is_whole
+    odd = torch.randn(101, 103)
+    picture = reduce(odd, Region.within(101, 103), width=20, height=20)
+    assert abs(picture.values).max() == pytest.approx(float(odd.abs().max()))
+
+
+def test_a_format_is_applied_as_the_gemm_does(explorer):
+    catalog, contents = explorer.catalog, explorer.contents
+    weight = find(explorer, "weight")
+    whole = contents.tensor(catalog, weight)
+    for axis, dim in (("row", 1), ("column", 0)):
+        found = contents.quantized(catalog, weight, "mxfp4", axis)
+        assert torch.equal(found, fake_quantize(whole, "mxfp4", axis=dim))
+
+
+def test_attention_and_its_change_are_those_of_the_definition(explorer):
+    catalog, contents = explorer.catalog, explorer.contents
+    query, key = (contents.tensor(catalog, find(explorer, name)) for name in ("query", "key"))
+    found = contents.attention(catalog, find(explorer, "query"), "mxfp4", 1, 1)
+
+    def attend(q, k):
+        scores = (q[:, 1, 1] @ k[:, 1, 0].t()).float() / 32**0.5
+        hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    exact = attend(query, key)
+    torch.testing.assert_close(found.probabilities, exact, atol=5e-3, rtol=2e-2)
+    rounded = attend(fake_quantize(query, "mxfp4"), fake_quantize(key, "mxfp4"))
+    torch.testing.assert_close(found.change, rounded - exact, atol=1e-2, rtol=0)
+    assert (found.heads, found.sequences) == (2, 2)
+
+
+def test_numbers_are_downloaded_as_csv(explorer):
+    client = create(explorer).server.test_client()
+    answer = client.get("/csv?format=mxfp4&panel=map")
+    table = pd.read_csv(io.StringIO(answer.text))
+    assert len(table) == 7
+    assert answer.headers["Content-Disposition"] == "attachment; filename=map.csv"
+    for name in ("facts", *tensor_page.TITLES):
+        answer = client.get(f"/csv{of_tensor(explorer, 'query')}&panel={name}")
+        assert len(pd.read_csv(io.StringIO(answer.text))), name
+    assert client.get("/csv?panel=../../x").status_code == 404
+    assert client.get(f"/csv?v=tensor&t={'0' * 16}&panel=facts").status_code == 404
+
+
+def test_the_page_needs_no_other_machine(explorer):
+    client = create(explorer).server.test_client()
+    page = client.get("/").text
+    sources = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert sources
+    assert all(source.startswith("/") for source in sources)
+    assert client.get("/_dash-layout").status_code == 200
+    body = {
+        "output": "..view.children...shown.data...links.children...x.data..",
+        "outputs": [], "inputs": [], "changedPropIds": [],
+    }  # fmt: skip
+    assert client.post("/_dash-update-component", json=body).status_code >= 400
+
+
+HOSTILE = "<img src=x onerror=alert(1)><b>&lt;%{x}"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Return an explorer of a dump with markup in texts, and a link out of it."""
+    outside = tmp_path / "outside.pt"
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    names = []
+    for record, shape, scale in records(run_id="r" + HOSTILE, quant_type="bf16", layers=1):
+        if record.tensor_name in ("input", "weight", "query", "key"):
+            fields = record.to_metadata() | {"module": f"decoder.layers.0.{HOSTILE}"}
+            changed = type(record).from_metadata(fields)
+            names.append(write_tensor(folder, changed, values(shape, scale, generator)))
+    names[0].rename(outside)
+    names[0].symlink_to(outside)
+    explorer = opened_explorer(folder)
+    explorer.measurer.start()
+    wait_for(lambda: explorer.measurer.total and explorer.measurer.done >= explorer.measurer.total)
+    yield explorer
+    explorer.close()
+
+
+def test_texts_of_a_dump_are_shown_as_they_are(hostile):
+    views = _Views(hostile)
+    search = "?run=" + "r%3Cimg"
+    page, _, _, _ = views.show(search, None, None, [], [])
+    assert "dangerously" not in shown_text(page)
+    assert any("leads out of the folder" in str(problem) for problem in hostile.follower.problems)
+    found = panel(hostile, "map", hostile.resolved("").search())
+    figure = re.search(r'"ticktext": \[[^\]]*\]', found)[0]
+    assert "<" not in figure
+    assert "<img" not in re.search(r'"hovertext": .*?\]\]', found)[0]
+    assert plain("<a href='x'>&amp;") == "\u2039a href='x'\u203a\uff06amp;"
+
+
+def test_a_file_that_cannot_be_shown_is_a_message(tmp_path, capsys):
+    paths = write_dump(tmp_path, layers=1)
+    content = paths[0].read_bytes()
+    paths[0].write_bytes(content[:200] + bytes(200) + content[400:])
+    paths[1].unlink()
+    explorer = opened_explorer(tmp_path)
+    for tensor, why in ((0, "corrupt, truncated"), (1, "No such file")):
+        search = f"?v=tensor&t={explorer.catalog.id_of(tensor)}&format=mxfp8"
+        for name in ("facts", "image", "histogram", "scales"):
+            text = panel(explorer, name, search)
+            assert "Not shown" in text
+            assert why in text
+    assert capsys.readouterr().err == ""
+    explorer.close()
+
+
+def test_a_link_out_of_the_folder_is_not_followed_when_an_index_names_it(tmp_path):
+    folder = tmp_path / "dump"
+    paths = write_dump(folder, layers=1)
+    outside = tmp_path / "outside.pt"
+    paths[0].rename(outside)
+    paths[0].symlink_to(outside)
+    explorer = opened_explorer(folder)
+    tensor = 0
+    assert Path(explorer.catalog.records.path(0)).name == paths[0].name
+    with pytest.raises(NotShownError, match="leads out of the folder"):
+        explorer.contents.tensor(explorer.catalog, tensor)
+    with pytest.raises(NotShownError, match="leads out of the folder"):
+        explorer.contents.answer(explorer.catalog, tensor, ["mxfp8"])
+    explorer.close()
