@@ -1,7 +1,7 @@
 """Table of what is quantized, collected, named and refused, by trainer and model.
 
 `tests/core/test_reach.py` tests each cell. This program prints the tables of
-docs/coverage_matrix.md:
+docs/coverage_matrix.md, in English and Chinese:
 
     python -m tests.core.coverage_matrix
 """
@@ -120,5 +120,37 @@ def tables() -> str:
     return "\n".join(lines) + "\n"
 
 
+#: translation of every cell that is not a name of modules
+CHINESE = {
+    "model": "模型",
+    "this project's trainer": "本项目的训练程序",
+    "NVIDIA's trainer": "NVIDIA 的训练程序",
+    "pipeline schedules": "流水线调度",
+    "loop without schedules": "不用调度的循环",
+    "quantized, collected, named, refused": "量化、收集、列出、拒绝",
+    "quantized, collected, named, refused (slow tests)": "量化、收集、列出、拒绝（慢速测试）",
+    "as with the pipeline schedules": "与流水线调度相同",
+    "no such model": "没有这种模型",
+    "refused": "拒绝",
+    "a subclass of GPT with heads of its own": "自带输出头的 GPT 子类",
+    "Mamba with an attention layer": "带一个注意力层的 Mamba",
+    "a stack of parallel linear layers": "一叠并行线性层",
+    "a model without layers of megatron-core": "没有 megatron-core 层的模型",
+    "layers that stay in high precision": "保持高精度的层",
+    "modules that are named": "列出的模块",
+    "none": "无",
+    "the model itself (CLIPViTModel), conv1 (Conv2d)": "模型本身（CLIPViTModel）、conv1 (Conv2d)",
+}
+
+
+def chinese_tables() -> str:
+    """Return the tables in Chinese, with the names of modules unchanged."""
+    lines = []
+    for line in tables().splitlines():
+        cells = [CHINESE.get(cell, cell) for cell in line.strip("| ").split(" | ")]
+        lines.append(f"| {' | '.join(cells)} |" if line else "")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(tables(), end="")
+    print(tables(), chinese_tables(), sep="\n", end="")
