@@ -13,6 +13,8 @@ from tests.training.corpus import make_corpus
 from tests.training.runs import COMMON, MODEL, NO_DROPOUT, exact_steps, succeeded, train
 
 FILE = REPO / "tests" / "data" / "golden_losses.txt"
+#: relative bounds of losses and gradient norms for layouts in which roundings may flip
+CLOSE = {"loss": 2e-4, "norm": 5e-3}
 TENSOR = ("--tensor-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
