@@ -2,7 +2,8 @@
 
     python tests/overlay/plain_worker.py SCRIPT ARGUMENTS
 
-The results are what those of `python -m megatron.overlay SCRIPT ARGUMENTS` are compared with.
+Tests compare its results with those of `python -m megatron.overlay SCRIPT ARGUMENTS`. The current
+folder is the root of the script's source tree.
 """
 
 import importlib.machinery
@@ -42,13 +43,14 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.parent)
     assert str(REPO) not in sys.path, "the overlay would be used"
-    backend().activate_for_scripts(script.parent)
+    tree = Path.cwd()
+    backend().activate_for_scripts(script.parent, tree)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "RANK" not in os.environ:
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(rank | {"MASTER_PORT": "29571"})
     sys.meta_path.insert(0, Helpers)
-    if (script.parent / "megatron" / "legacy").is_dir():
+    if (tree / "megatron" / "legacy").is_dir():
         from megatron.core.datasets import utils
         from megatron.legacy import fused_kernels
 
