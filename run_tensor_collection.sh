@@ -248,6 +248,7 @@ announce() {
     ${DRY_RUN:+--dry-run} || exit
 }
 
+export LAB_SIZE_ANNOUNCED=1 # train_config.py need not print the size again
 command=$(DRY_RUN=1 collect "${types[0]}") || exit
 announce "$command"
 if ((${#continuation[@]})) && [[ -z ${DRY_RUN-} ]]; then

@@ -26,7 +26,7 @@ def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> N
     """
     size = collection_size(words)
     if size is None:
-        say("Collection: unknown size (experts or latent attention); see --collect-plan.")
+        say("Collection: unknown size, because of the model's flags; see --collect-plan.")
         return
     say(_described(size, types))
     total = size.bytes * types
@@ -53,6 +53,8 @@ def _described(size: Size, types: int) -> str:
         text += f" per type; {size.files * types:,} files, {gb(size.bytes * types)} for {types}"
         text += " types"
     notes = []
+    if size.ranks > 1:
+        notes.append(f"{gb(size.bytes / size.ranks)} for each of {size.ranks} ranks")
     if size.iterations != 1:
         count = f"{size.iterations:,} iterations"
         notes.append(count if size.iterations else "unlimited iterations")

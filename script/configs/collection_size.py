@@ -3,28 +3,25 @@
 `--collect-plan` runs an iteration and measures the same size, together with the time and memory
 that the collection takes. This module computes the size from the flags of the training command in a
 tenth of a second, without torch. It parses the collection flags with the code that training uses.
-Tests compare the result with `--collect-plan`. Models with experts or latent attention are not
-supported.
+Tests compare the result with `--collect-plan`. How many tokens an expert gets depends on the data,
+so the size of each expert's tensors is a mean; their sum does not depend on the data.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.lookup import ConfigError, last_value
+from configs.model_tensors import Model, Saved
 from megatron.collection.flags import Reader, read_by
 from megatron.collection.limits import Limits
 from megatron.collection.selection import Selection, matches
 
 FILE_OVERHEAD = 2460  #: number of bytes in a tensor file besides the values of the tensor
-UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not supported
-#: Value of --recompute-granularity with which only core attention is recomputed. With `full`,
-#: every module is recomputed.
-SELECTIVE = "selective"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,102 +36,8 @@ class Size:
     #: whether tensors are written only after an event (with a ring buffer) or while a flag file
     #: exists
     optional: bool
+    ranks: int  #: number of ranks that collect
     codes: bool  #: whether quantized codes are also collected; `files` and `bytes` exclude them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """One collected tensor: its module, its name, and the letter and size of each dimension."""
-
-    module: str
-    name: str
-    dims: tuple[tuple[str, int], ...]
-
-
-class Model:
-    """Model that a training command describes by its flags, with the tensor shapes of one layer."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = words
-        self.layers = self.number("--num-layers", 1)
-        self.hidden = self.number("--hidden-size", 1)
-        self.heads = self.number("--num-attention-heads", 1)
-        self.ffn = self.number("--ffn-hidden-size", 4 * self.hidden)
-        self.groups = self.number("--num-query-groups", self.heads)
-        self.head_dim = self.number("--kv-channels", self.hidden // self.heads)
-        self.tp = self.number("--tensor-model-parallel-size", 1)
-        self.cp = self.number("--context-parallel-size", 1)
-        self.pp = self.number("--pipeline-model-parallel-size", 1)
-        self.world = self.number("--nproc-per-node", 1) * self.number("--nnodes", 1)
-        self.sequence = self.number("--seq-length", 1) // self.cp
-        self.batch = self.number("--micro-batch-size", 1)
-        self.gate = 2 if "--swiglu" in words else 1
-        self.value_bytes = 2 if {"--bf16", "--fp16"} & set(words) else 4
-
-    def number(self, flag: str, default: int) -> int:
-        """Return the positive integer that follows a flag, or `default` if the flag is not given.
-
-        Raises:
-            ConfigError: if the value is not a positive whole number.
-        """
-        text = last_value(flag, self.words)
-        if text is None:
-            return default
-        if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10) or int(text) < 1:
-            raise ConfigError(f"{flag} is {text!r}; give a whole number of at least 1")
-        return int(text)
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches that each data-parallel replica processes per iteration."""
-        copies = max(1, self.world // (self.tp * self.cp * self.pp))
-        return max(1, self.number("--global-batch-size", self.batch) // (self.batch * copies))
-
-    def tensors(self) -> Iterator[Saved]:
-        """Yield the tensors of one layer that one rank collects for one micro-batch."""
-        query, kv = self.heads * self.head_dim, self.groups * self.head_dim
-        fc1 = self.gate * self.ffn
-        for module, h, o, column in (
-            ("self_attention.linear_qkv", self.hidden, query + 2 * kv, True),
-            ("self_attention.linear_proj", query, self.hidden, False),
-            ("mlp.linear_fc1", self.hidden, fc1, True),
-            ("mlp.linear_fc2", self.ffn, self.hidden, False),
-        ):
-            sizes = {"h": h if column else h // self.tp, "o": o // self.tp if column else o}
-            shapes = {"input": "sbh", "weight": "oh", "output": "sbo"}
-            yield from self._pairs(module, shapes, sizes)
-        sizes = {
-            "a": max(1, self.heads // self.tp),
-            "g": max(1, self.groups // self.tp),
-            "h": max(1, query // self.tp),
-            "d": self.head_dim,
-            "k": self.sequence * self.cp,
-        }
-        shapes = {"query": "sbad", "key": "sbgd", "value": "sbgd", "output": "sbh"}
-        yield from self._pairs("self_attention.core_attention", shapes, sizes)
-        for name in ("attention_scores", "attention_probs"):
-            yield self._saved("self_attention.core_attention", name, "bask", sizes)
-
-    def _pairs(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
-        """Yield each tensor of a module, followed by its gradient of the same shape."""
-        for name, letters in shapes.items():
-            yield self._saved(module, name, letters, sizes)
-            yield self._saved(module, f"grad_{name}", letters, sizes)
-
-    def _saved(self, module: str, name: str, letters: str, sizes: dict[str, int]) -> Saved:
-        by_letter = {"s": self.sequence, "b": self.batch} | sizes
-        dims = tuple((letter, by_letter[letter]) for letter in letters)
-        return Saved(module=module, name=name, dims=dims)
-
-    def runs(self, saved: Saved) -> int:
-        """Return 2 if a tensor is saved twice because its module is recomputed, and otherwise 1."""
-        if saved.name.startswith("grad_") or saved.name == "weight":
-            return 1
-        kind = last_value("--recompute-granularity", self.words)
-        if "--recompute-activations" in self.words:
-            kind = SELECTIVE
-        attention = saved.module.endswith("core_attention")
-        return 2 if kind == "full" or (kind == SELECTIVE and attention) else 1
 
 
 def collection_size(words: Sequence[str]) -> Size | None:
@@ -154,7 +57,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
         limits = Limits.parse(**_given(Reader.LIMITS, words))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if any(flag in words or last_value(flag, words) is not None for flag in UNKNOWN):
+    if not model.is_known:
         return None
     files, size = _iteration_size(model, selection)
     ring = _whole("--collect-ring", words)
@@ -167,29 +70,31 @@ def collection_size(words: Sequence[str]) -> Size | None:
     if limits.max_bytes is not None and size > limits.max_bytes:
         files, size = files * limits.max_bytes / size, limits.max_bytes
     return Size(
-        files=int(min(files, sys.maxsize)),
+        files=round(min(files, sys.maxsize)),
         bytes=int(min(size, sys.maxsize)),
         iterations=count,
         limited=limited,
         optional=ring is not None or last_value("--collect-flag-file", words) is not None,
+        ranks=selection.ranks.count(model.world),
         codes=any(name.endswith("_codes") for name in selection.names),
     )
 
 
 def _iteration_size(model: Model, selection: Selection) -> tuple[float, float]:
     """Return the number of files and the number of bytes that all ranks write per iteration."""
-    files = size = 0
+    files = size = 0.0
     micro_batches = min(selection.micro_batches or model.micro_batches, model.micro_batches)
     names = selection.names
     for layer in range(model.layers):
         if layer not in selection.layers:
             continue
-        for saved in model.tensors():
+        for saved in model.tensors(layer):
             module = f"decoder.layers.{layer}.{saved.module}"
             if saved.name not in names or not _included(module, selection.modules):
                 continue
             values = math.prod(_sliced_sizes(selection.slices.by_letter, saved))
-            times = (1 if saved.name == "weight" else micro_batches) * model.runs(saved)
+            times = saved.share * model.runs(saved)
+            times *= 1 if saved.name == "weight" else micro_batches
             if values:
                 files += times
                 size += times * (values * model.value_bytes + FILE_OVERHEAD)
@@ -202,12 +107,14 @@ def _included(module: str, globs: Sequence[str]) -> bool:
     return not globs or any(matches(module, glob) for glob in globs)
 
 
-def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[int]:
+def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[float]:
     """Return the size of each dimension of the tensor `saved` after slicing."""
-    sizes = []
+    sizes: list[float] = []
     for letter, size in saved.dims:
         part = slices.get(letter)
-        sizes.append(size if part is None else len(range(size)[part.start : part.stop : part.step]))
+        if part is not None:
+            size = len(range(round(size))[part.start : part.stop : part.step])
+        sizes.append(size)
     return sizes
 
 

@@ -32,6 +32,9 @@ from configs.resolve import (
 from configs.run_names import Formats
 from configs.trainings import TRAININGS
 
+COLLECTING = {"--save-tensors", "--collect-plan"}  #: flags whose collection's size is printed
+#: Environment variable with which a driver says that it prints the size itself.
+ANNOUNCED_VARIABLE = "LAB_SIZE_ANNOUNCED"
 NOTHING = "none"  #: value of --checkpoint-path that disables checkpoints
 
 
@@ -216,6 +219,10 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
     name = run_name(selection, formats, flags, python)
     settled = experiment(selection, name, formats, flags, python).settled()
     command = settled.command(python, files_of(selection, python))
+    if COLLECTING.intersection(command) and not is_set(ANNOUNCED_VARIABLE):
+        from configs.announce import announce  # slow to import, and rarely needed here
+
+        announce(command, types=1, yes=True, dry_run=options.dry_run)
     if options.dry_run:
         print(shlex.join(command))
         return 0

@@ -274,6 +274,7 @@ CELL_SCRIPT = [
 ]
 DEEPSEEK = [("FA_mxfp9", "unknown quantization 'FA_mxfp9'"), ("bf16 --ep 7", "--ep 7")]
 SLURM = [("llama32-1b", "are missing"), ("a b c", "SLURM_SUBMIT_DIR")]
+SLURM_COLLECT = [("a b c", "are missing"), ("a b c d", "SLURM_SUBMIT_DIR")]
 
 _SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
@@ -12,35 +13,58 @@ from configs.lookup import ConfigError
 from tests import forks
 from tests.script.drivers import COLLECT, bash, dry
 from tests.subprocesses import REPO, environment
-from tests.training.runs import ENTRY, MODEL, NO_DROPOUT
+from tests.training.runs import DEEPSEEK, ENTRY, MODEL, NO_DROPOUT
+from train_config import main
 
-SMALL = (*MODEL, *NO_DROPOUT, "--mock-data", "--seq-length", "32", "--collect-plan")
+SHORT = ("--mock-data", "--seq-length", "32", "--collect-plan")
+SMALL = (*MODEL, *NO_DROPOUT, *SHORT)
+MIXTURE = (*DEEPSEEK, *SHORT)
 TOTAL = re.compile(r"    total +(\d+) +(\d+)  ")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("model", "ranks", "options"),
     [
-        (1, "--control-iter 3 --collect-micro-batches 2 --collect-layers first,2-3 --bf16"),
+        (SMALL, 1, "--control-iter 3 --collect-micro-batches 2 --collect-layers first,2-3 --bf16"),
         (
+            SMALL,
             1,
             "--recompute-activations --collect-tensors all attention_probs attention_scores"
             " --collect-slice s=4:20:2 h=0:16 k=0:8 --collect-modules linear_fc* core_attention",
         ),
-        (1, "--control-iter 0 --collect-iterations 2-5:2 --collect-operations backward"),
-        (2, "--tensor-model-parallel-size 2 --collect-ranks last"),
-        (2, "--context-parallel-size 2 --collect-micro-batches 0"),
+        (SMALL, 1, "--control-iter 0 --collect-iterations 2-5:2 --collect-operations backward"),
+        (SMALL, 2, "--tensor-model-parallel-size 2 --collect-ranks last"),
+        (SMALL, 2, "--context-parallel-size 2 --collect-micro-batches 0"),
+        (MIXTURE, 2, "--expert-model-parallel-size 2 --recompute-activations --bf16"),
+        pytest.param(
+            *(MIXTURE, 1, "--q-lora-rank 24 --collect-modules *.experts.* self_attention.*"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(MIXTURE, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["selection", "recomputed-slice", "windows", "tp", "cp"],
+    ids=[
+        "selection",
+        "recomputed-slice",
+        "windows",
+        "tp",
+        "cp",
+        "experts",
+        "queries",
+        "tp-experts",
+    ],
 )
-def test_the_size_is_the_plans(tmp_path, ranks, options):
-    words = [*SMALL, *options.split(), "--tensor-save-dir", str(tmp_path)]
+def test_the_size_is_the_plans(tmp_path, model, ranks, options):
+    words = [*model, *options.split(), "--tensor-save-dir", str(tmp_path)]
     done = forks.run(
         ENTRY, *words, ranks=None if ranks == 1 else ranks, env=environment(PYTHONPATH=REPO)
     )
+    assert done.returncode == 0, done.stderr
     [(files, size)] = TOTAL.findall(done.stdout)
     found = collection_size(["--nproc-per-node", str(ranks), *words])
-    assert found.files == int(files), done.stderr
+    assert found.files == int(files)
     assert found.bytes == pytest.approx(int(size), rel=0.03), "small files are mostly metadata"
 
 
@@ -104,8 +128,27 @@ def test_a_selection_is_checked_before_training(files, options, message):
     assert done.stderr.splitlines()[-1].startswith(f"[ERROR] {message}")
 
 
-def test_models_that_the_arithmetic_does_not_know_are_said_to_be(capsys):
-    words = [*MODEL, "--num-experts", "4"]
+@pytest.mark.parametrize(
+    "options",
+    ["--multi-latent-attention", "--num-experts 4 --moe-layer-freq [0]*3", "--num-experts 4 "
+     "--expert-tensor-parallel-size 1"],
+)  # fmt: skip
+def test_models_that_the_arithmetic_does_not_know_are_said_to_be(capsys, options):
+    words = [*MODEL, *options.split()]
     assert collection_size(words) is None
     announce(words, types=1, yes=False, dry_run=False)
-    assert "unknown size (experts" in capsys.readouterr().err
+    assert "unknown size, because of" in capsys.readouterr().err
+
+
+def test_the_cluster_page_has_the_sizes_that_a_dry_run_prints(capsys, plain_environment):
+    page = (REPO / "docs" / "cluster.md").read_text()
+    [command] = re.findall(r"train_config\.py (.*?) \\\n +ROW\n", page)
+    rows = re.findall(r"\| `(--model .+?)` \| (.+?) \| (.+?) \| (.+?) \|", page)
+    assert len(rows) == 12
+    for row, *expected in rows:
+        assert main(shlex.split(f"{command} {row}")) == 0
+        printed = capsys.readouterr().err
+        files, total, each = re.search(
+            r"Collection: (\S+) files, ([\d.]+ .B)(?: \((.+) for each of \d+ ranks\))?\.", printed
+        ).groups()
+        assert [files, each or total, total] == expected, row

@@ -155,18 +155,20 @@ def test_what_would_do_is_what_divides():
     assert tensor_sizes(MODELS["llama32-1b"].tiny.architecture) == [1, 2, 4, 8]
 
 
-def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
-    """Replace SLURM's commands by stand-ins that run the tasks one after the other."""
+@pytest.fixture
+def slurm(tmp_path):
+    """Return the variables of a job, with stand-ins that run the tasks one after the other."""
     fakes = {
         "scontrol": "printf 'first\\nsecond\\n'",
-        "srun": 'echo "cores: ${SRUN_CPUS_PER_TASK-unset}" >&2; shift; '
+        "srun": 'echo "cores: ${SRUN_CPUS_PER_TASK-unset}" >&2; '
+        "if [[ $1 == --kill* ]]; then shift; fi; "
         'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     }
     for name, body in fakes.items():
         path = tmp_path / name
         path.write_text(f"#!/usr/bin/env bash\nset -eu\n{body}\n")
         path.chmod(0o755)
-    slurm = {
+    return {
         "SLURM_SUBMIT_DIR": REPO,
         "SLURM_JOB_NODELIST": "machine[1-2]",
         "SLURM_JOB_ID": "12345",
@@ -176,6 +178,9 @@ def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
         "LAB_PYTHON": sys.executable,
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
+
+
+def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path, slurm):
     cell = ("deepseek2_lite", "dolma", "FA_linear_mxfp8", "--ep", "8", "--dry-run")
     script = REPO / "examples/slurm/pretrain.sh"
     done = run(["bash", script, *cell], cwd=tmp_path, env=environment(**slurm))
@@ -194,6 +199,27 @@ def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
     done = run(["bash", script, "deepseek2_lite"], env=environment(**slurm))
     assert done.returncode == 2
     assert "[ERROR] MODEL, DATASET and QUANTIZATION are missing" in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_slurm_example_moves_the_tensors_of_each_machine(tmp_path, slurm, status):
+    """The stand-in for srun gives both machines the same disk, so the first one moves all."""
+    training = tmp_path / "examples" / "slurm" / "pretrain.sh"
+    training.parent.mkdir(parents=True)
+    training.write_text(f'echo "$@"; mkdir "$LOCAL"; touch "$LOCAL/index.jsonl"; exit {status}\n')
+    local, shared = tmp_path / "disk" / "dump-12345", tmp_path / "shared"
+    local.parent.mkdir()
+    slurm |= {"LOCAL_SCRATCH": local.parent, "SLURM_SUBMIT_DIR": tmp_path}
+    script, env = REPO / "examples/slurm/collect.sh", environment(**slurm)
+    for flags in ((), ("--", "--control-iter", "2")):
+        cell = ("llama31-8b", "dolma", "mxfp8", "--tp", "4", *flags)
+        done = run(["bash", script, shared, *cell], cwd=tmp_path, env=env)
+        assert done.returncode == status, done.stderr
+        save = ("--save-tensors", "--tensor-save-dir", str(local))
+        assert done.stdout.split() == [*cell, *(() if flags else ("--",)), *save]
+        assert [path.name for path in shared.iterdir()] == ["node0"]
+        assert (shared / "node0" / "index.jsonl").exists()
+        assert not local.exists()
 
 
 def test_the_slurm_example_s_log_is_not_for_git():

@@ -29,6 +29,7 @@ SCRIPTS = {
     "CELL_SCRIPT": "script/llama32-1b/pretrain_llama32-1b_wikipedia_bf16.sh",
     "DEEPSEEK": "examples/deepseek/train_deepseek2_lite.sh",
     "SLURM": "examples/slurm/pretrain.sh",
+    "SLURM_COLLECT": "examples/slurm/collect.sh",
 }
 #: Entry points in Python whose `main` runs in this process.
 MODULES = {
