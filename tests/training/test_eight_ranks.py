@@ -119,7 +119,7 @@ def test_reassembled_tensors_are_those_of_one_rank(runs):
 
     Micro-batch m of data-parallel rank d is micro-batch 2 m + d of one rank. One rank divides its
     gradients by four micro-batches and each of the eight by two, so they are twice as large here.
-    The sums over two tensor-parallel ranks differ in their last bits. In MXFP8, some roundings flip.
+    The sums over two tensor-parallel ranks differ in their last bits, which flips roundings.
     """
     (_, one), (_, eight) = runs[1], runs[8]
     first = eight.select(iteration=1).drop_duplicates(["micro_batch", "module", "tensor_name"])
