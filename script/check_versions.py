@@ -6,9 +6,11 @@
   python3 script/check_versions.py --install-only newest     # make the environment and stop
 
 Each environment is made once with pip in the folder of --folder, and takes 2 to 6 GB. Its Python,
-such as python3.10, must be in PATH. There, `bash tests/run_tests.sh` runs with the options that
-follow `--`, and then `bash run_tensor_collection.sh single mxfp8`. The table has the columns of
-docs/requirements.md. The exit status is 1 if a test or the driver fails.
+such as python3.10, must be in PATH. An environment that is already there, such as one that was made
+by hand with PyTorch's CPU build, is used as it is. In it, `bash tests/run_tests.sh` runs with the
+options that follow `--`. Then `bash run_tensor_collection.sh single mxfp8` collects tensors, and
+`python -m megatron.analysis verify` checks them. The table has the columns of docs/requirements.md.
+The exit status is 1 if a test or the driver fails.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def requirements(environment: Environment) -> list[str]:
     """Return what pip installs into an environment."""
     replaced = {line.partition("==")[0] for line in environment.exact}
     groups = TABLES["RUNTIME"] | TABLES["TEST"]
-    # torch requires the only triton that fits it.
+    # torch's CUDA builds require the only triton that fits; `install` adds one to CPU builds.
     kept = {name: groups[name] for name in groups if name not in (*replaced, "triton")}
     lines = TABLES["requirements"](kept)
     if environment.releases == "lowest":
@@ -75,14 +77,51 @@ def install(environment: Environment, folder: Path) -> Path:
         raise SystemExit(f"[ERROR] no python{environment.python} in PATH; add its folder to PATH")
     subprocess.run([base, "-m", "venv", python.parents[1]], check=True)
     pip = [python, "-m", "pip", "install", "--quiet"]
-    packages = requirements(environment)
-    if environment.releases == "pinned":
-        packages += ["--constraint", str(REPO / "script/constraints.txt")]
-    for arguments in (["--upgrade", "pip"], packages):
+    pinned = ["--constraint", str(REPO / "script/constraints.txt")]
+    pinned = pinned if environment.releases == "pinned" else []
+    packages = [*requirements(environment), *pinned]
+    triton = [*TABLES["requirements"]({"triton": TABLES["TEST"]["triton"]}), *pinned]
+    for arguments in (["--upgrade", "pip"], packages, triton):
         if subprocess.run([*pip, *arguments], check=False).returncode:
             shutil.rmtree(python.parents[1])
             raise SystemExit(f"[ERROR] pip failed in {environment.name}; its message is above")
     return python
+
+
+def check(environment: Environment, python: Path) -> None:
+    """Exit with an error unless the tests and the driver would use an environment.
+
+    Raises:
+        SystemExit: if its packages are not within the ranges of setup.py.
+    """
+    code = (
+        "import importlib.metadata as m, runpy, sys\n"
+        "def installed(name):\n"
+        "    try:\n"
+        "        return m.version(name)\n"
+        "    except m.PackageNotFoundError:\n"
+        "        return None\n"
+        "tables = runpy.run_path(sys.argv[1])\n"
+        "print(tables['misfits'](installed, tables['RUNTIME'], tables['TEST']))"
+    )
+    command = [python, "-c", code, REPO / "setup.py"]
+    if misfits := subprocess.check_output(command, text=True).strip():
+        raise SystemExit(
+            f"[ERROR] the tests would not use {python}, because {misfits}; install it there, or "
+            f"delete {python.parents[1]} to make {environment.name} again"
+        )
+
+
+def collects(python: Path, folder: Path, settings: dict[str, str]) -> bool:
+    """Collect tensors with the driver, and return whether it succeeds and they are correct."""
+    command = ["bash", "run_tensor_collection.sh", "single", "mxfp8"]
+    command += ["--start-iterations", "0", "--tensor-path", str(folder)]
+    driver = subprocess.run(command, cwd=REPO, env=settings, stdout=sys.stderr, check=False)
+    verify = [python, "-m", "megatron.analysis", "verify", str(folder / "mxfp8"), "--run", "latest"]
+    return (
+        driver.returncode == 0
+        and subprocess.run(verify, cwd=REPO, stdout=sys.stderr, check=False).returncode == 0
+    )
 
 
 def row(environment: Environment, python: Path, pytest: list[str]) -> tuple[list[str], bool]:
@@ -103,12 +142,11 @@ def row(environment: Environment, python: Path, pytest: list[str]) -> tuple[list
         last = line if line.strip() else last
     failed = bool(tests.wait())
     counts = re.findall(r"\d+ (?:failed|passed|skipped|errors?)\b", last)
-    command = ["bash", "run_tensor_collection.sh", "single", "mxfp8"]
-    driver = subprocess.run(command, cwd=REPO, env=settings, stdout=sys.stderr, check=False)
+    collected = collects(python, python.parents[1] / "tensors", settings)
     date = datetime.date.today().isoformat()
-    result = ", ".join(counts) or "did not run", "failed" if driver.returncode else "passed"
+    result = ", ".join(counts) or "did not run", "passed" if collected else "failed"
     cells = [environment.name, environment.python, *releases, *result, date]
-    return cells, not failed and not driver.returncode
+    return cells, collected and not failed
 
 
 def main() -> int:
@@ -132,6 +170,7 @@ def main() -> int:
         if arguments.names and environment.name not in arguments.names:
             continue
         python = install(environment, arguments.folder.resolve())
+        check(environment, python)
         if not arguments.install_only:
             cells, success = row(environment, python, pytest)
             lines.append(cells)

@@ -7,6 +7,7 @@
 # The environment is made once, in .megatron-core/. It contains megatron-core, and finds every other
 # package in the environment of PYTHON. megatron-core 0.17 and later are declared for Python 3.12 and
 # later; they are installed for any Python here, because their code also runs with Python 3.11.
+# The exit status is 69 if pip cannot install the release, for example without a network.
 set -euo pipefail
 
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
@@ -29,11 +30,17 @@ inside = sysconfig.get_path("purelib", vars={"base": str(venv)})
 outside = [path for path in sys.path if path in site.getsitepackages()]
 pathlib.Path(inside, "other_core.pth").write_text("\n".join([str(venv / "core"), *outside]) + "\n")'
 
+mkdir -p -- "$repo/.megatron-core"
+exec 9>>"$repo/.megatron-core/lock"
+flock 9 # several test runs may need the same environment
 if [[ ! -e $venv/complete ]]; then
   rm -rf -- "$venv"
   "$py" -m venv --without-pip "$venv"
-  "$py" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
-    --target "$venv/core" "megatron-core==$version" >&2
+  if ! trouble=$("$py" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --retries 2 \
+    --ignore-requires-python --target "$venv/core" "megatron-core==$version" 2>&1); then
+    echo "pip cannot install megatron-core $version: $(tail -n 1 <<<"$trouble")" >&2
+    exit 69
+  fi
   "$py" -c "$search" "$venv"
   : >"$venv/complete"
 fi

@@ -12,10 +12,11 @@ import torch
 
 from megatron import cpu_backend
 
-#: pattern of the warnings to suppress: they concern Apex, which is not needed here, and deprecated
-#: functions and options that megatron-core uses
+#: pattern of the warnings to suppress: they concern Apex, which is not needed here, deprecated
+#: functions and options that megatron-core uses, and a model class that its optimizer imports
 _NOISE = (
     r".*(Apex (is|are) not installed|full scope is deprecated|use DTensor instead|"
+    r"MimoModelConfig is experimental|"
     r"`(load_state_dict|torch.distributed.\w+)` is deprecated).*"
 )
 

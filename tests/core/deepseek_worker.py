@@ -83,6 +83,19 @@ def patch_the_wheel() -> None:
     multi_latent_attention.apply_rotary_pos_emb = with_summed_gradient
     mappings._reduce = lambda tensor, group: reduce(tensor.contiguous(), group)
 
+    latent = multi_latent_attention.MLASelfAttention
+    resolve = getattr(latent, "_resolve_qk_norm_config", None)
+
+    def as_specified(self, submodules):
+        """Take the specified layers; without compressed queries, 0.19 accepts fused norms alone."""
+        if self.config.q_lora_rank is not None:
+            return resolve(self, submodules)
+        used = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in used}
+
+    if resolve is not None:
+        latent._resolve_qk_norm_config = as_specified
+
     exchange = mappings._AllToAll.forward
 
     def with_lists(ctx, group, input, *splits):

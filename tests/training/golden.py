@@ -63,6 +63,11 @@ def layouts_of(name: str) -> list[str]:
     return [layout for layout in LAYOUTS if "experts" not in layout]
 
 
+def size_of(name: str) -> tuple[str, ...]:
+    """Return the flags of a model's size."""
+    return MIXTURE if name in EXPERTS else MODEL
+
+
 Steps = list[dict[str, float]]  #: loss and gradient norm of each iteration
 
 
@@ -82,18 +87,20 @@ class GoldenRuns:
         succeeded(train(*flags, *NO_DROPOUT, *SEQUENCES, model=model))
         return folder
 
-    @functools.cache  # noqa: B019
-    def __call__(self, name: str, layout: str | None = None) -> Steps:
-        """Return the loss and gradient norm of each iteration in a layout, or on one rank."""
-        model = MIXTURE if name in EXPERTS else MODEL
+    def flags(self, name: str) -> tuple[str | Path, ...]:
+        """Return the flags of a model on one rank without those of its size."""
         formats: tuple[str | Path, ...] = ("--custom-quant-type", name)
         if name in EXPERTS:
             formats = ("--quant-recipe", self.recipe)
+        start = ("--data-path", self.corpus, "--load", self.weights(size_of(name)), "--finetune")
+        return (*start, *TRAINING, *formats)
+
+    @functools.cache  # noqa: B019
+    def __call__(self, name: str, layout: str | None = None) -> Steps:
+        """Return the loss and gradient norm of each iteration in a layout, or on one rank."""
         out = self.folder / f"{name}-{layout}.json"
-        start = ("--data-path", self.corpus, "--load", self.weights(model), "--finetune")
-        flags = () if layout is None else LAYOUTS[layout]
-        ranks = 1 if layout is None else 2
-        return exact_steps(out, *start, *TRAINING, *formats, *flags, ranks=ranks, model=model)
+        flags = self.flags(name) if layout is None else (*self.flags(name), *LAYOUTS[layout])
+        return exact_steps(out, *flags, ranks=1 if layout is None else 2, model=size_of(name))
 
 
 def read_golden() -> dict[str, Steps]:

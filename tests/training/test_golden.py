@@ -16,10 +16,23 @@ Pipeline ranks therefore round as one rank does, and the ranks of other layouts 
 
 The recorded losses belong to one kind of CPU. On others, libraries sum in another order and
 use another exponential function. `python -m tests.training.golden DIR` records them again.
+
+One run uses the newest supported release of megatron-core instead of the installed one.
+`tests/other_core.sh` downloads it, which needs a package index; the test is skipped without one.
 """
+
+import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
+from megatron.analysis.store import TensorStore
+from megatron.analysis.verification.verify import verify
+from megatron.core._overlay import SUPPORTED, installed_release
+from tests import forks
+from tests.subprocesses import REPO, environment, run
 from tests.training.golden import (
     CLOSE,
     DENSE,
@@ -30,6 +43,11 @@ from tests.training.golden import (
     layouts_of,
     read_golden,
 )
+from tests.training.runs import EXACT as WORKER
+from tests.training.runs import MODEL, NO_DROPOUT
+
+NEWEST = SUPPORTED[-1]
+UNAVAILABLE = 69  #: exit status of tests/other_core.sh if pip cannot install the release
 
 EXACT = {"loss": 1e-5, "norm": 1e-5}
 #: layouts that divide the loss by another power of two before the backward pass, and the gradients
@@ -77,6 +95,34 @@ def test_every_layout_gives_the_losses_of_one_rank(steps, name, layout):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_gives_the_losses_of_the_file(steps, name):
     assert_close(steps(name), read_golden()[name], ELSEWHERE)
+
+
+@pytest.fixture(scope="module")
+def newest_core() -> Path:
+    """The folder of the newest supported megatron-core."""
+    if installed_release() == NEWEST:
+        pytest.skip(f"all tests of this run use megatron-core {NEWEST}")
+    result = run(["bash", REPO / "tests" / "other_core.sh", sys.executable, NEWEST])
+    if result.returncode == UNAVAILABLE:
+        pytest.skip(f"NOT TESTED with megatron-core {NEWEST}, because {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    return Path(result.stdout.strip()).parents[1] / "core"
+
+
+def test_the_newest_megatron_core_gives_the_losses_of_the_file(newest_core, steps, tmp_path):
+    """The run loads a checkpoint of the installed release, and collects tensors."""
+    out, dump = tmp_path / "steps.json", tmp_path / "dump"
+    collection = ("--save-tensors", "--tensor-save-dir", dump, "--control-iter", "1")
+    done = forks.run(
+        *(WORKER, *MODEL, *NO_DROPOUT, *steps.flags("mxfp8"), *collection),
+        env=environment(PYTHONPATH=f"{REPO}{os.pathsep}{newest_core}", STEPS_FILE=out),
+        libraries_only=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_close(json.loads(out.read_text()), read_golden()["mxfp8"], ELSEWHERE)
+    (card,) = dump.glob("run_*.json")
+    assert json.loads(card.read_text())["versions"]["megatron-core"] == NEWEST
+    assert not verify(TensorStore(dump)).errors
 
 
 def test_the_runs_differ_by_far_more_than_they_may(steps):

@@ -213,9 +213,14 @@ def test_a_signal_ends_the_run_without_a_traceback(number):
 
 
 def test_the_overlay_must_be_in_place(tmp_path):
-    """A `megatron` package earlier on the path would train without formats, so it is refused."""
+    """A `megatron` package earlier on the path would train without formats, so it is refused.
+
+    This tree comes before the wheel, because megatron-core 0.17 and later contain a package
+    `megatron.training` too.
+    """
     code = (
-        "import sys; sys.path.append(sys.argv[1]); import megatron.core; import megatron.training"
+        "import sys; sys.path.insert(1, sys.argv[1])\n"
+        "import megatron.core; import megatron.training"
     )
     other = tmp_path / "megatron"
     (other / "core").mkdir(parents=True)
