@@ -13,17 +13,21 @@ import torch
 from megatron import cpu_backend
 
 #: pattern of the warnings to suppress: they concern Apex, which is not needed here, deprecated
-#: functions and options that megatron-core uses, and a model class that its optimizer imports
+#: functions and options that megatron-core uses, a model class that its optimizer imports, and how
+#: it calls torch to read a checkpoint
 _NOISE = (
     r".*(Apex (is|are) not installed|full scope is deprecated|use DTensor instead|"
-    r"MimoModelConfig is experimental|"
+    r"MimoModelConfig is experimental|argument order of load has been changed|"
+    r"assuming the intent is to load in a single process|"
     r"`(load_state_dict|torch.distributed.\w+)` is deprecated).*"
 )
 
 
 #: messages of megatron-core 0.17 and later to suppress, by logger: they recommend another model
-#: class and another library for asynchronous saves, which a user of this program cannot choose
+#: class, another library for asynchronous saves and another way to lay out the gradients, which a
+#: user of this program cannot choose
 _NOTICES = {
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_",
     "megatron.core.models.gpt._upstream_gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
 }

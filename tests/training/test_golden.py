@@ -112,7 +112,10 @@ def newest_core() -> Path:
 def test_the_newest_megatron_core_gives_the_losses_of_the_file(newest_core, steps, tmp_path):
     """The run loads a checkpoint of the installed release, and collects tensors."""
     out, dump = tmp_path / "steps.json", tmp_path / "dump"
-    collection = ("--save-tensors", "--tensor-save-dir", dump, "--control-iter", "1")
+    collection = (
+        *("--save-tensors", "--tensor-save-dir", dump),
+        *("--collect-iterations", "1", "--control-iter", "0"),
+    )
     done = forks.run(
         *(WORKER, *MODEL, *NO_DROPOUT, *steps.flags("mxfp8"), *collection),
         env=environment(PYTHONPATH=f"{REPO}{os.pathsep}{newest_core}", STEPS_FILE=out),

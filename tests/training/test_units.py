@@ -2,10 +2,11 @@
 
 import argparse
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.checkpointing import files
+from megatron.training.checkpointing import files, optimizer_state
 from megatron.training.data import paths
 from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import UserError
@@ -136,3 +137,26 @@ def test_the_time_left_is_estimated_once_per_minute(monkeypatch):
     assert estimate.line(41, 10_000, 2.5) is None
     now = 300.0
     assert estimate.line(10_000, 10_000, 2.5) is None
+
+
+def test_a_parameter_group_takes_the_schedule_of_its_group_in_a_checkpoint():
+    """megatron-core 0.19 and later find the group of a checkpoint only with the same schedule."""
+
+    def group(wd_mult: float, lr: float, **more):
+        return {"wd_mult": wd_mult, "lr_mult": 1.0, "max_lr": lr, "min_lr": 0.0} | more
+
+    saved = [group(1.0, 3e-3, start_wd=0.1), group(0.0, 3e-4)]
+    for state in ({"param_groups": saved}, {"optimizer": {"param_groups": saved}}):
+        ours = SimpleNamespace(param_groups=[group(0.0, 1.0), group(1.0, 1.0, eps=1e-8)])
+        optimizer_state.match_groups(ours, state)
+        assert ours.param_groups == [saved[1], saved[0] | {"eps": 1e-8}]
+        optimizer_state.match_groups(SimpleNamespace(chained_optimizers=[ours]), state)
+
+    parts = [SimpleNamespace(param_groups=[group(1.0, 1.0)]) for _ in range(2)]
+    states = {n: {"param_groups": [group(1.0, float(n + 2))]} for n in range(2)}
+    optimizer_state.match_groups(SimpleNamespace(chained_optimizers=parts), states)
+    assert [part.param_groups[0]["max_lr"] for part in parts] == [2.0, 3.0]
+
+    twice = SimpleNamespace(param_groups=[group(1.0, 1.0)])
+    optimizer_state.match_groups(twice, {"param_groups": [group(1.0, 2.0), group(1.0, 3.0)]})
+    assert twice.param_groups == [group(1.0, 1.0)], "megatron-core reports what does not fit"

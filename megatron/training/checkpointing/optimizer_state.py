@@ -57,6 +57,36 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
                 state["step"] = state["step"].clone()
 
 
+#: settings of a parameter group that tell the groups of a checkpoint apart with every release
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+#: settings by which megatron-core 0.19 and later also tell them apart
+_SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def match_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Give each parameter group the schedule of its group in a checkpoint, before it is loaded.
+
+    With another learning rate, megatron-core 0.19 and later would not find the group. Loading
+    replaces these settings in any case, and `set_numbers` restores them.
+
+    Args:
+        optimizer: the optimizer of this run.
+        state: the optimizer's state in the checkpoint, as `optimizer.load_state_dict` takes it.
+    """
+    parts = list(_parts(optimizer))
+    states = [state] if len(parts) == 1 else [state[key] for key in sorted(state)]
+    for part, part_state in zip(parts, states, strict=True):
+        saved_groups = part_state.get("optimizer", part_state)["param_groups"]
+        for group in part.param_groups:
+            same = [saved for saved in saved_groups if _kind(saved) == _kind(group)]
+            if len(same) == 1:
+                group.update({key: same[0][key] for key in _SCHEDULE if key in same[0]})
+
+
+def _kind(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in _KIND)
+
+
 #: names of the numeric settings of a parameter group that are set from the command line; the
 #: scheduler sets the learning rate and the weight decay in each iteration
 _NUMBERS = ("max_lr", "min_lr", "lr_mult", "wd_mult", "betas", "eps", "momentum")

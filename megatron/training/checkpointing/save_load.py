@@ -54,7 +54,7 @@ from megatron.training.checkpointing.files import (
 )
 from megatron.training.checkpointing.index import read_index
 from megatron.training.checkpointing.safe_reading import load
-from megatron.training.collective_errors import first_rank_does
+from megatron.training.collective_errors import all_succeed, first_rank_does
 from megatron.training.errors import Interrupted, RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
@@ -158,6 +158,21 @@ def _write_errors(final: Path) -> Iterator[None]:
         ) from error
 
 
+def _loaded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Load this rank's part of a checkpoint, and raise the error of one rank on all ranks.
+
+    Since megatron-core 0.18, each rank reads alone; the others would go on without the failed rank.
+    """
+    problem = None
+    try:
+        with _read_errors(folder):
+            state = load(state, folder)
+    except UserError as error:
+        problem = str(error)
+    all_succeed(problem)
+    return state
+
+
 @contextmanager
 def _read_errors(folder: Path) -> Iterator[None]:
     """Raise a `UserError` if reading a checkpoint fails in the `with` block.
@@ -257,14 +272,15 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         )
     if with_rng:
         state["rng_state"] = random_state.sharded(None)
+    state = _loaded(state, folder)
     with _read_errors(folder):
-        state = load(state, folder)
         for key, chunk in _chunks(trained).items():
             chunk.load_state_dict(state[key])
         amax_histories.restore(trained.model, state.get("amax_histories", {}))
     if with_optim:
         numbers = optimizer_state.numbers(trained.optimizer)
         with _read_errors(folder):
+            optimizer_state.match_groups(trained.optimizer, state["optimizer"])
             trained.optimizer.load_state_dict(state["optimizer"])
             optimizer_state.separate_steps(trained.optimizer)
             with _named(folder / COMMON):
