@@ -9,7 +9,8 @@ server, which ends when none of them is connected.
 
 A request on a connection is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
 descriptors to write to: standard output, standard error, and a status pipe. The status pipe gets
-one line with the ids of the process group and of all ranks, and one line with the exit status.
+one line with the ids of the process group and of all ranks, and one line with the exit status. A
+fourth file descriptor is the standard input, which is empty otherwise.
 
 A fork leaves the loop of the server and becomes the program: it has its own environment, working
 directory, `argv` and `__main__`, and exits as the interpreter does. It differs from a new process
@@ -111,7 +112,7 @@ def load_kernels() -> None:
 
 def become(request: dict[str, Any], files: list[int], variables: dict[str, str]) -> Callable:
     """Turn this fork into the program, and return the function that runs it."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(files[3] if len(files) > 3 else os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(files[:2], 1):
         os.dup2(file, number)
     for file in files:
@@ -120,6 +121,8 @@ def become(request: dict[str, Any], files: list[int], variables: dict[str, str])
         os.environ.pop(name, None)
     os.environ.update(request["env"] | variables)
     os.chdir(request["cwd"])
+    if request["env"].get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)
     if "PYTHONPATH" not in BORN_WITH:
         path = request["env"].get("PYTHONPATH", "").split(os.pathsep)
         sys.path[1:1] = [str(Path(folder).absolute()) for folder in path if folder]
@@ -219,7 +222,7 @@ def serve(listener: socket.socket, lock: Path) -> Callable:
             if connection is listener:
                 clients.append(listener.accept()[0])
                 continue
-            length, files, _, _ = socket.recv_fds(connection, 8, 3)
+            length, files, _, _ = socket.recv_fds(connection, 8, 4)
             if not length:
                 clients.remove(connection)
                 connection.close()

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.fork_client import AT_IMPORT, POLICY
 from tests.subprocesses import REPO, TIMEOUT, environment
 
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -31,8 +33,14 @@ ANALYSIS = (
     REPO / "script" / "visualization",
     REPO / "tests" / "analysis" / "dump" / "hostile_worker.py",
 )
-#: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
-AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+#: The interpreter that `interpreter` makes.
+WRAPPER = """#!/bin/bash
+case "$1 $2 $3" in
+  *pretrain_gpt.py* | */visualization/* | *prepare.py* | *_worker.py* | *{policy}*)
+    exec {real} -I -S {client} {real} {sockets} "$0" "$@" ;;
+esac
+exec -a "$0" {real} "$@"
+"""
 
 
 _running: set[int] = set()  #: process groups that no test has waited for
@@ -82,6 +90,43 @@ def _start_server(imports: str, path: Path, lock: Path) -> None:
             pass_fds=[listener.fileno()],
         )
     _started.append(server)
+
+
+@functools.cache
+def interpreter(*servers: str) -> Path:
+    """Return an interpreter for shell scripts, whose slowest commands run in forks.
+
+    These commands are training, drawing, and questions about types; see `tests/fork_client.py`. A
+    test that kills processes, or is about the start of a process, needs the real interpreter.
+
+    Args:
+        servers: keys of `fork_server.IMPORTS`; commands for other servers run in new processes.
+    """
+    for server in servers:
+        _server(server)
+    folder = sockets / "interpreter"
+    path = folder / "bin" / "python"
+    with (sockets / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not path.exists():
+            _make_interpreter(folder, path)
+    return path
+
+
+def _make_interpreter(folder: Path, path: Path) -> None:
+    """Make a virtual environment with the packages of this one, and with the wrapper as Python."""
+    path.parent.mkdir(parents=True)
+    (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
+    config = Path(sys.prefix) / "pyvenv.cfg"
+    home = f"home = {Path(sys._base_executable).parent}\n"
+    (folder / "pyvenv.cfg").write_text(config.read_text() if config.exists() else home)
+    client = Path(__file__).with_name("fork_client.py")
+    named = {"real": sys._base_executable, "client": client, "sockets": sockets, "policy": POLICY}
+    words = {name: shlex.quote(str(value)) for name, value in named.items()}
+    partial = path.with_suffix(".partial")
+    partial.write_text(WRAPPER.format(**words))
+    partial.chmod(0o755)
+    partial.rename(path)
 
 
 def _end(group: int) -> None:

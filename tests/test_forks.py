@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests import forks
+from tests.fork_client import POLICY
 from tests.subprocesses import REPO, environment, run, torchrun
 
 PROBE = """
@@ -120,6 +121,25 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_shell_script_gets_an_interpreter_that_may_fork(tmp_path, forked):
+    code = f"import os, sys  # {POLICY if forked else ''}\n"
+    code += "print(sys.argv, os.getcwd(), os.environ.get('OWN'), 'torch' in sys.modules)\n"
+    code += "print(sys.stdin.read(), file=sys.stderr)\n"
+    python = forks.interpreter("analysis")
+
+    def ask(last: str) -> subprocess.CompletedProcess[str]:
+        words = ["bash", "-c", 'exec "$@"', "bash", python, "-c", code + last, "a b"]
+        return subprocess.run(
+            words, cwd=tmp_path, env=env(), input="asked", capture_output=True, text=True
+        )
+
+    done = ask("sys.exit(3)")
+    assert (done.returncode, done.stderr) == (3, "asked\n")
+    assert done.stdout == f"['-c', 'a b'] {tmp_path} x {forked}\n"
+    assert ask("sys.stdout.flush(); os.kill(os.getpid(), 15)").returncode == -signal.SIGTERM
 
 
 def test_variables_that_imports_read_are_refused():

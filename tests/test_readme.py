@@ -18,6 +18,7 @@ from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect.format_table import markdown
 from megatron.fake_quant.names import get_format
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES, TensorRecord
+from tests import forks
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment
 
@@ -71,9 +72,9 @@ def share_compiled_kernels(folder: Path) -> None:
             )
 
 
-def run(command: str, copy: Path) -> subprocess.CompletedProcess[str]:
+def run(command: str, copy: Path, **variables: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command of the README in the copy of the tree, and check that it succeeds."""
-    env = environment(OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
+    env = environment(**variables)
     env["START_ITERATIONS"] = str(START)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(
@@ -87,7 +88,7 @@ def run(command: str, copy: Path) -> subprocess.CompletedProcess[str]:
 def first(copy) -> subprocess.CompletedProcess[str]:
     """Run the first command of the README, which trains on the default corpus and draws."""
     assert COMMANDS[0].strip() == "bash run_tensor_draw.sh both mxfp8"
-    return run(COMMANDS[0], copy)
+    return run(COMMANDS[0], copy, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
 
 
 def test_both_collects_every_tensor_name_and_draws(first, copy):
@@ -132,8 +133,9 @@ def test_the_first_command_collects_from_a_model_that_was_trained_once(first, co
 
 
 def test_readme_commands_run_in_their_order(first, copy):
+    """All after the first train and draw in forks, which import the tree, but not torch."""
     for command in COMMANDS[1:]:
-        run(command, copy)
+        run(command, copy, LAB_PYTHON=forks.interpreter("libraries"))
     for result in ("draw/quick_analysis.png", "draw/tensor_stats.txt"):
         assert (copy / result).stat().st_size > 0
     [folder] = (copy / "model" / "default").glob("llama32_tiny_bf16_*")  # still the same model

@@ -1,7 +1,5 @@
 """Test that the benchmark of the statistics runs on an existing dump and prints its results."""
 
-import sys
-
 from tests import forks
 from tests.analysis.fake_dump import write_dump
 from tests.subprocesses import REPO, environment, run
@@ -13,7 +11,7 @@ def test_it_measures_a_dump_and_tiny_tensors(tmp_path):
     write_dump(tmp_path / "dump", layers=1)
     options = ["--quick", "--dump", tmp_path / "dump", "--formats", "mxfp8", "hifp8"]
     options += ["--records", "5", "20", "--scratch", tmp_path]
-    done = run([sys.executable, SCRIPT, *options], env=environment())
+    done = run([forks.interpreter("libraries"), SCRIPT, *options], env=environment())
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line[:2] == "| "]
     assert [row[:3] for row in rows[2:4]] == [["plain", "all", "7"], ["ours", "1", "14"]]

@@ -1,14 +1,15 @@
 """Test that the benchmark of training steps runs and detects a type that is not applied."""
 
-import sys
-
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 SCRIPT = REPO / "benchmarks" / "training.py"
 
 
 def benchmark(*options: str):
-    return run([sys.executable, SCRIPT, "--quick", *options], env=environment())
+    """Run the benchmark; its workers are forks that import megatron-core themselves."""
+    python = forks.interpreter("libraries")
+    return run([python, SCRIPT, "--quick", "--threads", "1", *options], env=environment())
 
 
 def test_it_times_the_wheel_and_a_type_beside_bf16():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 COLLECT = REPO / "run_tensor_collection.sh"
@@ -17,11 +17,11 @@ ALL = pytest.mark.parametrize("script", [COLLECT, DRAW, TRAIN], ids=lambda path:
 
 
 def bash(script, *arguments, cwd=REPO, **variables):
-    """Run a driver with this Python."""
+    """Run a driver with this Python, which asks in forks whether a type exists."""
     done = run(
         ["bash", script, *arguments],
         cwd=cwd,
-        env=environment(**{"LAB_PYTHON": sys.executable} | variables),
+        env=environment(**{"LAB_PYTHON": forks.interpreter("analysis")} | variables),
     )
     assert "Traceback" not in done.stderr
     assert "unbound variable" not in done.stderr

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests import forks
 from tests.script.drivers import COLLECT, DRAW, bash
 from tests.subprocesses import REPO, environment
 
@@ -23,7 +24,8 @@ def test_an_audit_is_no_collection_that_failed(tmp_path):
     recipe = tmp_path / "my_recipe.yaml"
     recipe.write_text(text)
     words = ["single", "--quant-recipe", recipe, "--preset", "tiny", "--tensor-dir", tmp_path / "t"]
-    done = bash(COLLECT, *words, "--", "--quant-audit")
+    python = forks.interpreter("analysis", "training")
+    done = bash(COLLECT, *words, "--", "--quant-audit", LAB_PYTHON=python)
     assert done.returncode == 0, done.stderr
     assert "> stopping before training (--quant-audit)" in done.stdout
     assert "nvfp4:sr" in done.stdout

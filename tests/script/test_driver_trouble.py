@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from megatron.tensor_record import run_card_name
+from tests import forks
 from tests.core.dumps import assert_sound, partial_files, run_of
 from tests.file_systems import mount_or_skip
 from tests.script.drivers import COLLECT, bash
@@ -22,7 +23,8 @@ def disk(tmp_path):
 
 def test_a_full_disk_makes_the_driver_fail_at_the_end_of_training(disk):
     where = ("--preset", "tiny", "--tensor-path", disk, "--collect-keep-free-gib", "0")
-    done = bash(COLLECT, "single", "mxfp8", *where)
+    python = forks.interpreter("training")
+    done = bash(COLLECT, "single", "mxfp8", *where, LAB_PYTHON=python)
     assert done.returncode == 1
     assert "[ERROR] training failed (exit status 1); the log is " in done.stderr
     reason = f"cannot write to {disk}/mxfp8: [Errno 28] No space left on device"

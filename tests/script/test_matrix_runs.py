@@ -10,6 +10,7 @@ import pytest
 from configs.datasets import DATASETS
 from configs.models import MODELS
 from configs.quantizations import QUANTIZATIONS
+from tests import forks
 from tests.script.meaning import MEANING
 from tests.subprocesses import REPO, environment, run
 from tests.training.runs import Training
@@ -38,9 +39,8 @@ def train(folder, model, dataset, quantization):
     script = REPO / f"script/{model}/pretrain_{model}_{dataset}_{quantization}.sh"
     options = ["--preset", "tiny", "--training-config", "fast", "--train-iters", "2"]
     where = ["--tensorboard-path", folder / "events", "--", "--seed", "7"]
-    done = run(
-        ["bash", script, *options, *where], cwd=folder, env=environment(LAB_PYTHON=sys.executable)
-    )
+    env = environment(LAB_PYTHON=forks.interpreter("training"))
+    done = run(["bash", script, *options, *where], cwd=folder, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return Training(done.returncode, done.stdout, done.stderr)
 

@@ -104,7 +104,7 @@ def test_a_mistake_in_a_python_program(places, tmp_path, monkeypatch, name, word
 
 @pytest.mark.parametrize(("name", "words", "message"), cases(SCRIPTS))
 def test_a_mistake_in_a_shell_script(places, tmp_path, name, words, message):
-    env = environment(LAB_PYTHON=sys.executable)
+    env = environment(LAB_PYTHON=forks.interpreter("analysis"))
     for variable in ("DRY_RUN", "NPROC", "SLURM_SUBMIT_DIR"):
         env.pop(variable, None)
     command = ["bash", REPO / SCRIPTS[name], *shlex.split(filled(words, places))]

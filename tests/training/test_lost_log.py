@@ -3,19 +3,20 @@
 import contextlib
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.training import printing
+from tests import forks
 from tests.subprocesses import run
 from tests.training.runs import ENTRY, MOCK_DATA
 
 
 def trained_to(where: str, folder: Path):
     """Train two iterations with stdout redirected to `where`, and save a checkpoint."""
-    words = [sys.executable, str(ENTRY), *MOCK_DATA, "--train-iters", "2", "--save", str(folder)]
+    python = str(forks.interpreter("training"))
+    words = [python, str(ENTRY), *MOCK_DATA, "--train-iters", "2", "--save", str(folder)]
     script = f"{shlex.join(words)} {where}; exit ${{PIPESTATUS[0]}}"
     done = run(["bash", "-c", script])
     tracker = folder / "latest_checkpointed_iteration.txt"

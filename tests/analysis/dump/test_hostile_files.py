@@ -16,8 +16,9 @@ from megatron.analysis.__main__ import main
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
 from megatron.analysis.store import TensorStore
 from script.visualization import quick_visualize
+from tests import forks
 from tests.analysis.fake_dump import LAYER, write_dump
-from tests.subprocesses import REPO, run
+from tests.subprocesses import REPO, environment, run
 
 
 class Evil:
@@ -145,7 +146,8 @@ def test_the_drawing_script_refuses_code_as_a_user_runs_it(tmp_path):
         [
             *("bash", REPO / "run_tensor_draw.sh", "visualize"),
             *("--tensor-dir", tmp_path / "dump", "--output-dir", tmp_path / "draw"),
-        ]
+        ],
+        env=environment(LAB_PYTHON=forks.interpreter("analysis")),
     )
     assert done.returncode == 3
     for path in (paths[0], paths[0].with_name("new.pt")):
