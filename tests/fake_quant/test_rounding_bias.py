@@ -184,6 +184,29 @@ def test_a_format_is_unbiased_within_the_stated_limits_only(name, power, within)
     assert (abs(gain) < 1e-6) == within
 
 
+@pytest.mark.parametrize(
+    ("name", "amax"),
+    [
+        ("mx:e4m3:tensor:floor", 500.0),  # stays 500
+        ("mx:e2m1:b512:even:2d", 6.9),  # stays 6.9; 7 becomes 3.5
+        ("nvfp4:outer-none:head0.942", 6.005),  # stays 6.005: its scale, 1.0625, becomes 1
+    ],
+)
+def test_a_format_in_which_few_blocks_clip_is_not_called_unbiased(name, amax):
+    """The maxima of the blocks of one normal tensor may all be where nothing clips."""
+    fmt = get_format(f"{name}:sr")
+    x = torch.zeros(2, 16)
+    x[0, 0] = amax
+    assert operand_gains(fmt, x)[1] < -1e-4
+    assert not rounding_bias(fmt).unbiased
+    assert "bias slightly biased: " in " ".join(describe(fmt).split())
+
+
+def test_blocks_of_any_size_are_unbiased_if_their_scale_rule_is():
+    for name in ("mx:e4m3:tensor:rceil", "nv:e2m1:column:e4m3:outer-none:head16/17"):
+        assert rounding_bias(get_format(name)).unbiased
+
+
 def test_rounding_results_to_bfloat16_shifts_a_gain_by_less_than_stated():
     x = operands()[0][:64].bfloat16()
     total = torch.zeros_like(x, dtype=torch.float64)

@@ -111,6 +111,11 @@ def _bias(fmt: Format) -> list[Line]:
         )
         if abs(part) >= NEGLIGIBLE
     ]
+    if not causes:
+        words = (
+            "slightly biased: some values clip; the mean of a product of normal values has a gain"
+        )
+        return [(label, f"{words} below {100 * NEGLIGIBLE:.1g} %")]
     word = "slightly biased" if abs(bias.gain) <= SMALL else "biased"
     gain = f"the mean of a product of normal values has the gain {100 * bias.gain:+.2g} %"
     return [(label, f"{word}: {gain}; {', '.join(causes)}")]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.fake_quant import eden, reference
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.block_scaling import BlockScaling
+from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.code_points import decode
 from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.formats import Format
@@ -36,6 +36,14 @@ from megatron.fake_quant.scalings.float8_types import FLOAT8
 NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
 SMALL = 2e-4  #: largest magnitude of a gain that is reported as small
 _SHAPE = (512, 1024)
+#: relative error of a block's maximum times its scale, due to a few roundings to float32
+_FLOAT32_ERROR = 2.0**-20
+_FEW = 4096  #: number of blocks below which their maxima do not cover a binade closely enough
+#: factors by which normal values are multiplied if there are few blocks, whose maxima they move
+#: through a binade
+_FACTORS = tuple(2 ** (i / 8) for i in range(8))
+#: size of the blocks that stand for larger ones when values are searched for one that clips
+_SMALL_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class RoundingBias:
     clipping: float
     scales: float
     correction: float = 0.0  #: gain from MS-EDEN's correction of the scales
+    #: True if the maximum of any block can be mapped beyond the largest number, however seldom
+    clips: bool = False
 
     @property
     def gain(self) -> float:
@@ -57,7 +67,8 @@ class RoundingBias:
 
         Only then does the error of the mean of n products decrease as 1 / sqrt(n) for any n.
         """
-        return all(abs(part) < NEGLIGIBLE for part in (self.clipping, self.scales, self.correction))
+        parts = (self.clipping, self.scales, self.correction)
+        return not self.clips and all(abs(part) < NEGLIGIBLE for part in parts)
 
 
 @functools.cache
@@ -72,10 +83,47 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
     if not fmt.corrects_scales:
         fmt = replace(fmt, rounding="stochastic")
     x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0))
-    of_scales, of_both = ((1 + gain) ** 2 - 1 for gain in operand_gains(fmt, x))
+    factors = _FACTORS if _has_few_blocks(fmt, _SHAPE) else (1.0,)
+    gains = torch.tensor(
+        [operand_gains(fmt, x * factor) for factor in factors], dtype=torch.float64
+    )
+    of_scales, of_both = ((1 + gains.mean(0)) ** 2 - 1).tolist()
     if fmt.corrects_scales:
         return RoundingBias(0.0, of_scales, of_both - of_scales)
-    return RoundingBias(of_both - of_scales, of_scales)
+    return RoundingBias(of_both - of_scales, of_scales, clips=clips(fmt, x))
+
+
+def clips(fmt: Format, x: Tensor) -> bool:
+    """Return whether any value of `x` clips, by more than the rounding of its scale to float32.
+
+    Whether a value clips depends on the position of a block's maximum within a binade. If `x` has
+    too few blocks to cover a binade, smaller blocks with the same scale rule replace them.
+
+    Args:
+        fmt: format with stochastic rounding.
+        x: float32 matrix, with blocks along its last axis.
+    """
+    if _has_few_blocks(fmt, tuple(x.shape)):
+        assert isinstance(fmt.scaling, BlockScaling)
+        fmt = replace(fmt, scaling=replace(fmt.scaling, size=_SMALL_BLOCK, height=1))
+    layout = BlockLayout.of(tuple(x.shape), fmt, -1)
+    blocks, scales = reference.scale_down(x, fmt, layout)
+    largest = reference.choose(
+        [blocks.new_tensor(element.max) for element in fmt.elements], fmt, scales
+    )
+    return bool((blocks.abs() > largest * (1 + _FLOAT32_ERROR)).any())
+
+
+def _has_few_blocks(fmt: Format, shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix has too few blocks for their maxima to cover a binade.
+
+    Outer scales of a given number of values are left out, because they need many blocks.
+    """
+    scaling = fmt.scaling
+    if not isinstance(scaling, BlockScaling) or scaling.outer_size not in (None, WHOLE_AXIS):
+        return False
+    rows, columns = min(scaling.height, shape[-2]), min(scaling.size, shape[-1])
+    return shape[-2] * shape[-1] < _FEW * rows * columns
 
 
 def limits(fmt: Format) -> str:
