@@ -12,14 +12,16 @@ products is the result. In a product that reduces over tokens, such as dY^T X, t
 (dY^T 1) mu^T. If both operands are split, there are four products.
 
 mu is computed in float64 and rounded to the dtype of X, and R = X - mu is rounded to this dtype,
-too. The products with mu are computed in float32, added to the product of the quantized parts, and
-rounded to its dtype.
+too. The products with mu are computed in float32, also under autocast, added to the product of the
+quantized parts, and rounded to its dtype.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron.fake_quant.autocast import no_autocast
 
 
 class SplitMatrix(NamedTuple):
@@ -81,12 +83,13 @@ def split_mean(x: Tensor) -> SplitMatrix:
 def with_means(product: Tensor, a: SplitMatrix, b: SplitMatrix, alpha: float) -> Tensor:
     """Return `alpha * a @ b`; `product` is `alpha` times the product of their first parts."""
     terms = []
-    if a.column is not None and a.row is not None:
-        terms.append(a.column * torch.matmul(a.row, b.scaled()))
-    if b.column is not None and b.row is not None:
-        terms.append(torch.matmul(a.scaled(), b.column) * b.row)
+    with no_autocast(product.device.type):
         if a.column is not None and a.row is not None:
-            terms.append(a.column * (torch.matmul(a.row, b.column) * b.row))
+            terms.append(a.column * torch.matmul(a.row, b.scaled()))
+        if b.column is not None and b.row is not None:
+            terms.append(torch.matmul(a.scaled(), b.column) * b.row)
+            if a.column is not None and a.row is not None:
+                terms.append(a.column * (torch.matmul(a.row, b.column) * b.row))
     if not terms:
         return product
     rest = terms[0] if len(terms) == 1 else terms[0] + terms[1] + terms[2]

@@ -80,6 +80,15 @@ def test_in_bf16_each_product_is_rounded_and_then_their_sum():
         torch.testing.assert_close(ours.double(), expected, rtol=2**-8, atol=2**-8 * float(size))
 
 
+def test_autocast_rounds_neither_the_means_nor_their_products():
+    a, b, dc = operands(dtype=torch.bfloat16)
+    formats = GemmFormats(*[SPLIT] * 6)
+    alone = run(a, b, dc, formats)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for ours, expected in zip(run(a, b, dc, formats), alone, strict=True):
+            assert torch.equal(ours, expected)
+
+
 def test_equal_rows_are_exact_and_ordinary_quantization_is_not():
     a = torch.randn(K).expand(M, K).contiguous().requires_grad_()
     b = torch.randn(N, K)
