@@ -36,6 +36,16 @@ def write_dumps(folder: Path) -> None:
 
 
 @pytest.fixture
+def small_pictures(monkeypatch):
+    """Draw pictures with few pixels, in tests that do not look at them."""
+    from megatron.analysis import quick
+    from megatron.analysis.outputs import render
+
+    for module in (render, quick):
+        monkeypatch.setattr(module, "DPI", 20)
+
+
+@pytest.fixture
 def copied(dumps, tmp_path):
     """Return a function that copies the dump of a layout, so that a test can damage it."""
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
-from megatron.analysis import drawing
+from megatron.analysis import drawing, quick
 from megatron.analysis.__main__ import main
 from megatron.analysis.cli import draw_command
 from megatron.analysis.figures import gradients
@@ -69,7 +69,8 @@ def drawn(dump, tmp_path_factory):
     """Draw everything except the report at a low resolution; return the folder and the result."""
     output = tmp_path_factory.mktemp("draw")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "DPI", 40)
+        for module in (render, quick):
+            patch.setattr(module, "DPI", 40)
         everything = [name for name in OUTPUTS if name != "report"]
         return output, drawing.draw(dump, output, formats=FORMATS, figures=everything)
 
@@ -111,7 +112,8 @@ def test_every_output_is_there_and_nothing_else(drawn):
 
 
 def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, tmp_path):
-    monkeypatch.setattr(render, "DPI", 40)
+    for module in (render, quick):
+        monkeypatch.setattr(module, "DPI", 40)
     some = ["quick", "gradients", "global_statistics"]
     one = drawing.draw(dump, tmp_path, formats=FORMATS, figures=some, workers=1)
     assert len(one.files) == 2 + len(FIGURES["gradients"]) + 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import sqlite3
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from megatron.analysis.__main__ import main
+from megatron.analysis.outputs import render
 from megatron.analysis.stats.cache import NAME
 from megatron.analysis.text_table import csv_cell, printable_lines, shown
 from tests.analysis.fake_dump import write_dump
@@ -26,7 +29,7 @@ ASKED = {
 
 
 @pytest.fixture
-def forged(tmp_path):
+def forged(tmp_path, small_pictures):
     """Create a dump with `EVIL` in every free text of its records, and in one file name."""
     dump = tmp_path / "dump"
     paths = write_dump(dump, layers=1, index=False)
@@ -65,11 +68,16 @@ def test_no_text_of_a_dump_forges_a_line_or_drives_the_terminal(forged, tmp_path
         assert "\u202e" not in page
 
 
-@pytest.mark.parametrize("image", ["svg", "pdf"])
-def test_figures_show_the_texts_of_a_dump_as_they_are(tmp_path, capsys, image):
-    """The names are short, because long ones leave no space for the axes."""
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Draw a dump with odd names; return the folder, the output, and the pictures by file format.
+
+    Each figure is laid out once, for both formats. The names are short, because long ones leave no
+    space for the axes.
+    """
     name = "a\n\x1b[2J$x^{<b>"
-    dump, drawn = tmp_path / "dump", tmp_path / "draw"
+    folder = tmp_path_factory.mktemp("pictures")
+    dump, drawn = folder / "dump", folder / "draw"
     lines = []
     for path in write_dump(dump, layers=1, index=False):
         line = torch.load(path, weights_only=True)["metadata"]
@@ -77,14 +85,32 @@ def test_figures_show_the_texts_of_a_dump_as_they_are(tmp_path, capsys, image):
         line |= {"module": f"decoder.layers.0.{name}", "quant_type": name}
         lines.append(json.dumps(line))
     (dump / "index_20250908_095200_abc123_rank00.jsonl").write_text("\n".join(lines) + "\n")
-    options = ["--workers", "1", "--formats", "mxfp8", "nvfp4", "--image", image]
-    assert main(["draw", str(dump), *options, "--output-dir", str(drawn)]) == 0
-    told = "".join(capsys.readouterr())
+    options = ["--workers", "1", "--formats", "mxfp8", "nvfp4", "--image", "svg"]
+    rendered, output, picture = {"pdf": []}, io.StringIO(), render.picture
+
+    def in_both_formats(figure, image):
+        content = picture(figure, image)
+        rendered["pdf"].append(picture(figure, "pdf"))
+        return content
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "picture", in_both_formats)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            assert main(["draw", str(dump), *options, "--output-dir", str(drawn)]) == 0
+    rendered["svg"] = [path.read_bytes() for path in drawn.glob("**/*.svg")]
+    return drawn, output.getvalue(), rendered
+
+
+@pytest.mark.parametrize("image", ["svg", "pdf"])
+def test_figures_show_the_texts_of_a_dump_as_they_are(pictures, image):
+    drawn, told, rendered = pictures
     assert all(letter.isprintable() or letter == "\n" for letter in told)
-    pictures = list(drawn.glob(f"**/*.{image}"))
-    assert len(pictures) > 15
-    for picture in pictures if image == "svg" else ():
-        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert len(rendered[image]) > 15
+    for content in rendered[image]:
+        if image == "svg":
+            assert ElementTree.fromstring(content).tag.endswith("svg")
+        else:
+            assert content.startswith(b"%PDF")
     for path in drawn.glob("**/*.txt"):
         assert all(letter.isprintable() or letter == "\n" for letter in path.read_text())
 

@@ -14,7 +14,6 @@ from matplotlib.text import Text
 from megatron.analysis import drawing
 from megatron.analysis.__main__ import main
 from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
-from megatron.analysis.outputs import render
 from megatron.analysis.outputs.registry import OUTPUTS, QUICK, REPORT
 from megatron.analysis.plots.style import RC
 from megatron.analysis.report.content import content
@@ -34,9 +33,8 @@ def change(path, metadata=None, tensor=None):
 
 
 @pytest.fixture
-def draw(tmp_path, monkeypatch):
+def draw(tmp_path, small_pictures):
     """Draw everything of the dump in `logs`, at a small size."""
-    monkeypatch.setattr(render, "DPI", 20)
 
     def of(figures=tuple(OUTPUTS)):
         output = tmp_path / "draw"

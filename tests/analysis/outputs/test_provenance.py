@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from megatron.analysis.__main__ import main
 from megatron.analysis.outputs import provenance
 from tests.analysis.fake_dump import write_dump, write_two_types
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
 def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
