@@ -27,6 +27,7 @@ from megatron.analysis.serve.pages.parts import (
     html,
     link,
     message,
+    not_shown,
     panel_search,
 )
 from megatron.analysis.serve.statistics import BY_NAME
@@ -37,6 +38,7 @@ TICK = 2000  #: time between two looks at the server, in milliseconds
 #: Panels that are drawn again when numbers change: of the map, and of the training.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
+_FOLLOWS_CHOICES = ("controls", "heading")
 _NAMES = {MAP: "Map", TRAINING: "Training", RUNS: "Runs"}
 _STORES = {"type": "panel-address", "name": ALL}
 _PAGE = """<!DOCTYPE html>
@@ -155,35 +157,37 @@ class _Views:
         key = self._key(address)
         if key == current:
             names = [entry["name"] for entry in ids]
-            return no_update, no_update, no_update, self._changed(address, names, stored)
+            return no_update, no_update, _links(address), self._changed(address, names, stored)
         data = {name: self._data(name, address) for name in DEPENDS}
         return self._page(address, data), key, _links(address), [no_update] * len(ids)
 
     def _key(self, address: Address) -> str:
-        """Return a text that changes if the page has to be built anew."""
-        default = Address()
-        fixed = address.but(zoom="", head=0, sequence=0)
-        if address.view in (TRAINING, RUNS):
-            fixed = default.but(view=address.view)
-            if address.view == TRAINING:
-                fixed = fixed.but(statistic=address.statistic)
-        if address.view == TENSOR:
-            fixed = fixed.but(image=default.image)
-        return f"{fixed.search()} {self._signature()}"
+        """Return a text that changes if the page has other panels."""
+        explorer = self.explorer
+        if address.view == MAP:
+            empty = not len(explorer.catalog)
+            return f"{MAP} {empty} {empty and explorer.follower.reading}"
+        if address.view == TRAINING:
+            return f"{TRAINING} {len(explorer.training.statistics) > 0}"
+        if address.view == RUNS:
+            return f"{RUNS} {len(explorer.catalog.runs)}"
+        tensor = explorer.catalog.find(address.tensor)
+        if tensor is None:
+            return f"{TENSOR} {explorer.follower.reading}"
+        return f"{TENSOR} {explorer.catalog.field(tensor, 'layer_type')}"
 
-    def _signature(self) -> str:
-        """Return a text that changes with the choices that the selectors offer."""
+    def _choices(self) -> list[int]:
+        """Return numbers that change with the choices that the selectors offer."""
         catalog = self.explorer.catalog
         iterations = sum(len(run["iterations"]) for run in catalog.runs)
-        statistics = len(self.explorer.training.statistics)
-        return f"{len(catalog.runs)} {iterations} {len(catalog.places)} {statistics}"
+        return [len(catalog.runs), iterations, len(catalog.places)]
 
     def _page(self, address: Address, data: dict[str, dict[str, Any]]) -> Part:
         explorer = self.explorer
         if address.view == TENSOR:
             return tensor_page.page(explorer, address, explorer.subject(address), data)
         if address.view == TRAINING:
-            return training_page.page(explorer, address, data)
+            return training_page.page(explorer, data)
         if address.view == RUNS:
             return runs_page.page(explorer)
         return map_page.page(explorer, address, data)
@@ -193,6 +197,8 @@ class _Views:
         version: list[Any] = []
         if name in _FOLLOWS_NUMBERS and address.view == MAP:
             version = self.explorer.version(address)
+        elif name in _FOLLOWS_CHOICES:
+            version = self._choices()
         elif name in _FOLLOWS_TRAINING:
             version = [self.explorer.training.version, len(self.explorer.follower.events)]
         elif name == "numbers":
@@ -210,7 +216,7 @@ class _Views:
         try:
             return self._panel(name, search)
         except NotShownError as error:
-            return message(printable(f"Not shown: {error}", limit=1000))
+            return not_shown(error)
         except Exception as error:  # a file of any content must not stop the server
             where = printable_lines(f"{name} {search}")
             print(f"[WARNING] {where}: {type(error).__name__}: {reason(error)}", file=sys.stderr)
@@ -225,8 +231,12 @@ class _Views:
             subject = explorer.subject(address)
             if subject is None:
                 raise NotShownError("the dump has no tensor with this address")
+            if name == "heading":
+                return tensor_page.heading(explorer, subject)
             explorer.look_at(np.array([subject.tensor]), "")
             return tensor_page.tensor_panel(name, subject, search)
+        if name == "controls":
+            return [map_page.controls(explorer, address)]
         if name == "verdict":
             return map_page.verdict(explorer, address)
         if name == "worst":
@@ -243,15 +253,15 @@ class _Views:
     ) -> tuple[Any, Any, list[Any]]:
         """Return what is new since the last look."""
         address = self.explorer.resolved(search)
-        signature = self._signature()
+        key = self._key(address)
         names = [entry["name"] for entry in ids]
-        following = (*_FOLLOWS_NUMBERS, *_FOLLOWS_TRAINING, "numbers")
+        following = (*_FOLLOWS_NUMBERS, *_FOLLOWS_TRAINING, *_FOLLOWS_CHOICES, "numbers")
         changed = self._changed(address, names, stored)
         changed = [
             data if name in following else no_update
             for name, data in zip(names, changed, strict=True)
         ]
-        return self._status(), no_update if signature == stale else signature, changed
+        return self._status(), no_update if key == stale else key, changed
 
     def _status(self) -> list[Part]:
         explorer, measurer = self.explorer, self.explorer.measurer

@@ -49,11 +49,11 @@ def panel(explorer, name, search):
 def test_every_view_names_its_panels(explorer):
     views = _Views(explorer)
     for search, names in (
-        ("", {"verdict", "map", "worst"}),
+        ("", {"controls", "verdict", "map", "worst"}),
         ("?v=training", {"numbers", "curves", "events"}),
         ("?v=runs", set()),
-        (of_tensor(explorer, "query"), {"facts", *tensor_page.TITLES}),
-        (of_tensor(explorer, "weight"), {"facts", *tensor_page.TITLES} - {"attention"}),
+        (of_tensor(explorer, "query"), {"heading", "facts", *tensor_page.TITLES}),
+        (of_tensor(explorer, "weight"), {"heading", "facts", *tensor_page.TITLES} - {"attention"}),
     ):
         page, key, links, _ = views.show(search, None, None, [], [])
         assert set(re.findall(r'"type": "panel", "name": "(\w+)"', shown_text(page))) == names

@@ -11,11 +11,12 @@ import pandas as pd
 from megatron.analysis.plots.style import color_of
 from megatron.analysis.serve import charts, maps
 from megatron.analysis.serve.address import BY_ITERATION, BY_TENSOR, TENSOR, Address
-from megatron.analysis.serve.catalog import GEMMS, Catalog
+from megatron.analysis.serve.catalog import GEMMS
 from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.maps import Map
 from megatron.analysis.serve.pages.parts import (
     Part,
+    bare_panel,
     dot,
     footer,
     graph,
@@ -43,8 +44,8 @@ def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) 
     return html.Div(
         [
             panel("verdict", "Formats", data["verdict"], wide=True),
-            html.Form(_controls(explorer, catalog, address), className="controls"),
-            panel("map", _title(address), data["map"], wide=True),
+            bare_panel("controls", data["controls"]),
+            panel("map", "Map", data["map"], wide=True),
             panel("worst", "Worst tensors", data["worst"], wide=True),
         ],
         className="panels",
@@ -59,7 +60,11 @@ def _title(address: Address) -> str:
     return f"{what}, iteration {address.iteration}"
 
 
-def _controls(explorer: Explorer, catalog: Catalog, address: Address) -> list[Part]:
+def controls(explorer: Explorer, address: Address) -> Part:
+    """Return the selectors of the map."""
+    catalog = explorer.catalog
+    if not catalog.runs:
+        return []
     runs = [(run["id"], run_name(run)) for run in catalog.runs]
     own = next(run for run in catalog.runs if run["id"] == address.run)
     named = dict.fromkeys([*explorer.formats, address.format])
@@ -84,7 +89,7 @@ def _controls(explorer: Explorer, catalog: Catalog, address: Address) -> list[Pa
     if len(runs) > 1:
         others = [("", "none"), *(run for run in runs if run[0] != address.run)]
         parts.append(select("Compare with", "with", others, address.other))
-    return parts
+    return html.Form(parts, className="controls")
 
 
 def run_name(run: dict[str, Any]) -> str:
@@ -141,7 +146,11 @@ def verdict(explorer: Explorer, address: Address) -> list[Part]:
         f"{count:,} of {len(chosen):,} operands" if count < len(chosen) else f"{count:,} operands"
     )
     note = f"Median SQNR over {where} of iteration {address.iteration}."
-    return [html.Ul(chips, className="chips"), html.P(note, className="note")]
+    return [
+        html.H2("Formats"),
+        html.Ul(chips, className="chips"),
+        html.P(note, className="note"),
+    ]
 
 
 def shown_map(explorer: Explorer, address: Address) -> Map:
@@ -212,7 +221,7 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
     )
     runs = {run["id"]: run_name(run) for run in explorer.catalog.runs}
     titles = [runs.get(address.run, ""), runs.get(address.other, "")]
-    parts: list[Part] = []
+    parts: list[Part] = [html.H2(_title(address))]
     for (name, _, each), title in zip(figures, titles, strict=False):
         if address.other:
             parts.append(html.H3(title))
@@ -336,6 +345,7 @@ def worst(explorer: Explorer, address: Address, search: str) -> list[Part]:
         )
     head = ["Tensor", found.statistic.label, "Iteration", "Micro-batch", "Data rank", "Module"]
     return [
+        html.H2("Worst tensors"),
         table(head, rows, label="Worst tensors"),
         footer("worst", "", search, figure=False),
     ]

@@ -9,6 +9,7 @@ import dash
 
 from megatron.analysis.serve.address import Address
 from megatron.analysis.serve.charts import Figure
+from megatron.bounded_files import printable
 
 Part = Any  #: a Dash component, or a text
 #: Components; Dash's type hints do not know the attributes `data-*` and `aria-*`.
@@ -20,6 +21,8 @@ GRAPH_CONFIG = {"displayModeBar": False, "responsive": True, "doubleClick": "res
 _MAP = ("view", "run", "other", "format", "statistic", "gemm", "by", "iteration", "place", "show")
 _TENSOR = ("view", "tensor", "beside", "format", "gemm")
 DEPENDS = {
+    "controls": _MAP,
+    "heading": _TENSOR,
     "verdict": _MAP,
     "map": _MAP,
     "worst": _MAP,
@@ -51,17 +54,29 @@ def panel_search(name: str, address: Address) -> str:
     return address.but(**changes).search()
 
 
-def panel(name: str, title: str, data: dict[str, Any], *, wide: bool = False) -> Part:
-    """Return a section whose content is loaded by itself, so that no panel waits for another."""
-    heading = f"heading-{name}"
+def panel(name: str, label: str, data: dict[str, Any], *, wide: bool = False) -> Part:
+    """Return a section whose content is loaded by itself, so that no panel waits for another.
+
+    The section stays when its content changes, and with it the focus of the keyboard.
+    """
     return html.Section(
         [
-            html.H2(title, id=heading),
             html.Div(message("Loading …"), id={"type": "panel", "name": name}, className="body"),
             dcc.Store(id={"type": "panel-address", "name": name}, data=data),
         ],
         className=f"panel panel-{name}{' wide' if wide else ''}",
-        **{"aria-labelledby": heading},
+        **{"aria-label": label},
+    )
+
+
+def bare_panel(name: str, data: dict[str, Any]) -> Part:
+    """Return a panel without a frame, for selectors and headings."""
+    return html.Div(
+        [
+            html.Div(id={"type": "panel", "name": name}),
+            dcc.Store(id={"type": "panel-address", "name": name}, data=data),
+        ],
+        className="bare wide",
     )
 
 
@@ -123,6 +138,11 @@ def link(text: Part, address: Address, *, key: str = "", name: str = "") -> Part
 def message(text: str, *, alarm: bool = False) -> Part:
     """Return a line in place of a figure."""
     return html.P(text, className="message alarm" if alarm else "message")
+
+
+def not_shown(error: Exception) -> Part:
+    """Return the reason why a view cannot be shown."""
+    return message(printable(f"Not shown: {error}", limit=1000))
 
 
 def graph(name: str, figure: Figure, label: str) -> Part:

@@ -18,16 +18,19 @@ from megatron.analysis.serve.address import (
     Address,
 )
 from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.pages.map_page import run_name
 from megatron.analysis.serve.pages.parts import (
     Part,
+    bare_panel,
     dot,
     footer,
     graph,
     html,
     link,
     message,
+    not_shown,
     panel,
     select,
     table,
@@ -81,20 +84,30 @@ def page(
         reading = explorer.follower.reading
         text = "Reading the index …" if reading else "The dump has no tensor with this address."
         return html.Div([message(text), link("Back to the map", address.but(view=MAP, tensor=""))])
-    catalog, tensor = subject.catalog, subject.tensor
-    back = address.but(
+    has_attention = subject.catalog.field(subject.tensor, "layer_type") == "attention"
+    panels = [
+        bare_panel("heading", data["heading"]),
+        panel("facts", "Facts", data["facts"], wide=True),
+    ]
+    panels += [
+        panel(name, title, data[name], wide=name in ("image", "attention"))
+        for name, title in TITLES.items()
+        if name != "attention" or has_attention
+    ]
+    return html.Div(panels, className="panels")
+
+
+def heading(explorer: Explorer, subject: Subject) -> list[Part]:
+    """Return the name of the tensor and its selectors."""
+    catalog, tensor, address = subject.catalog, subject.tensor, subject.address
+    back = Address(
         view=MAP,
-        tensor="",
-        beside="",
-        zoom="",
-        image=VALUES,
-        head=0,
-        sequence=0,
         run=catalog.field(tensor, "run_id") or "",
         iteration=int(catalog.iteration[tensor]),
+        format=address.format,
+        gemm=address.gemm,
     )
-    has_attention = catalog.field(tensor, "layer_type") == "attention"
-    first = [
+    return [
         html.Div(
             [
                 link("← Map", back, key="Escape", name="back"),
@@ -105,45 +118,31 @@ def page(
         ),
         html.Form(_controls(explorer, subject), className="controls"),
     ]
-    panels = [panel("facts", "Facts", data["facts"], wide=True)]
-    for name, title in TITLES.items():
-        if name == "image":
-            panels.append(_with_controls(panel(name, title, data[name], wide=True), subject))
-        elif name == "attention":
-            if has_attention:
-                panels.append(_with_heads(panel(name, title, data[name], wide=True), subject))
-        else:
-            panels.append(panel(name, title, data[name]))
-    return html.Div([*first, html.Div(panels, className="panels")])
 
 
-def _with_controls(section: Part, subject: Subject) -> Part:
+def _image_controls(subject: Subject) -> list[Part]:
     names = [name for name in IMAGES if name != DIFFERENCE or subject.beside is not None]
     choices = [(name, _IMAGE_NAMES[name]) for name in names]
     chosen = subject.address.image if subject.address.image in names else VALUES
-    whole = html.Button("Whole tensor", type="button", **{"data-param": "z", "data-value": ""})
-    section.children.insert(
-        1, html.Form([select("Show", "img", choices, chosen), whole], className="controls")
-    )
-    return section
+    parts = [select("Show", "img", choices, chosen)]
+    if subject.address.zoom:
+        whole = {"data-param": "z", "data-value": ""}
+        parts.append(html.Button("Whole tensor", type="button", **whole))
+    return [html.Form(parts, className="controls")]
 
 
-def _with_heads(section: Part, subject: Subject) -> Part:
-    """Add selectors of head and sequence, if their number is known from the records."""
-    catalog, tensor = subject.catalog, subject.tensor
-    found = catalog.heads(tensor)
+def _head_controls(subject: Subject) -> list[Part]:
+    """Return selectors of head and sequence, if their number is known from the records."""
+    found = subject.catalog.heads(subject.tensor)
     if found is None:
-        return section
-    sequences, heads = found
-    address = subject.address
-    controls = [
-        select("Head", "head", [(str(i), str(i)) for i in range(heads)], str(address.head)),
-        select(
-            "Sequence", "seq", [(str(i), str(i)) for i in range(sequences)], str(address.sequence)
-        ),
+        return []
+    (sequences, heads), address = found, subject.address
+    options = [[(str(i), str(i)) for i in range(number)] for number in (heads, sequences)]
+    parts = [
+        select("Head", "head", options[0], str(address.head)),
+        select("Sequence", "seq", options[1], str(address.sequence)),
     ]
-    section.children.insert(1, html.Form(controls, className="controls"))
-    return section
+    return [html.Form(parts, className="controls")]
 
 
 def _controls(explorer: Explorer, subject: Subject) -> list[Part]:
@@ -259,15 +258,21 @@ def _error(value: float, share: bool) -> str:
 
 def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:
     """Return the content of a panel of the tensor."""
+    title = html.H2("Facts" if name == "facts" else TITLES[name])
     if name == "facts":
-        return facts(subject)
-    shown = PANELS[name](subject)
+        return [title, *facts(subject)]
+    controls = _image_controls(subject) if name == "image" else []
+    controls = _head_controls(subject) if name == "attention" else controls
+    try:
+        shown = PANELS[name](subject)
+    except NotShownError as error:
+        return [title, *controls, not_shown(error)]
     assert shown.figure is not None
     label = f"{TITLES[name]} of {subject.catalog.name(subject.tensor)}"
     figure: Part = graph(name, shown.figure, label)
     if name == "image":
         figure = html.Div(figure, **{"data-zoom": "z"})
-    return [figure, footer(name, shown.note, search)]
+    return [title, *controls, figure, footer(name, shown.note, search)]
 
 
 def numbers_of(name: str, subject: Subject) -> pd.DataFrame:

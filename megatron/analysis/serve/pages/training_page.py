@@ -39,18 +39,14 @@ _COLUMNS = {
 }
 
 
-def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) -> Part:
+def page(explorer: Explorer, data: dict[str, dict[str, Any]]) -> Part:
     """Return the page; its panels load their contents themselves."""
     parts = [
         panel("numbers", "Now", data["numbers"], wide=True),
         panel("curves", "Scalars", data["curves"], wide=True),
     ]
     if explorer.training.statistics:
-        chosen = address.statistic if address.statistic in _COLUMNS else "sqnr_db"
-        section = panel("statistics", "Operands over iterations", data["statistics"], wide=True)
-        controls = select("Statistic", "stat", [*_COLUMNS.items()], chosen)
-        section.children.insert(1, html.Form(controls, className="controls"))
-        parts.append(section)
+        parts.append(panel("statistics", "Operands", data["statistics"], wide=True))
     parts.append(panel("events", "Events", data["events"], wide=True))
     return html.Div(parts, className="panels")
 
@@ -84,7 +80,7 @@ def numbers(explorer: Explorer) -> list[Part]:
         )
         for label, value, more in cards
     ]
-    return [html.Dl(entries, className="cards")]
+    return [html.H2("Now"), html.Dl(entries, className="cards")]
 
 
 def _time_left(series: Series) -> str:
@@ -126,7 +122,8 @@ def curves(explorer: Explorer, search: str) -> list[Part]:
             figures.append(
                 html.Div([html.H3(title), graph(f"curve-{name}", _curve(own, name, colors), title)])
             )
-    return [html.Div(figures, className="curves"), footer("curves", "", search, figure=False)]
+    grid = html.Div(figures, className="curves")
+    return [html.H2("Scalars"), grid, footer("curves", "", search, figure=False)]
 
 
 def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
@@ -183,14 +180,18 @@ def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
 def statistics(explorer: Explorer, address: Address, search: str) -> list[Part]:
     """Return a map of a statistic of the operands by iteration, for each run that measured them."""
     column = address.statistic if address.statistic in _COLUMNS else "sqnr_db"
-    parts: list[Part] = []
+    selector = select("Statistic", "stat", [*_COLUMNS.items()], column)
+    parts: list[Part] = [
+        html.H2("Operands over iterations"),
+        html.Form(selector, className="controls"),
+    ]
     for folder, own in explorer.training.statistics.items():
         figure = _operand_map(own, column)
         if figure is None:
             continue
         title = folder.removeprefix(str(explorer.folder)).strip("/") or folder
         parts += [html.H3(title), graph(f"statistics-{len(parts)}", figure, _COLUMNS[column])]
-    if not parts:
+    if len(parts) == 2:
         return [message("No operand was measured.")]
     note = "Lowest SQNR, or largest other statistic, of the operands of a module and GEMM."
     return [*parts, footer("statistics", note, search)]
@@ -248,14 +249,14 @@ def events(explorer: Explorer) -> list[Part]:
                 str(event.get("run_id") or ""),
             ]
         )
-    parts: list[Part] = []
+    parts: list[Part] = [html.H2("Events")]
     if rows:
         parts.append(table(["Event", "Iteration", "What", "Run"], rows, label="Events"))
     problems = explorer.follower.problems[:MOST_EVENTS]
     if problems:
         unusable = [[str(problem.path), problem.why] for problem in problems]
         parts.append(table(["Unusable file", "Why"], unusable, label="Unusable files"))
-    return parts or [message("No event so far.")]
+    return parts if len(parts) > 1 else [*parts, message("No event so far.")]
 
 
 def numbers_of(name: str, explorer: Explorer) -> pd.DataFrame:

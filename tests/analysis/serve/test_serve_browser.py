@@ -1,0 +1,171 @@
+"""Test of the pages in a browser: a user looks at each view, with the mouse and the keyboard."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from megatron.analysis.serve.application import create
+from megatron.analysis.serve.gate import Gate
+from tests.analysis.fake_dump import RUNS
+from tests.analysis.report.browser import find_browser
+from tests.analysis.serve.conftest import wait_for
+
+PATIENCE = (
+    60_000  #: time to wait for a change of the page, in milliseconds; the machine may be busy
+)
+
+
+@contextmanager
+def served(explorer, port=0):
+    """Serve the pages of an explorer on a thread, and return the port."""
+    import waitress
+
+    gate = Gate(create(explorer).server, "127.0.0.1")
+    server = waitress.create_server(gate, host="127.0.0.1", port=port, threads=8)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield int(server.effective_port)
+    finally:
+        server.close()
+        server.task_dispatcher.shutdown(timeout=1)
+        for channel in [*server._map.values()]:
+            channel.close()
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium on the PATH (nor in CHROMIUM): the pages were NOT looked at")
+    api = pytest.importorskip("playwright.sync_api")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=executable, args=flags)
+        yield opened
+        opened.close()
+
+
+class Visit:
+    """A tab that notes its errors and the machines that it asks."""
+
+    def __init__(self, browser, **options):
+        self.tab = browser.new_page(**options)
+        self.tab.set_default_timeout(PATIENCE)
+        self.errors: list[str] = []
+        self.addresses: list[str] = []
+        self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.tab.on("console", self._note)
+        self.tab.on("request", lambda request: self.addresses.append(request.url))
+
+    def _note(self, line):
+        if line.type in ("error", "warning"):
+            self.errors.append(line.text)
+
+    def see(self, selector):
+        self.tab.wait_for_selector(selector)
+
+    def faults(self):
+        """Return the serious faults that axe-core finds."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        violations = Axe().run(self.tab).response["violations"]
+        return [
+            f"{fault['id']}: {fault['nodes'][0]['html'][:200]}"
+            for fault in violations
+            if fault["impact"] in ("serious", "critical")
+        ]
+
+
+MAP = ".panel-map .heatmaplayer image"
+PANELS = ("histogram", "errors", "image", "channels", "tokens", "scales", "codes", "attention")
+
+
+def test_a_user_looks_at_every_view(explorer, browser):
+    visit = Visit(browser, viewport={"width": 1400, "height": 900})
+    tab = visit.tab
+    with served(explorer) as port:
+        home = f"http://127.0.0.1:{port}/"
+        tab.goto(home)
+        visit.see(MAP)
+        visit.see(".panel-worst td")
+        assert visit.faults() == []
+        tab.select_option("select[data-param=stat]", "kurtosis")
+        visit.see(".panel-map h2:text('Kurtosis')")
+        assert "stat=kurtosis" in tab.url
+        tab.select_option("select[data-param=by]", "iteration")
+        visit.see("select[data-param=place]")
+        tab.select_option("select[data-param=by]", "tensor")
+        tab.select_option("select[data-param=with]", RUNS["bf16"])
+        visit.see(".panel-map h3:text('minus')")
+        tab.goto(f"{home}?format=mxfp4")
+        visit.see(MAP)
+        tab.focus("[data-grid=map]")
+        for _ in range(3):
+            tab.keyboard.press("ArrowRight")
+        wait_for(lambda: "core query" in tab.text_content("#say"))
+        tab.keyboard.press("Enter")
+        visit.see("h2.name:text('L0 core query')")
+        for name in PANELS:
+            visit.see(f".panel-{name} .js-plotly-plot .plot-container")
+        assert visit.faults() == []
+        tab.select_option("select[data-param=img]", "errors")
+        visit.see(".panel-image .cbtitle text:text('error in mxfp4')")
+        tab.select_option("select[data-param=head]", "1")
+        wait_for(lambda: "head=1" in tab.url)
+        area = tab.locator(".panel-image .nsewdrag")
+        area.scroll_into_view_if_needed()
+        box = area.bounding_box()
+        tab.mouse.move(box["x"] + 20, box["y"] + 20)
+        tab.mouse.down()
+        tab.mouse.move(box["x"] + 200, box["y"] + 120, steps=4)
+        tab.mouse.up()
+        visit.see(".panel-image button:text('Whole tensor')")
+        here = tab.url
+        assert "&z=" in here
+        with tab.expect_download() as download:
+            tab.click(".panel-codes a:text('CSV')")
+        assert download.value.suggested_filename == "codes.csv"
+        tab.keyboard.press("Escape")
+        visit.see(MAP)
+        for view in ("Training", "Runs"):
+            tab.click(f"nav a:text('{view}')")
+            visit.see(".panel-numbers dd" if view == "Training" else "section pre, section table")
+            assert visit.faults() == []
+        assert visit.errors == []
+        assert all(url.startswith((home, "data:", "blob:")) for url in visit.addresses)
+    with served(explorer, port):  # after a restart, the same address shows the same view
+        tab.goto(here)
+        visit.see(".panel-image button:text('Whole tensor')")
+        assert tab.input_value("select[data-param=head]") == "1"
+        assert tab.input_value("select[data-param=img]") == "errors"
+    tab.close()
+
+
+def test_a_phone_shows_everything_without_overflow(explorer, browser):
+    visit = Visit(browser, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    tab = visit.tab
+    catalog = explorer.catalog
+    with served(explorer) as port:
+        for search in (
+            "",
+            f"?v=tensor&t={catalog.id_of(0)}&format=mxfp4",
+            "?v=training",
+            "?v=runs",
+        ):
+            tab.goto(f"http://127.0.0.1:{port}/{search}")
+            visit.see("main section table, main section dd")
+            tab.wait_for_timeout(300)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 390, search
+        tab.goto(f"http://127.0.0.1:{port}/")
+        visit.see(MAP)
+        assert visit.faults() == []
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 24)"
+        text = tab.locator(".panel-map .xtick text").first
+        assert text.evaluate("e => getComputedStyle(e).fill") == "rgb(230, 230, 230)"
+    assert visit.errors == []
+    tab.close()
