@@ -59,7 +59,10 @@ class SplitMatrix(NamedTuple):
         return values if self.scale is None else values * self.scale
 
     def joined(self) -> "SplitMatrix":
-        """Return the matrix with both parts added; a matrix of one part keeps its scale."""
+        """Return the matrix with both parts added; a matrix of one part keeps its scale.
+
+        The sum is rounded as in `dense`.
+        """
         if self.column is None or self.row is None:
             return self
         return SplitMatrix(self.dense(), dtype=self.dtype)
@@ -82,6 +85,8 @@ def split_mean(x: Tensor) -> SplitMatrix:
 
 def with_means(product: Tensor, a: SplitMatrix, b: SplitMatrix, alpha: float) -> Tensor:
     """Return `alpha * a @ b`; `product` is `alpha` times the product of their first parts."""
+    if a.column is None and b.column is None:
+        return product
     terms = []
     with no_autocast(product.device.type):
         if a.column is not None and a.row is not None:
@@ -90,7 +95,5 @@ def with_means(product: Tensor, a: SplitMatrix, b: SplitMatrix, alpha: float) ->
             terms.append(torch.matmul(a.scaled(), b.column) * b.row)
             if a.column is not None and a.row is not None:
                 terms.append(a.column * (torch.matmul(a.row, b.column) * b.row))
-    if not terms:
-        return product
     rest = terms[0] if len(terms) == 1 else terms[0] + terms[1] + terms[2]
     return (product.float() + alpha * rest).to(product.dtype)
