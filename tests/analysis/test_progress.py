@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
+import time
 
 import pytest
 
@@ -38,6 +40,42 @@ def test_a_log_gets_a_line_every_few_seconds(clock, capsys):
         "[PROGRESS] Reading: 6 of 10 tensors, 4 s per tensor, about 16 s left",
         "[PROGRESS] Reading: 9 of 10 tensors, 4 s per tensor, about 4 s left",
     ]
+
+
+def test_the_estimate_leaves_out_the_first_unit_which_may_compile(clock, capsys):
+    with Progress(100, "Reading", "tensor", thread=False) as bar:
+        clock.now += 60
+        for _ in range(8):  # a batch
+            bar.update()
+            clock.now += 0.01
+        for _ in range(12):
+            clock.now += 1
+            bar.update()
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "[PROGRESS] Reading: 1 of 100 tensors after 60 s"
+    assert others == ["[PROGRESS] Reading: 18 of 100 tensors, 1.01 s per tensor, about 83 s left"]
+
+
+def test_a_long_unit_does_not_leave_the_log_silent(clock, monkeypatch, capsys):
+    with Progress(2, "Drawing", "output", thread=False) as bar:
+        for _ in range(12):
+            clock.now += 5
+            bar.tick()
+        bar.update(2)
+        clock.now += 60
+        bar.tick()  # nothing is left
+    assert capsys.readouterr().err.splitlines() == [
+        "[PROGRESS] Drawing: 0 of 2 outputs after 25 s",
+        "[PROGRESS] Drawing: 0 of 2 outputs after 50 s",
+    ]
+    monkeypatch.setattr(progress, "QUIET", 0.01)
+    with Progress(2, "Drawing", "output") as bar:
+        clock.now += 1
+        deadline = time.monotonic() + 20
+        while "0 of 2" not in capsys.readouterr().err:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not any(thread.name.endswith("(_tick)") for thread in threading.enumerate())
 
 
 def test_fast_work_has_a_rate_and_short_or_hidden_work_no_line(clock, capsys):

@@ -16,8 +16,8 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from megatron.analysis.plots.style import RC
 from megatron.analysis.quick import quick_analysis
 
 DPI = 150  #: resolution of PNG files, in dots per inch
+TICK = 5.0  #: maximum number of seconds between two calls of the function `tick`
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,43 @@ class Made:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
+def forks(names: Sequence[str], workers: int) -> bool:
+    """Return whether `make_all` draws these outputs in forked processes."""
+    return min(workers, len(names)) > 1 and "fork" in multiprocessing.get_all_start_methods()
+
+
+def make_all(
+    names: Sequence[str],
+    order: Order,
+    workers: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[Made]:
     """Draw the outputs, `workers` at a time, and yield each result as soon as it is complete.
+
+    Args:
+        names: outputs to draw.
+        order: data and options of all outputs.
+        workers: number of processes.
+        tick: function to call every few seconds while processes draw.
 
     Raises:
         ValueError: if the operating system killed a process.
     """
-    workers = min(workers, len(names))
-    if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+    if not forks(names, workers):
         yield from (make(name, order) for name in names)
         return
     compute_shared_tables(order.figure_data, names)
     ordered = sorted(names, key=lambda name: -OUTPUTS[name].slowness)
     fork = multiprocessing.get_context("fork")
     try:
+        workers = min(workers, len(names))
         with ProcessPoolExecutor(workers, fork, initializer=_begin, initargs=(order,)) as pool:
-            jobs = [pool.submit(_make, name) for name in ordered]
+            jobs = {pool.submit(_make, name) for name in ordered}
             try:
-                yield from (job.result() for job in as_completed(jobs))
+                while jobs:
+                    done, jobs = wait(jobs, TICK, return_when=FIRST_COMPLETED)
+                    yield from (job.result() for job in done)
+                    tick()
             finally:  # after an interrupt or error, cancel the remaining outputs
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
