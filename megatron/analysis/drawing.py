@@ -22,9 +22,15 @@ from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.figures.page import Page
 from megatron.analysis.figures.public import load_store
 from megatron.analysis.judged import JUDGED, OPERANDS
-from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
+from megatron.analysis.outputs.provenance import (
+    files_of,
+    fingerprint,
+    remember,
+    set_aside,
+    unchanged,
+)
 from megatron.analysis.outputs.registry import IMAGES, OUTPUTS, QUICK, REPORT
-from megatron.analysis.outputs.render import Made, Order, make_all
+from megatron.analysis.outputs.render import Made, Order, forks, make_all
 from megatron.analysis.progress import Progress
 from megatron.analysis.quick import QuickResult, check_output, quick_analysis
 from megatron.analysis.stats.executors import affordable
@@ -151,14 +157,22 @@ def _draw_outputs(
     result.kept = set_aside(output, names, dump)
     shown = order.figure_data.progress
     drawn = []
-    with Progress(len(names), "Drawing", "output", shown=shown) as bar:
-        for made in make_all(names, order, workers):
+    alone = not forks(names, workers)
+    with Progress(len(names), "Drawing", "output", shown=shown, thread=alone) as bar:
+        for made in make_all(names, order, workers, bar.tick):
             bar.update()
             _add(made, result)
             drawn.append(made)
             for path in made.files:
                 notify(str(path))
     result.missing = dict(sorted(result.missing.items()))
+    for made in drawn:
+        if made.name == REPORT and made.files:
+            from megatron.analysis.report import link_figures
+
+            paths = [path.relative_to(output).as_posix() for path in result.files]
+            new = [each.name for each in drawn]
+            link_figures(made.files[0], [*paths, *files_of(output, dump, apart_from=new)])
     remember(output, dump, drawn, follows)
 
 

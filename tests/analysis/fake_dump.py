@@ -128,6 +128,13 @@ def write_dump(
     return paths
 
 
+def write_events(folder: Path, run_id: str, *events: dict[str, Any]) -> None:
+    """Append events to the index of a run's first rank."""
+    own = {"run_id": run_id, "rank": {"world": 0, "world_size": 1}, "wall_time": 1757325200.0}
+    with (folder / index_name(run_id, 0)).open("a") as lines:
+        lines.writelines(json.dumps(event | own) + "\n" for event in events)
+
+
 def write_two_types(folder: Path) -> list[Path]:
     """Write two runs of different types and return the files in the order of writing."""
     paths = []

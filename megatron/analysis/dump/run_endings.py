@@ -22,8 +22,11 @@ _WHY = ("limit", "error", "reason")
 _LONGEST = 90  #: maximum length of a description of how a run ended, in characters
 
 
-def ending(card: Mapping[str, Any]) -> str:
-    """Return a description of how a run ended, such as "finished" if it ended as planned."""
+def ending(card: Mapping[str, Any], *, longest: int = _LONGEST) -> str:
+    """Return a description of how a run ended, such as "finished" if it ended as planned.
+
+    The description is cut to `longest` characters.
+    """
     if not card:
         return UNKNOWN
     status = card.get("status")
@@ -34,7 +37,7 @@ def ending(card: Mapping[str, Any]) -> str:
     why = next((card[name] for name in _WHY if isinstance(card.get(name), str)), "")
     word = _WORDS.get(status) if isinstance(status, str) else None
     text = f"{word or f'status {status!s}'}{': ' if why else ''}{why}"
-    return shown(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
+    return shown(text if len(text) <= longest else f"{text[:longest]} ...")
 
 
 def unfinished(store: TensorStore) -> dict[str, str]:

@@ -49,12 +49,20 @@ class Layer:
         if self.key is None:
             return _with_heads(data.load(self.row.tensor))
         query, key = data.load(self.row.tensor), data.load(self.key)
-        card = data.store.run_card(str(self.row.run_id or ""))
-        try:
-            softmax = softmax_of_card(card, self.row.module, self.row.iteration) or Softmax()
-            return recomputed(query, key, softmax)
-        except NotCheckedError as error:
-            raise NothingToDrawError(str(error)) from None
+        return recomputed(query, key, softmax_of(data, self))
+
+
+def softmax_of(data: FigureData, layer: Layer) -> Softmax:
+    """Return the scale and the mask of a layer's softmax, according to the run card.
+
+    Raises:
+        NothingToDrawError: if the probabilities cannot be recomputed.
+    """
+    card = data.store.run_card(str(layer.row.run_id or ""))
+    try:
+        return softmax_of_card(card, layer.row.module, layer.row.iteration) or Softmax()
+    except NotCheckedError as error:
+        raise NothingToDrawError(str(error)) from None
 
 
 def layers_of(data: FigureData) -> list[Layer]:
@@ -68,6 +76,16 @@ def layers_of(data: FigureData) -> list[Layer]:
     if not saved.empty:
         rows = latest(data, saved).drop_duplicates("layer_idx").sort_values("layer_idx")
         return [Layer(row, None) for row in rows.itertuples()]
+    return recomputable(data)
+
+
+def recomputable(data: FigureData) -> list[Layer]:
+    """Return the layers of the newest run's last iteration whose query and key were collected.
+
+    Raises:
+        NothingToDrawError: if there are none.
+    """
+    table = data.tensors
     queries, keys = (table[table["tensor_name"] == name] for name in ("query", "key"))
     if queries.empty or keys.empty:
         raise NothingToDrawError(

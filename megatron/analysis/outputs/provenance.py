@@ -116,6 +116,21 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
     write(output / NAME, (json.dumps(drawn, indent=1) + "\n").encode())
 
 
+def files_of(output: Path, dump: Path, *, apart_from: Iterable[str]) -> list[str]:
+    """Return the existing files that were drawn from a dump, relative to the output folder.
+
+    Args:
+        output: output folder.
+        dump: folder of the dump.
+        apart_from: names of outputs to leave out.
+    """
+    drawn, left_out = _read(output), set(apart_from)
+    names = [name for name in drawn if _of(drawn, name) == str(dump.resolve())]
+    names = [name for name in names if name not in left_out]
+    files = [file for name in names for file in _files(drawn, name)]
+    return [file for file in files if (output / file).is_file()]
+
+
 def _stamp(path: Path) -> tuple[int, int]:
     """Return a file's size in bytes and modification time in ns, or (-1, -1) if it is missing."""
     try:

@@ -10,7 +10,8 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.report.content import content
 
 _HERE = Path(__file__).parent
+#: Part of the page that lists the files of figures beside it, and the files that may stand there.
+_FIGURES = re.compile(r'(<script type="application/json" id="figures">)\[.*?\](?=</script>)')
+_FILE = re.compile(r"(?:[\w+-][\w.+-]*/)?[\w+-][\w.+-]*\.(?:png|svg|pdf)", re.ASCII)
 
 
 def write_report(figure_data: FigureData, path: Path) -> Path:
@@ -29,6 +33,19 @@ def write_report(figure_data: FigureData, path: Path) -> Path:
     """
     page = render(content(figure_data))
     return write(path, page.encode(errors="backslashreplace"))
+
+
+def link_figures(path: Path, names: Iterable[str]) -> None:
+    """Link figures in a report that is already written, because they may be drawn later.
+
+    Args:
+        path: path of the report.
+        names: paths of files relative to the report. Those that are no figures are left out.
+    """
+    listed = json.dumps([name for name in sorted(set(names)) if _FILE.fullmatch(name)])
+    page, count = _FIGURES.subn(lambda match: match[1] + listed, path.read_text("utf-8"), count=1)
+    if count:
+        write(path, page.encode())
 
 
 def render(data: dict[str, Any]) -> str:

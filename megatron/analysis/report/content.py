@@ -7,19 +7,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from megatron.analysis.diagnostics import Diagnostic, diagnose
 from megatron.analysis.dump.run_endings import ending
 from megatron.analysis.figures.figure_data import FigureData, layer_name
 from megatron.analysis.plots.style import color_of
+from megatron.analysis.report.attention import attention
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
+from megatron.analysis.report.gradients import gradients
+from megatron.analysis.report.json_numbers import plain
+from megatron.analysis.report.training import training
 from megatron.analysis.stats.result import ERROR_SHARES, words_of_repeats
 from megatron.analysis.text_table import shown
 
 MOST_DETAILS = 800  #: maximum number of tensors whose details the report contains
 WORST = 60  #: maximum number of rows in a table of the tensors with the lowest SQNR
+#: number of tensors with the lowest SQNR of each layer that the table has in any case, so that a
+#: choice of one layer is not empty
+WORST_OF_LAYER = 6
 NAMED = 24  #: maximum number of tensors that a warning links to
 
 
@@ -31,7 +39,7 @@ def content(figure_data: FigureData) -> dict[str, Any]:
     diagnostics = diagnose(figure_data)
     judged_places = figure_data.judged_places()
     lowest = worst(figure_data)
-    lists = [[row[0] for row in rows] for rows in lowest.values()]
+    lists = [[row[0] for row in rows[:WORST]] for rows in lowest.values()]
     lists += [list(diagnostic.tensors[:NAMED]) for diagnostic in diagnostics]
     return {
         "title": f"Tensors of {shown(figure_data.store.folder.name)}",
@@ -45,6 +53,7 @@ def content(figure_data: FigureData) -> dict[str, Any]:
         "missing": len(figure_data.store.missing),
         "formats": [{"name": name, "color": color_of(name)} for name in figure_data.formats],
         "runs": [run(figure_data, run_id) for run_id in runs_of(tensors)],
+        "training": training(figure_data, runs_of(tensors)),
         "layers": layers,
         "places": figure_data.places,
         "labels": [figure_data.label(place) for place in figure_data.places],
@@ -66,6 +75,8 @@ def content(figure_data: FigureData) -> dict[str, Any]:
         ],
         "worst": lowest,
         "by_type": by_type(figure_data),
+        "attention": attention(figure_data),
+        "gradients": gradients(figure_data, runs_of(tensors)),
         "tensors": names(figure_data),
         "at": positions(figure_data),
         "details": details(figure_data, chosen_tensors(figure_data, lists)),
@@ -168,14 +179,17 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
     """Return the tensors with the lowest SQNR for each format.
 
     A row contains a tensor's index, SQNR in dB, shares of the squared error (see `ERROR_SHARES`),
-    gain and relative bias.
+    gain and relative bias. The tensors are the `WORST` of all layers and the `WORST_OF_LAYER` of
+    each layer.
     """
     columns = ["sqnr_db", *ERROR_SHARES, "gain", "relative_bias"]
     rows_by_format = {}
     for name in figure_data.formats:
         uses = figure_data.judged[figure_data.judged["quantized_format"] == name]
         uses = uses.dropna(subset=["sqnr_db"])
-        uses = uses.sort_values("sqnr_db", kind="stable").head(WORST)
+        uses = uses.sort_values("sqnr_db", kind="stable")
+        of_layer = uses.groupby("layer_idx", sort=False).cumcount() < WORST_OF_LAYER
+        uses = uses[of_layer.to_numpy() | (np.arange(len(uses)) < WORST)]
         rows_by_format[name] = [
             [int(row[0]), *(plain(value) for value in row[1:])]
             for row in uses[["tensor", *columns]].itertuples(index=False)
@@ -254,11 +268,3 @@ def _latest_and_lowest(figure_data: FigureData) -> list[int]:
     table["aside"] = ~table["tensor"].isin(set(figure_data.judged["tensor"]))
     lowest = table.groupby("tensor").agg({"aside": "first", "age": "first", "sqnr_db": "min"})
     return [int(i) for i in lowest.sort_values([*lowest.columns], kind="stable").index]
-
-
-def plain(value: float) -> float | str | None:
-    """Return a value for JSON: six significant digits, None for NaN, and a string for infinity."""
-    value = float(value)
-    if math.isnan(value):
-        return None
-    return float(f"{value:.6g}") if math.isfinite(value) else str(value)

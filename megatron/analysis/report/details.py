@@ -6,7 +6,6 @@ The details are the tensor's statistics, histogram, quantization errors and bloc
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.analysis.figures.scale_maps import scale_map
+from megatron.analysis.report.json_numbers import short
 from megatron.analysis.stats import FormatArrays
 from megatron.analysis.stats.result import Counts
 from megatron.analysis.text_table import shown as printed
@@ -167,16 +167,3 @@ def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
         "size": columns[1] - columns[0] if len(columns) > 1 else 1,
         "bytes": base64.b64encode(content).decode(),
     }
-
-
-def short(value: Any) -> float | int | str | None:
-    """Return a value for JSON: five significant digits, None for NaN, and a string for infinity.
-
-    Integers below 2**53 in magnitude are exact.
-    """
-    number = float(value)
-    if math.isnan(number):
-        return None
-    if not math.isfinite(number):
-        return str(number)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else float(f"{number:.5g}")

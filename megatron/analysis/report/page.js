@@ -3,15 +3,20 @@
 // Plotly interprets some tags, so that every text of the data is escaped by `plain` for it.
 const data = window.reportData;
 const $ = (id) => document.getElementById(id);
-const CONFIG = { responsive: true, displaylogo: false };
 const NARROW = 700; // width in pixels below which the cells of the map have no numbers
+const narrow = () => window.innerWidth < NARROW;
+// On a phone, Plotly's buttons would cover the titles.
+const CONFIG = { responsive: true, displaylogo: false, ...(narrow() ? { displayModeBar: false } : {}) };
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const MAGMA = [[0, "#000004"], [0.25, "#51127c"], [0.5, "#b73779"], [0.75, "#fc8961"], [1, "#fcfdbf"]];
+const DIVERGING = ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"]
+  .map((name, i) => [i / 10, name]);
 const KINDS = { forward: "activations", weight: "weights", gradient: "gradients" };
+const figures = JSON.parse($("figures").textContent); // files of figures beside the page
 let opened = null; // the tensor whose details are shown
 
 // The sections in the order of the page. A section without `formats` is drawn also if the report
-// compares no format.
+// compares no format. A section with `follows` is drawn again for another format.
 const SECTIONS = [
   {
     id: "verdict", link: "Verdict", heading: "Verdict", formats: true, draw: drawVerdict,
@@ -19,7 +24,14 @@ const SECTIONS = [
   },
   { id: "warnings", link: "Warnings", heading: "Warnings", body: `<ol id="cautions"></ol>`, draw: drawWarnings },
   {
-    id: "map", link: "Layer by tensor", heading: "Signal to quantization noise, layer by tensor", formats: true, draw: drawHeatmap,
+    id: "training", link: "Loss", heading: "Loss, gradient norm and what was collected", draw: drawTraining,
+    body: `
+      <ul id="events"></ul>
+      <div id="loss" class="plot"></div>
+      <p id="training-note" class="note"></p>`,
+  },
+  {
+    id: "map", link: "Layer by tensor", heading: "Signal to quantization noise, layer by tensor", formats: true, follows: true, draw: drawHeatmap,
     body: `
       <p class="controls">
         <label>format <select id="format"></select></label>
@@ -43,10 +55,41 @@ const SECTIONS = [
       </div>`,
   },
   {
-    id: "worst", link: "Worst tensors", heading: "Worst tensors first", formats: true, draw: drawWorst,
+    id: "worst", link: "Worst tensors", heading: "Worst tensors first", formats: true, follows: true, draw: drawWorst,
     body: `
-      <p class="note"><span id="worst-note"></span> click a row to open it.</p>
-      <div class="scroll tall"><table id="worst-table"></table></div>`,
+      <p class="controls">
+        <label>layer <select id="worst-layer"></select></label>
+        <label>name contains <input id="worst-text" type="search" size="14"></label>
+        <span class="note" id="worst-count" aria-live="polite"></span>
+      </p>
+      <p class="note"><span id="worst-note"></span> click a heading to sort, a row to open it.</p>
+      <div class="scroll tall" tabindex="0" role="region" aria-label="Table of the worst tensors"><table id="worst-table"></table></div>`,
+  },
+  {
+    id: "attention", link: "Attention", heading: "Attention by layer and head", follows: true, draw: drawAttention,
+    body: `
+      <p class="controls" id="attention-controls">
+        <label>layer <select id="attention-layer"></select></label>
+        <label>head <select id="attention-head"></select></label>
+      </p>
+      <p id="attention-title"></p>
+      <div id="attention-moved" class="plot"></div>
+      <div class="pair">
+        <div id="attention-map" class="plot"></div>
+        <div id="attention-change" class="plot"></div>
+      </div>
+      <p id="attention-note" class="note"></p>`,
+  },
+  {
+    id: "gradients", link: "Gradients", heading: "Gradients", follows: true, draw: drawGradients,
+    body: `
+      <p class="controls" id="gradient-controls">
+        <label>number <select id="gradient-number"></select></label>
+        <label>run <select id="gradient-run"></select></label>
+        <label>layer <select id="gradient-layer"></select></label>
+      </p>
+      <div id="gradient-plot" class="plot"></div>
+      <p id="gradient-note" class="note"></p>`,
   },
   {
     id: "formats", link: "Formats", heading: "Formats on the same tensors", formats: true, draw: drawFormats,
@@ -67,7 +110,8 @@ const SECTIONS = [
       <div id="cards"></div>
       <div id="left-out"></div>`,
   },
-];
+  { id: "files", link: "Figures", heading: "Figures beside this page", absent: !figures.length, draw: drawFigures, body: `<ul id="file-list"></ul>` },
+].filter((section) => !section.absent);
 
 function make(tag, text, attributes = {}) {
   const node = document.createElement(tag);
@@ -94,6 +138,30 @@ const layout = (more) => ({
   hovermode: "closest", showlegend: true, ...more,
 });
 const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: color("rule"), zeroline: false, ...more });
+
+const layerName = (layer) => (layer < 0 ? "?" : `L${layer}`);
+
+// Return a logarithmic axis for these numbers, with ticks at powers of ten, and between them if there are few.
+// It is linear if it spans so little that it would have one tick.
+function logAxis(title, values, more = {}) {
+  const logs = values.filter((value) => value > 0).map(Math.log10);
+  const [low, high] = [Math.min, Math.max].map((f) => logs.reduce((a, b) => f(a, b), logs[0] ?? 0));
+  if (high - low < 0.5) return axis(title, more);
+  return axis(title, { type: "log", dtick: high - low > 2 ? Math.ceil((high - low) / 6) : "D2", exponentformat: "power", ...more });
+}
+
+// Return the color of a line; on a dark page it is lighter.
+function onPage(hex) {
+  if (!matchMedia("(prefers-color-scheme: dark)").matches || !/^#[0-9a-f]{6}$/i.test(hex)) return hex;
+  const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  return `rgb(${parts.map((part) => Math.round(part + 0.45 * (255 - part))).join()})`;
+}
+
+// Return an axis of whole numbers.
+function wholeAxis(title, numbers, more = {}) {
+  const [low, high] = [Math.min, Math.max].map((f) => numbers.reduce((a, b) => f(a, b), numbers[0] ?? 0));
+  return axis(title, { ...(high - low < 10 ? { dtick: 1 } : { tickformat: ",d" }), ...more });
+}
 
 function fillSelect(id, entries, changed) {
   $(id).replaceChildren(...entries.map(([value, text]) => make("option", text, { value })));
@@ -129,10 +197,10 @@ function drawHeatmap() {
   const bottom = finite.reduce((a, b) => Math.min(a, b), top);
   // the color only; the text of a cell is in `text`
   const height = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
-  const few = data.layers.length * shown.length <= 900 && window.innerWidth >= NARROW;
+  const few = data.layers.length * shown.length <= 900 && !narrow();
   const trace = {
     type: "heatmap", z: z.map((row) => row.map(height)), x: shown.map((i) => labels[i]),
-    y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
+    y: data.layers.map(layerName), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
     zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
     hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
     ...(few ? { texttemplate: "%{text}", textfont: { size: 9 } } : {}),
@@ -193,7 +261,10 @@ function recall() {
   iterations();
   if (data.runs[chosen().run].iterations.includes(Number(view.get("iteration")))) $("iteration").value = view.get("iteration");
   if (kinds.includes(view.get("tensors"))) $("shown").value = view.get("tensors");
-  if (data.formats.length) follow();
+  if (data.formats.length) {
+    drawForFormat();
+    follow();
+  }
   return true;
 }
 
@@ -251,7 +322,7 @@ function drawHistogram(detail) {
   const ticks = { tickvals: x.filter((e) => e % every === 0), ticktext: labels.filter((_, i) => x[i] % every === 0) };
   Plotly.react("histogram", traces, layout({
     height: 380, barmode: "stack", bargap: 0.06, title: { text: `Values by magnitude, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
-    xaxis: axis("magnitude, from", ticks), yaxis: axis("values in a binade"), legend: { orientation: "h", y: -0.22 },
+    xaxis: axis("magnitude, from", ticks), yaxis: axis("values in a binade"), legend: { orientation: "h", y: narrow() ? -0.32 : -0.22 },
     yaxis2: { title: { text: "mean relative error" }, overlaying: "y", side: "right", type: "log", dtick: 1, tickformat: ".3~%", showgrid: false, range: errorRange(format) },
     margin: { l: 60, r: 70, t: 34, b: 50 },
   }), CONFIG);
@@ -344,12 +415,41 @@ function drawNumbers(detail) {
   $("detail-table").replaceChildren(head, ...rows);
 }
 
+const WORST_COLUMNS = ["tensor", "SQNR (dB)", "error by clipping", "error by underflow", "error by grid", "gain", "bias / mean magnitude"];
+const sorting = { column: 1, down: false }; // the order of the table of the worst tensors
+
+// Return the number by which a cell is sorted; unknown numbers come last.
+function rank(value) {
+  if (value === null || value === undefined) return sorting.down ? -Infinity : Infinity;
+  return value === "inf" ? Number.MAX_VALUE : value === "-inf" ? -Number.MAX_VALUE : value;
+}
+
+function worstRows() {
+  const [layer, text] = [$("worst-layer").value, $("worst-text").value.trim().toLowerCase()];
+  const { column, down } = sorting;
+  const rows = (data.worst[formatName()] ?? []).filter(([tensor]) =>
+    (layer === "" || data.at[tensor][2] === Number(layer)) && data.tensors[tensor].toLowerCase().includes(text));
+  rows.sort((a, b) => (column ? rank(a[column]) - rank(b[column]) : data.tensors[a[0]].localeCompare(data.tensors[b[0]], "en", { numeric: true })));
+  return down ? rows.reverse() : rows;
+}
+
 function drawWorst() {
   $("worst-note").textContent = `${data.judged}, in ${formatName()}, the format chosen above; causes as shares of the squared error;`;
   const head = make("tr");
-  const causes = ["clipping", "underflow", "grid"].map((cause) => `error by ${cause}`);
-  for (const name of ["tensor", "SQNR (dB)", ...causes, "gain", "bias / mean magnitude"]) head.append(make("th", name));
-  const rows = (data.worst[formatName()] ?? []).map(([tensor, sqnr, ...numbers]) => {
+  WORST_COLUMNS.forEach((name, i) => {
+    const cell = make("th", undefined, i === sorting.column ? { "aria-sort": sorting.down ? "descending" : "ascending" } : {});
+    const button = make("button", name, { class: "sort" });
+    button.onclick = () => {
+      Object.assign(sorting, { column: i, down: i === sorting.column && !sorting.down });
+      drawWorst();
+      document.querySelectorAll("#worst-table button.sort")[i].focus();
+    };
+    cell.append(button);
+    head.append(cell);
+  });
+  const [chosenRows, all] = [worstRows(), data.worst[formatName()] ?? []];
+  $("worst-count").textContent = `${show(chosenRows.length)} of ${show(all.length)} rows`;
+  const rows = chosenRows.map(([tensor, sqnr, ...numbers]) => {
     const row = make("tr", undefined, { class: "open", tabindex: 0 });
     for (const text of [data.tensors[tensor], decibel(sqnr), ...numbers.map(percent)]) row.append(make("td", text));
     row.onclick = () => jumpTo(tensor);
@@ -373,11 +473,16 @@ function goTo(tensor, format) {
   $("iteration").value = iteration;
   $("shown").value = data.results[place] ? "results" : "operands";
   opened = tensor;
-  if (data.formats.length) {
-    drawHeatmap();
-    drawWorst();
-  }
+  if (data.formats.length) drawForFormat();
   open(tensor);
+}
+
+// Draw what depends on the format, if it is another one than that drawn before.
+let drawnFormat = null;
+function drawForFormat() {
+  if (drawnFormat === formatIndex()) return drawHeatmap();
+  drawnFormat = formatIndex();
+  for (const section of SECTIONS) if (section.follows) section.draw();
 }
 
 function jumpTo(tensor, format) {
@@ -405,9 +510,9 @@ function sqnrTraces(medians, x, mode) {
   const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 0);
   const exact = top + 0.06 * Math.max(top - finite.reduce((a, b) => Math.min(a, b), top), 1);
   return data.formats.map((format, i) => ({
-    type: "scatter", mode, name: plain(format.name), line: { color: format.color, width: 1.5 }, x,
+    type: "scatter", mode, name: plain(format.name), line: { color: onPage(format.color), width: 1.5 }, x,
     y: medians[i].map((value) => (value === "inf" ? exact : typeof value === "number" ? value : null)),
-    marker: { size: 7, color: format.color, symbol: medians[i].map((value) => (value === "inf" ? "triangle-up" : "circle")) },
+    marker: { size: 7, color: onPage(format.color), symbol: medians[i].map((value) => (value === "inf" ? "triangle-up" : "circle")) },
     text: medians[i].map((value) => decibel(value) + (typeof value === "number" ? " dB" : "")),
     hovertemplate: "%{x}: %{text}",
   }));
@@ -440,7 +545,7 @@ function drawTypes() {
   for (const [type, kind, layer, value] of data.by_type) {
     const key = `${type}, ${KINDS[kind]}`;
     if (!groups.has(key)) groups.set(key, {
-      type: "scatter", mode: "lines+markers", name: plain(key), x: [], y: [], line: { color: colors[type], dash: dash[kind], width: 1.5 },
+      type: "scatter", mode: "lines+markers", name: plain(key), x: [], y: [], line: { color: onPage(colors[type]), dash: dash[kind], width: 1.5 },
     });
     groups.get(key).x.push(layer);
     groups.get(key).y.push(value > 0 ? value : null);
@@ -449,7 +554,7 @@ function drawTypes() {
   const equal = [...groups.values()].filter((group) => !drawn.includes(group)).map((group) => group.name);
   if (equal.length) $("types-note").textContent += ` Not drawn, because equal to the run without quantization: ${equal.join("; ")}.`;
   Plotly.newPlot("by-type", drawn, layout({
-    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("‖x - x0‖ / ‖x0‖", { type: "log" }),
+    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: logAxis("‖x - x0‖ / ‖x0‖", drawn.flatMap(({ y }) => y)),
   }), CONFIG);
 }
 
@@ -489,6 +594,271 @@ function drawWarnings() {
   }) : [make("li", "none: no NaN, no Inf, no format loses more than the limits allow")]));
 }
 
+// Return the name of a run in a legend; the ID is left out if the type is enough.
+function runName(run) {
+  const several = data.runs.filter(({ type }) => type === run.type).length > 1;
+  return several ? `${run.type} ${run.id || "(unknown run)"}` : run.type;
+}
+
+// Return the traces of one run: loss and gradient norm, with marks where tensors were collected or
+// a number is not finite.
+function lossTraces(run, entry) {
+  const [name, shade] = [plain(runName(run)), onPage(run.color)];
+  const [collected, broken] = [new Set(entry.collected), new Set(entry.broken)];
+  const at = data.runs.indexOf(run);
+  const traces = [];
+  for (const [key, yaxis, words] of [["loss", "y", "loss"], ["grad_norm", "y2", "gradient norm"]]) {
+    const y = entry[key].map((value) => (typeof value === "number" ? value : null));
+    traces.push({
+      type: "scatter", mode: "lines", x: entry.iteration, y, yaxis, name, legendgroup: name, showlegend: key === "loss",
+      line: { color: shade, width: 1.5 }, hovertemplate: `${name}, iteration %{x}: ${words} %{y:.5g}<extra></extra>`,
+    });
+    const marked = entry.iteration.map((n, i) => [n, y[i]]).filter(([n, value]) => collected.has(n) && value !== null);
+    traces.push({
+      type: "scatter", mode: "markers", x: marked.map(([n]) => n), y: marked.map(([, value]) => value), yaxis, legendgroup: name, showlegend: false,
+      customdata: marked.map(([n]) => [at, n]), marker: { size: 9, color: shade, line: { color: color("ink"), width: 1 } },
+      hovertemplate: `${name}, iteration %{x}: ${words} %{y:.5g}; tensors were collected<extra></extra>`,
+    });
+    const known = y.filter((value) => value !== null);
+    const top = known.reduce((a, b) => Math.max(a, b), known[0] ?? 1);
+    const lost = entry.iteration.filter((n, i) => broken.has(n) && y[i] === null);
+    if (lost.length) traces.push({
+      type: "scatter", mode: "markers", x: lost, y: lost.map(() => top), yaxis, legendgroup: name, showlegend: false,
+      marker: { size: 11, symbol: "x", color: color("alarm") }, hovertemplate: `${name}, iteration %{x}: ${words} is NaN or infinite<extra></extra>`,
+    });
+  }
+  return traces;
+}
+
+function drawTraining() {
+  const items = data.training.flatMap(({ notes }, i) => notes.map((note) => make("li", `${runName(data.runs[i])}: ${note}`)));
+  $("events").replaceChildren(...items);
+  const known = data.training.map((entry, i) => [data.runs[i], entry]).filter(([, entry]) => entry.iteration);
+  const without = data.runs.filter((_, i) => !data.training[i].iteration).map(runName);
+  const reason = "it was collected by an older version, or by a trainer that does not pass its loss on";
+  if (!known.length) {
+    Plotly.purge("loss");
+    $("training-note").textContent = `The dump has no losses: ${reason}.`;
+    return;
+  }
+  const marks = known.flatMap(([run, { kept }]) => kept.map((iteration) => ({ run, iteration })));
+  $("training-note").textContent = "Circles: iterations with tensors; a click shows them in the map."
+    + (marks.length ? " Dashed: the iteration at which a ring was written." : "")
+    + (known.some(([, entry]) => entry.broken.length) ? " Crosses: NaN or infinite." : "")
+    + (known.some(([, entry]) => entry.thinned) ? " Of long runs, the lowest and the highest values are drawn." : "")
+    + (without.length ? ` Without losses: ${without.join(", ")}; ${reason}.` : "");
+  const losses = known.flatMap(([, { loss }]) => loss).filter((value) => typeof value === "number");
+  const [low, high] = [Math.min, Math.max].map((f) => losses.reduce((a, b) => f(a, b), losses[0] ?? 1));
+  const norms = known.flatMap(([, entry]) => entry.grad_norm).filter((value) => typeof value === "number");
+  const half = { domain: [0.45, 1] };
+  Plotly.react("loss", known.flatMap(([run, entry]) => lossTraces(run, entry)), layout({
+    height: 460, xaxis: wholeAxis("iteration", known.flatMap(([, { iteration }]) => iteration), { anchor: "y2" }),
+    yaxis: low > 0 && high > 10 * low ? logAxis("loss", losses, half) : axis("loss", half),
+    yaxis2: logAxis("gradient norm", norms, { domain: [0, 0.37] }),
+    legend: { orientation: "h", y: 1.1 }, showlegend: known.length > 1,
+    shapes: marks.map(({ iteration: x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { color: color("alarm"), dash: "dash", width: 1.5 } })),
+  }), CONFIG);
+  $("loss").removeAllListeners?.("plotly_click");
+  $("loss").on("plotly_click", ({ points: [{ customdata }] }) => {
+    if (!customdata || !data.formats.length) return;
+    $("run").value = customdata[0];
+    iterations();
+    $("iteration").value = customdata[1];
+    follow();
+    $("map").scrollIntoView();
+  });
+}
+
+// Return the maps of one layer: one list of bytes per head.
+function unpackMaps(text, side) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  return Array.from({ length: bytes.length / side ** 2 }, (_, i) => bytes.subarray(i * side ** 2, (i + 1) * side ** 2));
+}
+
+// Return a map of numbers. `value` converts a byte; 0 stands for a masked pixel. Several heads are averaged.
+function averageMap(maps, side, value) {
+  const mean = (i) => {
+    const bytes = maps.map((map) => map[i]).filter(Boolean);
+    return bytes.length ? bytes.reduce((sum, byte) => sum + value(byte), 0) / bytes.length : null;
+  };
+  return Array.from({ length: side }, (_, row) => Array.from({ length: side }, (_, column) => mean(row * side + column)));
+}
+
+function prepareAttention() {
+  const { layers = [], why } = data.attention;
+  $("attention-controls").hidden = Boolean(why);
+  fillSelect("attention-layer", layers.map(({ layer }, i) => [i, layerName(layer)]), () => {
+    prepareHeads();
+    drawAttention();
+  });
+  if (layers.length) prepareHeads();
+}
+
+function prepareHeads() {
+  const { heads } = data.attention.layers[Number($("attention-layer").value)];
+  const before = $("attention-head").value;
+  fillSelect("attention-head", [["mean", heads.length > 1 ? `mean of ${heads.length}` : "mean"], ...heads.map((head, i) => [i, head])], drawAttention);
+  $("attention-head").value = before !== "" && before !== "mean" && Number(before) < heads.length ? before : before === "mean" ? "mean" : 0;
+}
+
+function drawAttention() {
+  const { why, layers, source, tokens, all_layers: allLayers, recomputed } = data.attention;
+  if (why) {
+    $("attention-note").textContent = `No attention maps: ${why}.`;
+    return;
+  }
+  const entry = layers[Number($("attention-layer").value)];
+  const choice = $("attention-head").value;
+  const name = data.formats.length ? formatName() : null;
+  const operands = recomputed ? "query, key and the probabilities" : "the probabilities";
+  $("attention-note").textContent = `${source}; first sequence, ${show(tokens)} tokens`
+    + `${allLayers > layers.length ? `, ${layers.length} of ${allLayers} layers` : ""}`
+    + `${entry.all_heads > entry.heads.length ? `, ${entry.heads.length} of ${entry.all_heads} heads` : ""}. `
+    + "A map has the mean of the visible pairs in each pixel; 1: as uniform attention over all earlier tokens."
+    + (name ? ` Difference: ${operands} quantized to ${name}, minus the probabilities without quantization, in the same unit.` : "");
+  drawMaps(entry, choice, name);
+  if (!name) {
+    for (const id of ["attention-moved", "attention-change"]) Plotly.purge(id);
+    return;
+  }
+  drawMoved(layers, name);
+}
+
+function drawMaps(entry, choice, name) {
+  const { side, heads } = entry;
+  const chosenMaps = (text) => unpackMaps(text, side).filter((_, i) => choice === "mean" || i === Number(choice));
+  const at = Array.from({ length: side }, (_, i) => Math.floor((i * data.attention.tokens) / side));
+  const what = choice === "mean" ? "mean of the heads" : `head ${heads[Number(choice)]}, ${show(entry.entropy[Number(choice)])} bits`;
+  const draw = (id, z, title, colorbar, reach, hover) => Plotly.react(id, [{
+    type: "heatmap", z, x: at, y: at, colorscale: DIVERGING, zmin: -reach, zmax: reach, hoverongaps: false, colorbar, ...hover,
+  }], layout({
+    height: 380, title: { text: title, font: { size: 13 }, x: 0.01 }, plot_bgcolor: color("shade"),
+    xaxis: axis("key", { showgrid: false }), yaxis: axis("query", { autorange: "reversed", showgrid: false }),
+  }), CONFIG);
+  const linear = averageMap(chosenMaps(entry.maps), side, (byte) => 2 ** (((byte - 1) / 254) * 10 - 5));
+  const text = linear.map((row) => row.map((value) => (value === null ? "" : show(value))));
+  const logs = linear.map((row) => row.map((value) => (value === null ? null : Math.log2(value))));
+  const most = logs.flat().filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  const reach = Math.min(Math.max(Math.ceil(most[Math.floor(0.99 * (most.length - 1))] ?? 1), 1), 5);
+  const tickvals = Array.from({ length: 2 * reach + 1 }, (_, i) => i - reach);
+  const ticks = { tickvals, ticktext: tickvals.map((e) => (e < 0 ? `1/${2 ** -e}` : String(2 ** e))) };
+  draw("attention-map", logs, `${layerName(entry.layer)}, ${what}: probability / uniform`, ticks, reach,
+    { customdata: text, hovertemplate: "query %{y}, key %{x}: %{customdata} times uniform<extra></extra>" });
+  if (!name) return;
+  const { maps, most: largest } = entry.formats[name];
+  const change = averageMap(chosenMaps(maps), side, (byte) => Math.sign(byte - 128) * ((byte - 128) / 127) ** 2 * largest);
+  const sizes = change.flat().filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  const end = sizes[Math.floor(0.99 * (sizes.length - 1))] || largest || 1; // an outlier does not hide the rest
+  draw("attention-change", change, `difference in ${plain(name)}${largest ? "" : ": none"}`, {}, end,
+    { hovertemplate: "query %{y}, key %{x}: %{z:.3g}<extra></extra>" });
+}
+
+function drawMoved(layers, name) {
+  const slots = layers.reduce((most, { heads }) => Math.max(most, heads.length), 0);
+  const z = layers.map(({ formats }) => formats[name].moved.map((value) => (typeof value === "number" ? 100 * value : null)));
+  $("attention-title").textContent = `Share of a query's attention that ${name} moves to other keys; a click shows the head`;
+  Plotly.react("attention-moved", [{
+    type: "heatmap", z, x: Array.from({ length: slots }, (_, i) => i), y: layers.map(({ layer }) => layerName(layer)), xgap: 1, ygap: 1,
+    colorscale: "Viridis", zmin: 0, zmax: z.flat().reduce((a, b) => Math.max(a, b), 0) || 1, colorbar: { title: { text: "%" } }, text: z.map((row) => row.map((value) => (value === null ? "" : value.toPrecision(2)))),
+    customdata: layers.map(({ heads }) => heads), hoverongaps: false,
+    ...(layers.length * slots <= 200 ? { texttemplate: "%{text}", textfont: { size: 10 } } : {}),
+    hovertemplate: "%{y} head %{customdata}: %{text} % of a query's attention move to other keys<extra></extra>",
+  }], layout({
+    height: Math.min(130 + 24 * layers.length, 420), margin: { l: 46, r: 10, t: 34, b: 44 },
+    xaxis: axis("head", { tickvals: layers[0].heads.map((_, i) => i), ticktext: layers[0].heads, showgrid: false }),
+    yaxis: { autorange: "reversed", type: "category" },
+  }), CONFIG);
+  $("attention-moved").removeAllListeners?.("plotly_click");
+  $("attention-moved").on("plotly_click", ({ points: [{ pointNumber: [layer, head] }] }) => {
+    $("attention-layer").value = layer;
+    prepareHeads();
+    $("attention-head").value = head;
+    drawAttention();
+  });
+}
+
+// Styles of lines by the name of the gradient, so that the colors only tell the modules apart.
+const DASHES = {
+  grad_output: "solid", grad_input: "dash", grad_weight: "dot", grad_query: "dashdot", grad_key: "longdash", grad_value: "longdashdot",
+};
+const MODULE_COLORS = ["#2a6f97", "#d1495b", "#3a8f5c", "#b8860b", "#7b4fa3", "#4d4d4d", "#d9770f", "#17a2a8"];
+const ALL_LAYERS = -2; // the layer of a row of gradients that stands for all layers
+const GRADIENT_NUMBERS = [
+  ["rms", "rms, median", true], ["amax", "largest magnitude", true], ["underflow", "share that becomes zero", false], ["sqnr", "SQNR (dB), median", false],
+];
+
+function prepareGradients() {
+  $("gradient-controls").hidden = !data.gradients.length;
+  const numbers = GRADIENT_NUMBERS.slice(0, data.formats.length ? 4 : 2);
+  fillSelect("gradient-number", numbers.map(([id, text]) => [id, text]), drawGradients);
+  const runs = new Set(data.gradients.map(([run]) => run));
+  fillSelect("gradient-run", data.runs.map((run, i) => [i, `${run.type} (${run.id || "unknown run"})`]).filter(([i]) => runs.has(i)), drawGradients);
+  const layers = [...new Set(data.gradients.map((row) => row[2]))].filter((layer) => layer !== ALL_LAYERS).sort((a, b) => a - b);
+  fillSelect("gradient-layer", [["", "all"], ...layers.map((l) => [l, layerName(l)])], drawGradients);
+}
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+function drawGradients() {
+  if (!data.gradients.length) {
+    $("gradient-note").textContent = "No gradients were collected; collect backward operations too.";
+    return;
+  }
+  const [id, title, logarithmic] = GRADIENT_NUMBERS.find(([name]) => name === $("gradient-number").value);
+  const ofFormat = id === "underflow" || id === "sqnr";
+  const column = { rms: 4, amax: 5, underflow: 6, sqnr: 7 }[id] + (ofFormat ? 2 * formatIndex() : 0);
+  const layer = $("gradient-layer").value;
+  const rows = data.gradients.filter((row) => row[0] === Number($("gradient-run").value) && (layer === "" || row[2] === Number(layer)));
+  const several = new Set(rows.map((row) => row[1])).size > 1;
+  const groups = new Map();
+  for (const row of rows) {
+    if (typeof row[column] !== "number") continue;
+    const [place, x] = [row[3], several ? row[1] : row[2]];
+    if (!groups.has(place)) groups.set(place, new Map());
+    const points = groups.get(place);
+    points.set(x, [...(points.get(x) ?? []), row[column]]);
+  }
+  const middle = id === "amax" ? (values) => values.reduce((a, b) => Math.max(a, b)) : median;
+  const parts = [...new Set(data.gradients.map((row) => data.places[row[3]].replace(/ [^ ]*$/, "")))];
+  const traces = [...groups].sort(([a], [b]) => a - b).map(([place, points]) => {
+    const x = [...points.keys()].sort((a, b) => a - b);
+    const [part, tensor] = [data.places[place].replace(/ [^ ]*$/, ""), data.places[place].split(" ").at(-1)];
+    const shade = onPage(MODULE_COLORS[parts.indexOf(part) % MODULE_COLORS.length]);
+    return {
+      type: "scatter", mode: "lines+markers", name: labels[place], x, y: x.map((n) => middle(points.get(n))),
+      marker: { size: 6, color: shade }, line: { width: 1.5, color: shade, dash: DASHES[tensor] ?? "solid" },
+      hovertemplate: `${several ? "iteration" : "layer"} %{x}: %{y:.4g}`,
+    };
+  });
+  const where = ofFormat ? ` in ${formatName()}, the format chosen above` : "";
+  $("gradient-note").textContent = (several ? "" : "One iteration was collected, so that the gradients are shown by layer. ")
+    + (several && layer === "" ? `Over all layers${id === "amax" ? ": the largest" : ": the median"}${where}.` : where && `Values${where}.`);
+  Plotly.react("gradient-plot", traces, layout({
+    height: narrow() ? 620 : 440, xaxis: wholeAxis(several ? "iteration" : "layer", traces.flatMap(({ x }) => x)),
+    yaxis: logarithmic ? logAxis(title, traces.flatMap(({ y }) => y)) : axis(title, id === "underflow" ? { tickformat: ".3~%", rangemode: "tozero" } : {}),
+    legend: { orientation: "h", y: narrow() ? -0.3 : -0.2 },
+  }), CONFIG);
+}
+
+// List the figures by folder. Their names come from the program that wrote them into the page.
+function drawFigures() {
+  const folders = [...new Set(figures.map(folderOf))];
+  $("file-list").replaceChildren(...folders.map((folder) => {
+    const item = make("li", folder ? `${folder}: ` : "");
+    for (const path of figures.filter((each) => folderOf(each) === folder)) {
+      const href = `./${path.split("/").map(encodeURIComponent).join("/")}`;
+      item.append(make("a", path.slice(folder ? folder.length + 1 : 0), { href }), " ");
+    }
+    return item;
+  }));
+}
+
+const folderOf = (path) => path.slice(0, Math.max(path.lastIndexOf("/"), 0));
+
 function drawRuns() {
   $("cards").replaceChildren(...data.runs.map((run) => {
     const card = make("details");
@@ -521,8 +891,7 @@ for (const { id, link, heading, body } of SECTIONS) {
   $("links").append(make("a", link, { href: `#${id}` }), " ");
 }
 fillSelect("format", data.formats.map((format, i) => [i, format.name]), () => {
-  drawHeatmap();
-  drawWorst();
+  drawForFormat();
   remember();
   if (opened !== null) open(opened);
 });
@@ -533,7 +902,12 @@ fillSelect("run", data.runs.map((run, i) => [i, `${run.type} (${run.id || "unkno
 const kinds = ["operands", "results"].filter((name) => data.results.includes(name === "results"));
 fillSelect("shown", kinds.map((name) => [name, `${name} of matmuls`]), follow);
 iterations();
+fillSelect("worst-layer", [["", "all"], ...data.layers.map((l) => [l, layerName(l)])], drawWorst);
+$("worst-text").oninput = drawWorst;
+prepareAttention();
+prepareGradients();
 drawHeader();
+if (data.formats.length) drawnFormat = formatIndex();
 for (const section of SECTIONS) if (data.formats.length || !section.formats) section.draw();
 $("heatmap").onkeydown = step;
 const lowest = data.formats.length ? data.worst[formatName()]?.[0] : undefined;

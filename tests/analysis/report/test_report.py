@@ -18,7 +18,7 @@ from megatron.analysis.report import render
 from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
-from tests.analysis.fake_dump import FORMATS, write_two_types
+from tests.analysis.fake_dump import FORMATS, RUNS, write_events, write_two_types
 from tests.analysis.report.browser import browser, find_browser
 
 
@@ -26,6 +26,11 @@ from tests.analysis.report.browser import browser, find_browser
 def dump(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     write_two_types(folder)
+    trained = {"event": "trained", "iterations": [1, 2, 3], "loss": [4.0, 9.0, "nan"]}
+    trained |= {"grad_norm": [1.0, None, "inf"]}
+    why = "loss 9, 2.25 times the level before at iteration 2"
+    kept = {"event": "kept", "why": why, "iterations": [1, 2]}
+    write_events(folder / "mxfp8", RUNS["mxfp8"], trained, kept)
     return folder
 
 
@@ -285,6 +290,97 @@ def test_the_scales_of_nvfp4_are_shown_by_their_values(tab, page, figure_data):
     values = 2.0 ** expected[np.isfinite(expected)]
     assert len(set(ticks)) == len(ticks)
     assert all(np.isclose(values, float(tick), rtol=1e-2).any() for tick in ticks)
+    assert tab.messages == []
+
+
+def test_the_loss_says_why_the_ring_was_written_and_a_click_shows_the_tensors(tab, page):
+    tab.open(page)
+    notes = tab.evaluate(
+        "Array.from(document.querySelectorAll('#events li'), (n) => n.textContent)"
+    )
+    written = "mxfp8: The ring was written: at iteration 2, the loss was 9, 2.25 times its level "
+    assert f"{written}before. The dump has iterations 1 to 2." in notes
+    traces = tab.evaluate("$('loss').data.map((t) => [t.mode, t.yaxis, t.x, t.y])")
+    assert ["lines", "y", [1, 2, 3], [4, 9, None]] in traces
+    assert ["lines", "y2", [1, 2, 3], [1, None, None]] in traces
+    assert ["markers", "y", [1, 2], [4, 9]] in traces, "iterations with tensors"
+    assert ["markers", "y", [3], [9]] in traces, "NaN, at the top"
+    assert tab.evaluate("$('loss').layout.shapes.map((s) => s.x0)") == [2]
+    assert "Without losses: bf16" in tab.evaluate("$('training-note').textContent")
+    tab.evaluate("$('loss').emit('plotly_click', { points: [{ customdata: [1, 2] }] }), 1")
+    assert tab.evaluate("[Number($('run').value), Number($('iteration').value)]") == [1, 2]
+    assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    assert tab.messages == []
+
+
+def test_attention_follows_the_layer_the_head_and_the_format(tab, page):
+    tab.open(page)
+    data = embedded(page)["attention"]
+    assert [entry["layer"] for entry in data["layers"]] == [0, 1]
+    tab.evaluate("$('format').value = 1, $('format').onchange(), 1")
+    tab.evaluate("$('attention-layer').value = 1, $('attention-layer').onchange(), 1")
+    tab.evaluate("$('attention-head').value = 1, $('attention-head').onchange(), 1")
+    moved = [entry["formats"][FORMATS[1]]["moved"] for entry in data["layers"]]
+    drawn = np.array(tab.evaluate("$('attention-moved').data[0].z"))
+    np.testing.assert_allclose(drawn, 100 * np.array(moved))
+    side, heads = data["layers"][1]["side"], len(data["layers"][1]["heads"])
+    codes = np.frombuffer(base64.b64decode(data["layers"][1]["maps"]), np.uint8)
+    codes = codes.reshape(heads, side, side)[1].astype(float)
+    expected = np.where(codes == 0, np.nan, (codes - 1) / 254 * 10 - 5)
+    shown = np.array(tab.evaluate("$('attention-map').data[0].z"), dtype=float)
+    np.testing.assert_allclose(shown, expected, atol=1e-9)
+    assert FORMATS[1] in tab.evaluate("$('attention-change').layout.title.text")
+    mean = "$('attention-head').value = 'mean', $('attention-head').onchange()"
+    tab.evaluate(f"{mean}, 1")
+    assert "mean of the heads" in tab.evaluate("$('attention-map').layout.title.text")
+    tab.evaluate(
+        "$('attention-moved').emit('plotly_click', { points: [{ pointNumber: [0, 1] }] }), 1"
+    )
+    assert tab.evaluate("[$('attention-layer').value, $('attention-head').value]") == ["0", "1"]
+    assert tab.messages == []
+
+
+def test_gradients_are_drawn_over_iterations_or_layers(tab, page, figure_data):
+    tab.open(page)
+    table = figure_data.tensors
+    own = table[(table["kind"] == "gradient") & (table["quant_type"] == "bf16")]
+    medians = own.groupby(["place", "iteration"])["rms"].median()
+    drawn = tab.evaluate("$('gradient-plot').data.map((t) => [t.name, t.x, t.y])")
+    assert len(drawn) == own["place"].nunique()
+    for name, x, y in drawn:
+        place = name.removesuffix(" (result)")
+        assert y == pytest.approx([medians[place, iteration] for iteration in x], rel=1e-4)
+    tab.evaluate("$('gradient-number').value = 'sqnr', $('gradient-number').onchange(), 1")
+    names = tab.evaluate("$('gradient-plot').data.map((t) => t.name)")
+    assert sorted(names) == ["core grad_output", "qkv grad_output"], "operands only"
+    assert "in mxfp8, the format chosen above" in tab.evaluate("$('gradient-note').textContent")
+    assert tab.messages == []
+
+
+def test_the_worst_tensors_can_be_sorted_and_filtered(tab, page):
+    tab.open(page)
+    rows = """Array.from(document.querySelectorAll('#worst-table tr.open'),
+                         (row) => row.cells[0].textContent)"""
+    everything = tab.evaluate(rows)
+    worst = embedded(page)["worst"][FORMATS[0]]
+    names = embedded(page)["tensors"]
+    assert everything == [names[row[0]] for row in worst]
+    tab.evaluate("$('worst-layer').value = 1, $('worst-layer').onchange(), 1")
+    of_layer = tab.evaluate(rows)
+    assert of_layer == [name for name in everything if name.startswith("L1 ")] != []
+    tab.evaluate("$('worst-text').value = 'GRAD', $('worst-text').oninput(), 1")
+    assert tab.evaluate(rows) == [name for name in of_layer if "grad" in name]
+    assert tab.evaluate("$('worst-count').textContent") == (
+        f"{len(tab.evaluate(rows))} of {len(everything)} rows"
+    )
+    tab.evaluate(
+        "$('worst-layer').value = '', $('worst-text').value = '', $('worst-text').oninput(), 1"
+    )
+    for clicks, reverse in ((1, False), (2, True)):
+        tab.evaluate("document.querySelectorAll('#worst-table .sort')[5].click(), 1")
+        shown = [worst[everything.index(name)][5] for name in tab.evaluate(rows)]
+        assert shown == sorted(shown, reverse=reverse), clicks
+    assert tab.evaluate("document.querySelectorAll('th[aria-sort]').length") == 1
     assert tab.messages == []
 
 
