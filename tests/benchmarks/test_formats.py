@@ -8,7 +8,7 @@ import pytest
 
 from megatron.fake_quant import FORMATS, get_format
 from tests import forks
-from tests.subprocesses import REPO, run
+from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
@@ -25,7 +25,7 @@ OPTIONS = ("--quick", "--threads", "1", "--peers-python", sys.executable)
 
 
 def benchmark(*options):
-    return run([sys.executable, SCRIPT, *OPTIONS, *options])
+    return forks.run(SCRIPT, *OPTIONS, *options, libraries_only=True)
 
 
 def test_quick_run_agrees_with_the_peers_that_are_here(tmp_path):
@@ -74,7 +74,8 @@ def test_mistakes_are_one_line(options, said):
 
 
 def test_help_shows_commands():
-    assert "python benchmarks/formats.py --quick" in run([sys.executable, SCRIPT, "--help"]).stdout
+    done = forks.run(SCRIPT, "--help", libraries_only=True)
+    assert "python benchmarks/formats.py --quick" in done.stdout
 
 
 def case(differ, **more):

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 sys.path.insert(0, str(REPO / "script/data"))
@@ -198,7 +199,8 @@ def test_dolma_is_fetched_from_where_its_list_says(tmp_path, server, capsys):
 @pytest.mark.parametrize("script", [WIKIPEDIA, DOLMA], ids=lambda path: path.stem)
 def test_the_scripts(tmp_path, script):
     """The scripts print help, report a missing network, and tokenize a folder."""
-    env = environment(LAB_PYTHON=sys.executable, HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "hf")
+    python = forks.interpreter("libraries")
+    env = environment(LAB_PYTHON=python, HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "hf")
     bash = functools.partial(run, cwd=tmp_path, env=env)
     shown = bash(["bash", script, "--help"])
     assert shown.returncode == 0

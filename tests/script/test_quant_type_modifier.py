@@ -14,7 +14,8 @@ import pytest
 import quant_type_modifier
 from megatron.fake_quant import policy
 from megatron.fake_quant.settings import read_settings
-from tests.subprocesses import REPO, environment, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 VARIABLES = ("CUSTOM_QUANT_TYPE", "LINEAR_QUANT_TYPE", "QK_QUANT_TYPE", "PV_QUANT_TYPE")
 
@@ -195,8 +196,8 @@ def test_a_process_that_is_killed_leaves_a_whole_file_and_no_lock(settings, call
 def test_it_runs_from_anywhere(tmp_path):
     script = REPO / "script" / "quant_type_modifier.py"
     variables = environment(QUANT_SETTINGS_FILE=tmp_path / "s.json")
-    done = run([sys.executable, script, "--check"], cwd=tmp_path, env=variables)
+    done = forks.run(script, "--check", cwd=tmp_path, env=variables, libraries_only=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("linear: bf16 (default)")
-    done = run([sys.executable, script, "--help"], cwd=tmp_path, env=variables)
+    done = forks.run(script, "--help", cwd=tmp_path, env=variables, libraries_only=True)
     assert "--restore" in done.stdout
