@@ -86,7 +86,7 @@ TRACKING = {
 # Additional packages for tests/run_tests.sh.
 TEST = {
     "pytest": ">=8.0",  # the test runner
-    "pytest-xdist": ">=3.5",  # runs tests in parallel; most of them wait for a subprocess
+    "pytest-xdist": ">=3.8",  # runs tests in parallel; 3.8 added --no-loadscope-reorder
     "ml_dtypes": ">=0.5",  # an independent implementation of the FP8, FP6 and FP4 formats
     "en_dtypes": ">=0.0.4",  # an independent implementation of HiFloat8
     "hypothesis": ">=6.100",  # searches for tensors that violate a property of the formats

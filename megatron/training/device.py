@@ -24,11 +24,12 @@ _NOISE = (
 
 
 #: messages of megatron-core 0.17 and later to suppress, by logger: they recommend another model
-#: class, another library for asynchronous saves and another way to lay out the gradients, which a
-#: user of this program cannot choose
+#: class, another library for asynchronous saves, another way to lay out the gradients and another
+#: name of a function, which a user of this program cannot choose
 _NOTICES = {
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_",
     "megatron.core.models.gpt._upstream_gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.serialization": "megatron.core.dist_checkpointing.serial",
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
 }
 
