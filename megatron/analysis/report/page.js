@@ -154,7 +154,7 @@ function logAxis(title, values, more = {}) {
 function onPage(hex) {
   if (!matchMedia("(prefers-color-scheme: dark)").matches || !/^#[0-9a-f]{6}$/i.test(hex)) return hex;
   const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  return `rgb(${parts.map((part) => Math.round(part + 0.45 * (255 - part))).join()})`;
+  return `rgb(${parts.map((part) => Math.round(part + 0.3 * (255 - part))).join()})`;
 }
 
 // Return an axis of whole numbers.
