@@ -60,8 +60,7 @@ def _set_up(request: Request, sources: Sources) -> None:
     if not torch.cuda.is_available():
         _set_variables_without_cuda()
         script = [] if request.is_module else [Path(request.script).resolve().parent]
-        folders = [*script, *(folder.parent for folder in sources.folders)]
-        cpu_backend.activate_for_scripts(*folders)
+        cpu_backend.activate_for_scripts(*script, *sources.trees())
     children.prepare_children(request)
     try:
         policy.configure(**request.formats)

@@ -25,6 +25,7 @@ from megatron.overlay.replacements import (
 OURS = Path(__file__).resolve().parents[1]  #: folder `megatron` of this tree
 #: modules and packages in `megatron` that come from this tree: all of them except `training`
 PARTS = tuple(part.name for part in iter_modules([str(OURS)]) if part.name != "training")
+INSTALLED = ("site-packages", "dist-packages")  #: names of folders with installed packages
 #: the compiled helpers of megatron-core's data sets, which a source checkout lacks
 HELPERS = "megatron.core.datasets.helpers_cpp"
 
@@ -44,6 +45,15 @@ class Sources:
         """Return the folder of the package `megatron.NAME`; None if there is none."""
         packages = (folder / name for folder in self.folders)
         return next((folder for folder in packages if folder.is_dir()), None)
+
+    def trees(self) -> list[Path]:
+        """Return the root of each source tree, and the folder `megatron` of an installed package.
+
+        The parent of an installed package also contains torch, which is no part of a tree.
+        """
+        return [
+            folder if folder.parent.name in INSTALLED else folder.parent for folder in self.folders
+        ]
 
     def hidden(self) -> list[Path]:
         """Return packages and modules of the script's tree that this tree's parts replace."""

@@ -15,6 +15,7 @@ import torch
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.verify import verify
 from megatron.core._overlay import installed_release
+from megatron.overlay.module_sources import Sources
 from tests import forks
 from tests.subprocesses import REPO, environment
 
@@ -87,6 +88,13 @@ def test_statistics_are_saved_with_the_losses_of_the_script(tmp_path):
     tables = [pd.read_parquet(path) for path in (tmp_path / "statistics").rglob("iterations_*")]
     assert len(expected) == 2
     assert {float(loss) for table in tables for loss in table["loss"]} == expected
+
+
+def test_only_code_of_the_trees_sees_a_cuda_device():
+    """The parent of an installed megatron-core holds torch, which would then look for a GPU."""
+    installed = Path("/env/lib/python3.12/site-packages/megatron")
+    sources = Sources((Path("/home/Megatron-LM/megatron"), installed))
+    assert sources.trees() == [Path("/home/Megatron-LM"), installed]
 
 
 def test_the_script_is_started_as_a_plain_script():

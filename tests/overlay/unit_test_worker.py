@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-SECONDS = 60  #: time limit of a test
+SECONDS = 120  #: time limit of a test
 MOST_KILLED = 3  #: killed tests of a file after which its other tests are not run
 REASON = 300  #: longest text that is kept of an error, in characters
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=")
