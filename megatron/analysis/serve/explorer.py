@@ -18,6 +18,7 @@ from megatron.analysis.serve.address import Address
 from megatron.analysis.serve.catalog import Catalog
 from megatron.analysis.serve.contents import Contents
 from megatron.analysis.serve.follower import Follower
+from megatron.analysis.serve.maps import chosen_tensors
 from megatron.analysis.serve.measuring import Measurer
 from megatron.analysis.serve.panels import Subject
 from megatron.analysis.serve.statistics import Numbers
@@ -111,8 +112,15 @@ class Explorer:
             return -1
 
     def version(self, address: Address) -> list[int]:
-        """Return numbers that change if what the map of an address shows may have changed."""
-        return [self.catalog.version, self.numbers.version]
+        """Return numbers that change if the tensors of a map or their statistics change."""
+        catalog, found = self.catalog, []
+        for run in filter(None, (address.run, address.other)):
+            chosen = chosen_tensors(catalog, address.but(run=run))
+            rows = self.numbers.rows_of(catalog.ids[chosen], catalog.stamps[chosen])
+            found += [len(chosen), int((rows >= 0).sum())]
+            for name in dict.fromkeys([*self.formats, address.format]):
+                found.append(int((~self.numbers.missing(rows, [name])).sum()))
+        return found
 
     def resolved(self, search: str | None) -> Address:
         """Return the address in a query, with the defaults of this dump."""

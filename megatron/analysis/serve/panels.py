@@ -45,6 +45,7 @@ class Shown:
     figure: Figure | None
     note: str = ""
     table: pd.DataFrame | None = None  #: numbers for the download
+    second: Figure | None = None  #: figure beside the first one
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def histogram(subject: Subject) -> Shown:
     figure = {
         "data": data,
         "layout": layout(
-            330,
+            350,
             barmode="stack",
             bargap=0,
             showlegend=True,
@@ -140,10 +141,11 @@ def histogram(subject: Subject) -> Shown:
                 anchor="y2",
                 **charts.power_ticks(low, high),
             ),
-            yaxis=axis("% of the nonzero values", domain=[0.26, 1], rangemode="tozero"),
+            yaxis=axis("% of the nonzero values", domain=[0.3, 1], rangemode="tozero"),
             yaxis2=axis(
                 "",
-                domain=[0, 0.2],
+                domain=[0, 0.24],
+                tickfont={"size": 10},
                 range=[len(ranges) - 0.4, -0.6],
                 showgrid=False,
                 ticks="",
@@ -257,7 +259,7 @@ def errors(subject: Subject) -> Shown:
     figure = {
         "data": data,
         "layout": layout(
-            330,
+            350,
             showlegend=True,
             margin={"t": 30},
             xaxis=axis("magnitude", range=[low - 0.5, high + 0.5], **charts.power_ticks(low, high)),
@@ -559,28 +561,23 @@ def attention(subject: Subject) -> Shown:
     relative = found.probabilities * visible
     region = Region.within(relative.shape[0], relative.shape[1])
     first = reduce(relative, region, width=WIDTH, height=WIDTH)
-    traces = [_attention_trace(first)]
+    figures = [_square(_attention_trace(first), relative.shape[0])]
     if found.change is not None:
         second = reduce(found.change, region, width=WIDTH, height=WIDTH)
-        traces.append(_change_trace(second))
-    size = relative.shape[0]
-    domains = [[0, 0.42], [0.56, 0.98]] if len(traces) > 1 else [[0, 0.9]]
-    traces[0]["colorbar"]["x"] = domains[0][1] + 0.005
-    more: dict[str, Any] = {}
-    if len(traces) > 1:
-        traces[1]["colorbar"]["x"] = domains[1][1] + 0.005
-        more["xaxis2"] = axis("key", showgrid=False, domain=domains[1], anchor="y2")
-        more["yaxis2"] = axis("", showgrid=False, range=[size - 0.5, -0.5], anchor="x2")
-    figure = {
-        "data": traces,
+        figures.append(_square(_change_trace(second, first.values > 0), relative.shape[0]))
+    return Shown(figures[0], _attention_note(found), _image_table(first), [*figures, None][1])
+
+
+def _square(trace: dict[str, Any], size: int) -> Figure:
+    """Return a figure of an image of queries and keys."""
+    return {
+        "data": [trace],
         "layout": layout(
             400,
-            xaxis=axis("key", showgrid=False, domain=domains[0]),
+            xaxis=axis("key", showgrid=False),
             yaxis=axis("query", showgrid=False, range=[size - 0.5, -0.5]),
-            **more,
         ),
     }
-    return Shown(figure, _attention_note(found), _image_table(first))
 
 
 def _attention_note(found: Attention) -> str:
@@ -590,7 +587,7 @@ def _attention_note(found: Attention) -> str:
         sqnr = numbers["sqnr"]
         exact = "exact" if math.isinf(sqnr) else f"{sqnr:.1f} dB"
         note += f" SQNR of this head: {exact}, largest change {numbers['largest']:.3g}."
-    return f"{note} {found.how} Left: probability times the number of visible keys; 1 is uniform."
+    return f"{note} {found.how} First figure: probability times the number of visible keys; 1 is uniform."
 
 
 def _attention_trace(picture: Image) -> dict[str, Any]:
@@ -619,19 +616,17 @@ def _attention_trace(picture: Image) -> dict[str, Any]:
     }
 
 
-def _change_trace(picture: Image) -> dict[str, Any]:
+def _change_trace(picture: Image, visible: NDArray[np.bool_]) -> dict[str, Any]:
     values = picture.values.astype(float)
     finite = np.abs(values[np.isfinite(values)])
     limit = (float(np.quantile(finite, 0.999)) if finite.size else 1.0) or 1e-12
     return {
         "type": "heatmap",
-        "z": array(np.where(values == 0, np.nan, values)),
+        "z": array(np.where(visible, values, np.nan)),
         "x0": picture.x0,
         "dx": picture.step[1],
         "y0": picture.y0,
         "dy": picture.step[0],
-        "xaxis": "x2",
-        "yaxis": "y2",
         "zmin": -limit,
         "zmax": limit,
         "colorscale": charts.DIVERGING,

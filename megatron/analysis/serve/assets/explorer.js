@@ -41,7 +41,7 @@
   }
 
   /* Maps: the arrow keys move a frame, Enter and a click open the tensor. */
-  const cursors = new WeakMap();
+  const cursors = new Map(); // by the name of the map: row and column of the frame
   let count = 0;
 
   function pick(grid, row, column) {
@@ -50,7 +50,7 @@
   }
 
   function frame(grid, row, column) {
-    cursors.set(grid, [row, column]);
+    cursors.set(grid.dataset.grid, [row, column]);
     const plot = grid.querySelector(".js-plotly-plot");
     const ink = getComputedStyle(document.documentElement).getPropertyValue("--alarm").trim();
     window.Plotly.relayout(plot, {
@@ -70,7 +70,7 @@
     const grid = event.target.closest && event.target.closest("[data-rows]");
     if (grid) {
       const [rows, columns] = [Number(grid.dataset.rows), Number(grid.dataset.columns)];
-      let [row, column] = cursors.get(grid) || [0, -1];
+      let [row, column] = cursors.get(grid.dataset.grid) || [0, -1];
       if (event.key in STEPS) {
         row = Math.min(Math.max(row + STEPS[event.key][0], 0), rows - 1);
         column = Math.min(Math.max(column + STEPS[event.key][1], 0), columns - 1);
@@ -128,8 +128,26 @@
     }
   }
 
+  /* New numbers replace a figure or a selector. The focus returns to what replaced it. */
+  let focused = "";
+  document.addEventListener("focusin", (event) => {
+    const at = event.target;
+    focused = at.dataset.grid ? `[data-grid="${at.dataset.grid}"]` : at.id ? `#${CSS.escape(at.id)}` : "";
+  });
+  document.addEventListener("pointerdown", () => { focused = ""; });
+
+  function restore() {
+    if (!focused || document.activeElement !== document.body) return;
+    const at = document.querySelector(focused);
+    if (!at || (at.dataset.grid && !at.querySelector(".js-plotly-plot .heatmaplayer"))) return;
+    at.focus({ preventScroll: true });
+    const cursor = at.dataset.grid && cursors.get(at.dataset.grid);
+    if (cursor) frame(at, ...cursor);
+  }
+
   const observer = new MutationObserver(() => {
     for (const plot of document.querySelectorAll("[data-rows] .js-plotly-plot, [data-zoom] .js-plotly-plot")) watch(plot);
+    restore();
   });
   observer.observe(document.documentElement, { childList: true, subtree: true, attributes: true, attributeFilter: ["class"] });
 })();

@@ -195,13 +195,16 @@ def facts(subject: Subject) -> list[Part]:
     shapes = [_shape(catalog, number, frame.iloc[i]) for i, number in enumerate(own)]
     rows.append(["shape", *shapes])
     rows.append(["file", *(str(path).rpartition("/")[2] for path in frame["path"])])
-    parts: list[Part] = [table(head, rows, label="Record")]
-    parts.append(_values_table(subject, own))
-    parts.append(_errors_table(subject))
+    parts: list[Part] = [
+        _errors_table(subject),
+        html.Div(
+            [table(head, rows, label="Record"), _values_table(subject, own)], className="pair"
+        ),
+    ]
     for number in own:
         if why := subject.answer(number).why:
             parts.append(message(f"A replica cannot be read: {why}", alarm=True))
-    return [html.Div(parts[:2], className="pair"), *parts[2:]]
+    return parts
 
 
 def _shape(catalog: Catalog, tensor: int, row: Any) -> str:
@@ -270,6 +273,9 @@ def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:
     assert shown.figure is not None
     label = f"{TITLES[name]} of {subject.catalog.name(subject.tensor)}"
     figure: Part = graph(name, shown.figure, label)
+    if shown.second is not None:
+        second = graph(f"{name}-second", shown.second, f"{label}: change in the format")
+        figure = html.Div([figure, second], className="curves")
     if name == "image":
         figure = html.Div(figure, **{"data-zoom": "z"})
     return [title, *controls, figure, footer(name, shown.note, search)]
