@@ -80,11 +80,12 @@ class Explorer:
     def _follow(self) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(OSError, ValueError):
-                self.training.poll()
+                self.training.poll(self.follower.events)
             catalog = self.catalog
             if self.follower.reading:
                 self.rates.clear()
-            self.rates.append((time.monotonic(), len(catalog.records), int(self.written)))
+            else:
+                self.rates.append((time.monotonic(), len(catalog.records), self.written))
             self._stop.wait(PERIOD)
 
     @property

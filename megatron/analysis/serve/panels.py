@@ -363,12 +363,12 @@ def scales(subject: Subject) -> Shown:
     else:
         pairs = scale_ticks(values)
         ticks = {"tickvals": [p for p, _ in pairs], "ticktext": [t for _, t in pairs]}
-    rows, columns = [int(i) for i in table.index], [int(i) for i in table.columns]
+    rows, size = [int(i) for i in table.index], int(known.block_size or 1)
     trace = {
         "type": "heatmap",
         "z": array(values),
-        "x0": 0,
-        "dx": columns[1] - columns[0] if len(columns) > 1 else 1,
+        "x0": size / 2 - 0.5,
+        "dx": size,
         "y0": 0,
         "dy": rows[1] - rows[0] if len(rows) > 1 else 1,
         "colorscale": charts.MAGMA,
@@ -587,7 +587,8 @@ def _attention_note(found: Attention) -> str:
         sqnr = numbers["sqnr"]
         exact = "exact" if math.isinf(sqnr) else f"{sqnr:.1f} dB"
         note += f" SQNR of this head: {exact}, largest change {numbers['largest']:.3g}."
-    return f"{note} {found.how} First figure: probability times the number of visible keys; 1 is uniform."
+    note += f" {found.how}"
+    return f"{note} First figure: probability times the number of visible keys; 1 is uniform."
 
 
 def _attention_trace(picture: Image) -> dict[str, Any]:

@@ -13,13 +13,14 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from megatron.analysis.dump.loss_curve import loss_curve
 from megatron.analysis.statistics_history import read_iterations, read_statistics
 from megatron.bounded_files import UnusableFileError, open_regular, walk
 
@@ -92,14 +93,20 @@ class Training:
         self._tails: dict[str, _Tail] = {}
         self._tables: dict[str, tuple[Any, ...]] = {}
         self._iterations: dict[str, Series] = {}
+        self._of_events: dict[str, Series] = {}  #: series from the events, by run
+        self._events = 0  #: number of events in the last call
         self._searched = -1e9
         self._statistics_folders: list[Path] = []
 
-    def poll(self) -> None:
-        """Read what is new."""
+    def poll(self, events: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Read what is new.
+
+        Args:
+            events: all events in the indexes.
+        """
         if time.monotonic() - self._searched > SEARCH_PERIOD:
             self._search()
-        changed = False
+        changed = self._add_events(events)
         for tail in [*self._tails.values()]:
             with contextlib.suppress(OSError, UnusableFileError):
                 changed |= self._read(tail)
@@ -109,9 +116,24 @@ class Training:
         if changed:
             tails = [tail.series for tail in self._tails.values() if tail.series.values]
             self.series = sorted(
-                [*tails, *self._iterations.values()], key=lambda series: series.changed
+                [*tails, *self._iterations.values(), *self._of_events.values()],
+                key=lambda series: series.changed,
             )
             self.version += 1
+
+    def _add_events(self, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Add the losses and gradient norms in the events of the indexes."""
+        if len(events) == self._events:
+            return False
+        self._events = len(events)
+        found: dict[str, Series] = {}
+        for row in loss_curve(events).itertuples():
+            series = found.setdefault(row.run_id, Series(f"run {row.run_id}", changed=time.time()))
+            for name, value in (("lm loss", row.loss), ("grad-norm", row.grad_norm)):
+                if not (math.isnan(value) and row.finite):  # NaN is unknown if nothing is wrong
+                    series.add(name, int(row.iteration), float(value))
+        self._of_events = found
+        return bool(found)
 
     def _search(self) -> None:
         self._searched = time.monotonic()

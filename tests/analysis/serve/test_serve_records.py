@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.analysis.serve import maps
 from megatron.analysis.serve.address import Address
+from megatron.analysis.serve.application import _Views
 from megatron.analysis.serve.follower import Follower
 from megatron.analysis.serve.statistics import BY_NAME, Numbers
 from megatron.analysis.serve.training import Series, Training, _read_events
@@ -17,8 +19,8 @@ from megatron.analysis.stats import compute
 from megatron.analysis.stats.logical_tensors import first_passes, logical_tensors
 from megatron.analysis.store import TensorStore
 from megatron.tensor_record import index_name
-from tests.analysis.fake_dump import RUNS, write_dump
-from tests.analysis.serve.conftest import FORMATS
+from tests.analysis.fake_dump import RUNS, records, write_dump
+from tests.analysis.serve.conftest import FORMATS, opened_explorer
 
 
 def by_path(frame: pd.DataFrame) -> pd.DataFrame:
@@ -217,6 +219,41 @@ def test_training_is_read_from_logs_and_event_files(tmp_path):
     own = Series("x")
     assert _read_events(framed + framed[:9], own) == framed[:9]
     assert own.values == {"lm loss": {7: 3.5}}
+
+
+def test_training_is_read_from_events_of_the_indexes(tmp_path):
+    training = Training([tmp_path])
+    event = {"event": "trained", "run_id": "r", "iterations": [1, 2], "loss": [7.5, "nan"]}
+    event["grad_norm"] = [2.5, None]
+    training.poll([{"event": "kept"}, event])
+    (series,) = training.series
+    assert series.values["lm loss"][1] == 7.5
+    assert np.isnan(series.values["lm loss"][2])
+    assert (series.values["grad-norm"][1], training.version) == (2.5, 1)
+    training.poll([{"event": "kept"}, event])
+    assert training.version == 1
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_records_stay_quick(tmp_path):
+    run = RUNS["mxfp8"]
+    with (tmp_path / index_name(run, 0)).open("w") as index:
+        for record, _, _ in records(run_id=run, quant_type="mxfp8", layers=32, iterations=223):
+            index.write(json.dumps(record.to_metadata() | {"file": record.filename}) + "\n")
+    explorer = opened_explorer(tmp_path)
+    assert len(explorer.catalog) == 99_904
+    views = _Views(explorer)
+    address = explorer.resolved("").search()
+    opened = f"?v=tensor&t={explorer.catalog.id_of(50_000)}"
+    started = time.process_time()
+    views.show("", None, None, [], [])
+    for name in ("controls", "verdict", "map", "worst"):
+        views.panel({"search": address}, {"name": name})
+    views.show(opened, None, None, [], [])
+    views.panel({"search": opened}, {"name": "heading"})
+    views.follow(1, None, "", [], [])
+    assert time.process_time() - started < 1.0
+    explorer.close()
 
 
 def test_a_card_names_the_end_of_a_run(explorer, dump):

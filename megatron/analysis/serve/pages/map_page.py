@@ -44,7 +44,7 @@ def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) 
     return html.Div(
         [
             panel("verdict", "Formats", data["verdict"], wide=True),
-            bare_panel("controls", data["controls"]),
+            bare_panel("controls", data["controls"], controls(explorer, address)),
             panel("map", "Map", data["map"], wide=True),
             panel("worst", "Worst tensors", data["worst"], wide=True),
         ],

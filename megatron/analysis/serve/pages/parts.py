@@ -69,11 +69,11 @@ def panel(name: str, label: str, data: dict[str, Any], *, wide: bool = False) ->
     )
 
 
-def bare_panel(name: str, data: dict[str, Any]) -> Part:
-    """Return a panel without a frame, for selectors and headings."""
+def bare_panel(name: str, data: dict[str, Any], content: Part) -> Part:
+    """Return a panel without a frame, for selectors and headings, which are there at once."""
     return html.Div(
         [
-            html.Div(id={"type": "panel", "name": name}),
+            html.Div(content, id={"type": "panel", "name": name}),
             dcc.Store(id={"type": "panel-address", "name": name}, data=data),
         ],
         className="bare wide",

@@ -86,7 +86,7 @@ def page(
         return html.Div([message(text), link("Back to the map", address.but(view=MAP, tensor=""))])
     has_attention = subject.catalog.field(subject.tensor, "layer_type") == "attention"
     panels = [
-        bare_panel("heading", data["heading"]),
+        bare_panel("heading", data["heading"], heading(explorer, subject)),
         panel("facts", "Facts", data["facts"], wide=True),
     ]
     panels += [

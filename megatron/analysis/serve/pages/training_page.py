@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from megatron.analysis.dump.loss_curve import EVENT
 from megatron.analysis.plots.style import ALARM, colors_of
 from megatron.analysis.serve import charts
 from megatron.analysis.serve.address import Address
@@ -234,7 +235,8 @@ def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
 def events(explorer: Explorer) -> list[Part]:
     """Return the events in the indexes and the files that cannot be used, newest first."""
     rows = []
-    for event in explorer.follower.events[-MOST_EVENTS:][::-1]:
+    events = [event for event in explorer.follower.events if event.get("event") != EVENT]
+    for event in events[-MOST_EVENTS:][::-1]:
         rest = {
             name: value
             for name, value in event.items()
