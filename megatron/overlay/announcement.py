@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megatron import cpu_backend
 from megatron.collection.run_card import collection_folder
+from megatron.collection.settings import enabled_by_environment
 from megatron.fake_quant import policy
-from megatron.overlay.command_line import Request
+from megatron.overlay.command_line import Request, flags_of_launcher
 from megatron.overlay.module_sources import OURS, Sources
 
 
@@ -35,8 +36,14 @@ def announcement(request: Request, sources: Sources) -> Iterator[str]:
     if options.tensor_statistics is not None:
         folder = collection_folder(request.collection["save_dir"]) / "statistics"
         yield f"  statistics: every {options.tensor_statistics} iterations, to {folder}"
-    if not (formats.changes_matmuls or request.collects):
+    by_environment = enabled_by_environment() and options.save_tensors is None
+    if by_environment:
+        yield f"  tensors: to {collection_folder(None)} (environment variable TENSOR_SAVE_ENABLED)"
+    if not (formats.changes_matmuls or request.collects or by_environment):
         yield "  nothing is quantized or collected; add --quant TYPE or --save-tensors DIR"
+    late = [word for word in request.arguments if word.partition("=")[0] in flags_of_launcher()]
+    if late:
+        yield f"  flags after the script belong to the script: {', '.join(late)}"
 
 
 def _overlaid(base: Path) -> int:

@@ -18,6 +18,7 @@ from megatron.overlay.command_line import Request, parse
 
 #: environment variable with the command line of the launcher, for the processes of the script
 VARIABLE = "MEGATRON_OVERLAY_COMMAND"
+_started = False  #: whether this process has started another one by `fork` or multiprocessing
 CHILD = Path(__file__).with_name("child_main.py")
 
 
@@ -25,15 +26,32 @@ def prepare_children(request: Request) -> None:
     """Set up all processes that this one starts by multiprocessing from now on."""
     script = request.script if request.is_module else str(Path(request.script).absolute())
     os.environ[VARIABLE] = json.dumps([*request.words, script])
+    os.register_at_fork(after_in_parent=_note_start, after_in_child=_forget_start)
     original = spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
+        _note_start()
         data = original(name)
         data.pop("init_main_from_name", None)
         return data | {"init_main_from_path": str(CHILD)}
 
     spawn.get_preparation_data = get_preparation_data
+
+
+def _note_start() -> None:
+    global _started
+    _started = True
+
+
+def _forget_start() -> None:
+    global _started
+    _started = False
+
+
+def any_started() -> bool:
+    """Return whether this process has started another one, which may run the model."""
+    return _started
 
 
 def request_of_parent() -> Request:

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 
 from megatron.collection import session
+from megatron.collection.collectives import from_all_ranks
 from megatron.collection.limits import gib
+from megatron.collection.plan import Planner, make_plan, planned_iterations
+from megatron.collection.plan_report import report
 from megatron.collection.run_card import collection_folder, rank_coordinates
 from megatron.collection.settings import read_settings
 from megatron.collection.statistics.history import StatisticsSettings
+from megatron.collection.training_clock import clock
 from megatron.core import tensor_saver
-from megatron.overlay import script_arguments
+from megatron.overlay import children, script_arguments
 from megatron.overlay.command_line import Request
 
 _STARTED = time.time()  #: time at which this process was set up
@@ -28,12 +32,17 @@ def check(request: Request) -> None:
     """Raise ValueError if a flag of the collection is invalid, before the script starts."""
     options = request.collection
     folder, iterations = options["save_dir"], options["control_iter"]
-    own = ("save_tensors", "save_dir", "control_iter")
-    flags = {name: value for name, value in options.items() if name not in own}
+    flags = _other_flags(options)
     every = flags["tensor_statistics"]
     StatisticsSettings.parse(tensor_statistics=every, directory=folder)
-    if options["save_tensors"]:
+    if options["save_tensors"] or options["plan"]:
         read_settings({}, save_dir=folder, control_iter=iterations, flags=flags)
+
+
+def _other_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the collection that `session.configure` takes by their names alone."""
+    own = ("save_tensors", "save_dir", "control_iter", "plan")
+    return {name: value for name, value in options.items() if name not in own}
 
 
 def configure_later(request: Request) -> None:
@@ -45,7 +54,10 @@ def configure_later(request: Request) -> None:
     if request.options.save_tensors is not None:
         os.environ["TENSOR_SAVE_ENABLED"] = "true"
         os.environ["TENSOR_SAVE_DIR"] = request.options.save_tensors
-    tensor_saver.configure_later(lambda: _configuration(request))
+    if request.options.collect_plan:
+        os.environ["TENSOR_SAVE_ENABLED"] = "true"
+    after = _stop_after_plan if request.options.collect_plan else None
+    tensor_saver.configure_later(lambda: _configuration(request), after_iteration=after)
 
 
 def _configuration(request: Request) -> dict[str, Any]:
@@ -53,11 +65,56 @@ def _configuration(request: Request) -> dict[str, Any]:
     if multiprocessing.parent_process() is not None:  # such a process runs no atexit functions
         multiprocessing.util.Finalize(None, session.close_at_exit, exitpriority=0)
     args = script_arguments.current()
-    return {
-        "args": args | request.for_run_card,
-        "iteration": int(args.get("iteration") or 0),
-        **request.collection,
-    }
+    done = int(args.get("iteration") or 0)
+    if request.options.collect_plan:  # count an iteration that is selected
+        done = _planned(request, done)[0] - 1
+    return {"args": args | request.for_run_card, "iteration": done, **request.collection}
+
+
+def _planned(request: Request, done: int) -> list[int]:
+    """Return the iterations that the run would collect after `done` iterations.
+
+    Raises:
+        ValueError: if there are none, or if the number of all iterations is unknown.
+    """
+    args, options = script_arguments.current(), request.collection
+    settings = read_settings(
+        args,
+        save_dir=options["save_dir"],
+        control_iter=options["control_iter"],
+        flags=_other_flags(options),
+        iteration=done,
+    )
+    last = args.get("train_iters")
+    if not last and not settings.control_iter:
+        raise ValueError(
+            "--collect-plan does not know how many iterations this trainer runs; give "
+            "--control-iter N"
+        )
+    iterations = planned_iterations(settings, done, int(last or sys.maxsize))
+    if not iterations:
+        raise ValueError(f"--collect-plan: {done} iterations are done and no other is collected")
+    return iterations
+
+
+def _stop_after_plan() -> None:
+    """Print the plan after the first iteration that is selected, and end the script.
+
+    Must be called on all ranks.
+    """
+    planner = tensor_saver.current()
+    assert isinstance(planner, Planner)
+    if not any(from_all_ranks(bool(planner.counted))):
+        return
+    args = script_arguments.current()
+    done = clock.iteration - 1
+    last = int(args.get("train_iters") or sys.maxsize)
+    iterations = planned_iterations(planner.settings, done, last)
+    plan = make_plan(planner, iterations, int(args.get("global_batch_size") or 0), done)
+    lines = ["collection plan, from one iteration; nothing was written", *report(plan)]
+    _report([*lines, "stopping before the weights are updated (--collect-plan)"])
+    tensor_saver.close()
+    sys.exit(0)
 
 
 def observe(losses: Mapping[str, torch.Tensor], grad_norm: float | None) -> None:
@@ -86,24 +143,40 @@ def finish(request: Request) -> str | None:
     Must be called on all ranks.
 
     Returns:
-        An error message if tensors were requested and are missing; None otherwise.
+        An error message if tensors were requested and are missing, or if a format was requested
+        and no model ran; None otherwise.
     """
     if not request.collects:
-        return None
+        return _nothing_ran()
     if not session.configured():
         if _spawned_process_has_run(request):
             return None
         return "tensors were requested, but the script ran no training iteration"
+    if request.options.collect_plan:
+        return None if tensor_saver.current() is None else "no iteration of the plan has run"
     limits = tensor_saver.settle()
     saver = tensor_saver.current()
     if saver is not None:
         tensors = sum(rank["tensors"] for rank in saver.ranks)
         size = gib(sum(rank["bytes"] for rank in saver.ranks))
-        report = [f"saved {tensors} tensors, {size}, to {saver.settings.directory}"]
-        report += [f"the collection is not complete: {line}" for line in limits]
-        _report(report)
+        lines = [f"saved {tensors} tensors, {size}, to {saver.settings.directory}"]
+        lines += [f"the collection is not complete: {line}" for line in limits]
+        _report(lines)
     failure = tensor_saver.close()
     return None if failure is None else f"the collection is not complete: {failure}"
+
+
+def _nothing_ran() -> str | None:
+    """Return an error message if a format was requested and no model of megatron-core ran.
+
+    A process that the script has started may have run a model in place of this one.
+    """
+    from megatron.core.low_precision import reach_check
+
+    requested = reach_check.request()
+    if requested is None or reach_check.a_model_ran() or children.any_started():
+        return None
+    return f"{requested} was requested, but the script ran no model of megatron-core"
 
 
 def _spawned_process_has_run(request: Request) -> bool:

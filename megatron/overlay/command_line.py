@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.collection.flags import FLAGS, Flag
 from megatron.console import ArgumentParser, about_unknown, hyphenated
+from megatron.fake_quant.policy import TYPE_FLAG
 
 #: flags that have an entry of their own below, because a script comes after them
 _OWN = ("save_tensors", "tensor_save_dir", "collect_plan")
@@ -38,10 +39,12 @@ class Request:
     options: argparse.Namespace  #: values of this project's flags
 
     @property
-    def formats(self) -> dict[str, str | None]:
+    def formats(self) -> dict[str, Any]:
         """Return the keyword arguments of `policy.configure`."""
         values = vars(self.options)
-        return {name: values[key] for key, name in _FORMAT_FLAGS.items()}
+        names = {word.partition("=")[0] for word in self.words}
+        flag = TYPE_FLAG if TYPE_FLAG in names else "--quant"
+        return {name: values[key] for key, name in _FORMAT_FLAGS.items()} | {"type_flag": flag}
 
     @property
     def collection(self) -> dict[str, Any]:
@@ -52,6 +55,7 @@ class Request:
         return {
             "save_tensors": folder is not None,
             "save_dir": folder or self.options.tensor_save_dir,
+            "plan": self.options.collect_plan,
             **given,
         }
 
@@ -60,14 +64,16 @@ class Request:
         """Return the flags under the names that this project's own trainer gives them."""
         values = vars(self.options) | {"custom_quant_type": self.options.quant}
         values |= {"tensor_save_dir": self.collection["save_dir"]}
-        values |= {"save_tensors": self.collection["save_tensors"], "collect_plan": False}
+        values |= {"save_tensors": self.collection["save_tensors"]}
         names = [flag.name for flag in FLAGS] + ["custom_quant_type", *list(_FORMAT_FLAGS)[1:]]
         return {name: values[name] for name in names} | {"overlay_command": list(self.words)}
 
     @property
     def collects(self) -> bool:
-        """Return whether tensors or their statistics are requested."""
-        return self.options.save_tensors is not None or self.options.tensor_statistics is not None
+        """Return whether tensors, a plan of them, or their statistics are requested."""
+        options = self.options
+        tensors = options.save_tensors is not None or options.collect_plan
+        return tensors or options.tensor_statistics is not None
 
 
 #: names of the format flags in the parsed options, and the parameters of `policy.configure`
@@ -123,10 +129,21 @@ def _parser() -> ArgumentParser:
         metavar="DIR",
         help="folder of --tensor-statistics without --save-tensors",
     )
+    collection.add_argument(
+        "--collect-plan",
+        action="store_true",
+        help="print tensors and bytes of the selection, by layer, tensor, iteration and rank; then "
+        "stop before the first update of the weights",
+    )
     for flag in FLAGS:
         if flag.name not in _OWN:
             _add_flag(collection, flag)
     return parser
+
+
+def flags_of_launcher() -> set[str]:
+    """Return the names of all long flags of the launcher."""
+    return {name for name in _parser()._option_string_actions if name.startswith("--")}
 
 
 def _add_flag(group: Any, flag: Flag) -> None:
@@ -181,7 +198,7 @@ def _check_collection(parser: ArgumentParser, options: argparse.Namespace) -> No
     """Exit with a message if a flag of the collection has no effect."""
     if options.save_tensors is not None and options.tensor_save_dir is not None:
         parser.error("--save-tensors names the folder already; remove --tensor-save-dir")
-    if options.save_tensors is not None:
+    if options.save_tensors is not None or options.collect_plan:
         return
     given = [
         flag.option

@@ -10,6 +10,7 @@ from types import ModuleType, TracebackType
 
 from megatron.overlay.command_line import Request
 
+OURS = Path(__file__).resolve().parents[1]  #: folder `megatron` of this tree
 #: files whose frames precede those of the script in a traceback
 _BEFORE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 
@@ -50,10 +51,23 @@ def execute(request: Request) -> None:
 def _print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print a traceback that begins with the script, without the frames of the launcher."""
+    """Print a traceback that begins with the script, without the frames of the launcher.
+
+    An error that this project raises for a mistake of the user has one line without a traceback.
+    """
+    if kind is ValueError and trace is not None and _is_ours(trace):
+        print(f"[ERROR] {error}", file=sys.stderr, flush=True)
+        return
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename != __file__:
         first = first.tb_next
     while first is not None and first.tb_frame.f_code.co_filename in _BEFORE_SCRIPT:
         first = first.tb_next
     traceback.print_exception(kind, error, first or trace)
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    """Return whether a file of this project, and not one of megatron-core, raised the error."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename).resolve().is_relative_to(OURS)

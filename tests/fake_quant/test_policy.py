@@ -181,3 +181,24 @@ def test_the_type_that_environment_and_settings_file_set(capsys, monkeypatch, tm
         "qk: mxfp8 (settings file settings.json)",
         "pv: bf16 (default)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CUSTOM_QUANT_TYP", "CUSTOM_QUANT_TYPE"),
+        ("TENSOR_SAVE_DIRR", "TENSOR_SAVE_DIR"),
+        ("TENSOR_SAVE_ENABLE", "TENSOR_SAVE_ENABLED"),
+        ("QUANT_RECIPES", "QUANT_RECIPE"),
+        ("PV_QUANT_TYPES", "PV_QUANT_TYPE"),
+    ],
+)
+def test_a_misspelled_variable_is_refused(name, meant):
+    with pytest.raises(ValueError, match=f"variable {name} is unknown; did you mean {meant}\\?"):
+        resolve({}, {name: "mxfp8"})
+    assert resolve({}, {name: "", "QUANTIZE": "1", "TENSORBOARD_DIR": "x"}).quant_type == "bf16"
+
+
+def test_a_variable_with_the_beginning_of_ours_is_refused():
+    with pytest.raises(ValueError, match="TENSOR_SAVE_EVERYTHING is unknown; choose from CUSTOM_"):
+        resolve({}, {"TENSOR_SAVE_EVERYTHING": "1"})

@@ -167,6 +167,32 @@ def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
     assert "the script ran no training iteration" in result.stderr
 
 
+def test_a_plan_is_printed_and_the_script_ends_before_the_first_update(tmp_path):
+    dump = tmp_path / "dump"
+    flags = ["--quant", "mxfp8", "--save-tensors", dump, "--collect-plan"]
+    result = overlay(flags=[*flags, "--collect-iterations", "2"])
+    assert iterations(result) == []
+    assert "collection plan, from one iteration; nothing was written" in result.stderr
+    assert "stopping before the weights are updated (--collect-plan)" in result.stderr
+    assert not dump.exists()
+
+
+def test_a_format_that_no_model_ran_with_is_an_error():
+    result = overlay("--do", "show", "--quant", "its own flag", flags=["--quant", "mxfp8"])
+    assert result.returncode == 1
+    assert "format mxfp8 was requested, but the script ran no model" in result.stderr
+    assert "format of linear: mxfp8 (flag --quant)" in result.stderr
+    assert "flags after the script belong to the script: --quant" in result.stderr
+
+
+def test_a_selection_that_the_model_lacks_ends_without_a_traceback(tmp_path):
+    flags = ["--save-tensors", tmp_path / "dump", "--collect-modules", "linear_fc9"]
+    result = overlay(flags=flags)
+    assert result.returncode == 1
+    assert "[ERROR] --collect-modules" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_script_may_configure_the_collection_itself(tmp_path):
     """Then the flags of the collection are refused, and a run without them is not."""
     words = ["--do", "configure", "--save", tmp_path / "dump"]

@@ -217,7 +217,7 @@ def _against_card(run: _Run) -> Iterator[Finding]:
         dp = int(records["dp_size"].max())
     if batch and sizes and dp and not args.get("rampup_batch_size"):
         per_iteration = batch // (sizes * dp)
-        expected = min(args.get("collect_micro_batches") or per_iteration, per_iteration)
+        expected = min(_micro_batches(run.card, args) or per_iteration, per_iteration)
         present = records["micro_batch"].nunique()
         if present < expected:
             text = f"{expected} of each iteration by the run card, but records are of {present}"
@@ -228,6 +228,15 @@ def _against_card(run: _Run) -> Iterator[Finding]:
         if lost:
             text = f"no record of layer {in_words(lost)}"
             yield Finding("layers", run.where, text, note=run.early)
+
+
+def _micro_batches(card: Mapping[str, Any], args: Mapping[str, Any]) -> int:
+    """Return the number of micro-batches to collect per iteration; 0 for all.
+
+    Another trainer's arguments do not contain the number, but the collection's own settings do.
+    """
+    chosen = args.get("collect_micro_batches", (card.get("selection") or {}).get("micro_batches"))
+    return chosen if type(chosen) is int else 0
 
 
 def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:

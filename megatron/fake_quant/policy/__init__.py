@@ -39,6 +39,7 @@ from megatron.fake_quant.policy.accumulators import (
     chosen,
     with_accumulator,
 )
+from megatron.fake_quant.policy.variables import check_names
 from megatron.fake_quant.quant_type import (
     DEFAULT_TYPE,
     OPERATIONS,
@@ -53,8 +54,17 @@ from megatron.fake_quant.settings import SETTINGS_FILE, SETTINGS_VARIABLE, read_
 _Parsed = TypeVar("_Parsed")
 
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
+TYPE_FLAG = "--custom-quant-type"  #: flag of the trainer that sets the quantization type
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
+#: all environment variables that set formats
+VARIABLES = (
+    TYPE_VARIABLE,
+    *OPERATION_VARIABLES.values(),
+    RECIPE_VARIABLE,
+    ACCUMULATE_VARIABLE,
+    SETTINGS_VARIABLE,
+)
 DEFAULT_SOURCE = "default"  #: source name if no flag, variable or file sets a format
 
 
@@ -280,6 +290,8 @@ def _parsed(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
 def resolve(
     flags: Mapping[str, str | None] | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    type_flag: str = TYPE_FLAG,
 ) -> Policy:
     """Resolve the formats of each operation from flags, recipe, environment and settings file.
 
@@ -287,17 +299,20 @@ def resolve(
         flags: values of the flags, with the keys `custom_quant_type`, `linear`, `qk`, `pv`,
             `recipe` and `accumulate`; the value of a flag that was not given is None or missing.
         environ: environment variables; by default, the process's own.
+        type_flag: flag that sets `custom_quant_type`, for messages.
 
     Raises:
-        ValueError: if a value is not a quantization type, format or recipe (the message names its
-            source), or if flags would override the given recipe in every layer.
+        ValueError: if an environment variable is misspelled, if a value is not a quantization type,
+            format or recipe (the message names its source), or if flags would override the given
+            recipe in every layer.
     """
     flags = {} if flags is None else flags
     environ = os.environ if environ is None else environ
+    check_names(environ, VARIABLES)
     by_flags = _level(
         flags.get("custom_quant_type"),
         flags,
-        "flag --custom-quant-type",
+        f"flag {type_flag}",
         {op: f"flag --{op}-quant" for op in OPERATIONS},
     )
     recipe = _recipe(flags, environ)
@@ -376,17 +391,20 @@ def configure(
     pv: str | None = None,
     recipe: str | None = None,
     accumulate: str | None = None,
+    type_flag: str = TYPE_FLAG,
 ) -> Policy:
     """Set this process's quantization policy from the training flags, and return it.
 
-    Call this function before the model is built.
+    Call this function before the model is built. `type_flag` is the flag that sets
+    `custom_quant_type`, for messages.
 
     Raises:
         ValueError: see `resolve`.
     """
     global _current
     flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
-    _current = resolve({**flags, "recipe": recipe, "accumulate": accumulate})
+    given = {**flags, "recipe": recipe, "accumulate": accumulate}
+    _current = resolve(given, type_flag=type_flag)
     return _current
 
 
