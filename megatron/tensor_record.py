@@ -83,6 +83,8 @@ TENSOR_NAMES: dict[str, tuple[str, ...]] = {
 #: the same in all micro-batches. (With stochastic rounding, the codes differ and are stored with
 #: every micro-batch.)
 OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")
+#: Fields of a record that older files may lack; null if missing.
+ADDED_LATER = {"slice", "codes", "amax", "accumulate", "implementation"}
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: `strftime` format of the time in file names
 PARTIAL_SUFFIX = ".partial"  #: suffix of a file that is still being written; readers skip it
@@ -126,8 +128,8 @@ def safe_name(quant_type: str) -> str:
 class TensorRecord:
     """The metadata of one collected tensor.
 
-    Every field MUST be present, and fields typed `| None` MAY be null. `slice`, `codes`, `amax` and
-    `accumulate` may also be missing, as in older files, which means null.
+    Every field MUST be present, and fields typed `| None` MAY be null. The fields in `ADDED_LATER`
+    may also be missing, as in older files, which means null.
     """
 
     run_id: str
@@ -174,6 +176,10 @@ class TensorRecord:
     #: names of the accumulators that summed the GEMMs of the tensor's module, by operation and
     #: GEMM, such as `linear_fprop`. Null if torch's matmul summed all of them
     accumulate: dict[str, str] | None = None
+    #: class of Transformer Engine that computed the module, such as
+    #: `transformer_engine.LayerNormLinear`, whose own formats are not recorded. Null for
+    #: megatron-core's local layers
+    implementation: str | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -203,7 +209,7 @@ class TensorRecord:
                 f"schema version {version!r}, but this reader understands {SCHEMA_VERSION}"
             )
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - metadata.keys() - {"slice", "codes", "amax", "accumulate"}):
+        if missing := sorted(names - metadata.keys() - ADDED_LATER):
             raise ValueError(f"the record lacks {', '.join(missing)}")
         return cls(**{name: metadata[name] for name in names & metadata.keys()})
 

@@ -83,6 +83,7 @@ class Capture:
         layer_type: str,
         *,
         statistics: TensorStatistics | None = None,
+        implementation: str | None = None,
     ):
         """Create the recorder of one forward pass and its backward pass.
 
@@ -91,6 +92,7 @@ class Capture:
             identity: name and layer number of the module.
             layer_type: "attention" or "linear".
             statistics: statistics that measure the operands; None if this pass is not measured.
+            implementation: the records' field of this name; None for the local layers.
         """
         assert clock.micro_batch is not None, "a capture exists only within a training step"
         self._sink = sink
@@ -104,6 +106,7 @@ class Capture:
             "layer_idx": identity.layer_idx,
             "module": identity.name,
             "recomputed": clock.recomputing,
+            "implementation": implementation,
         }
 
     def note_accumulators(self, **formats: GemmFormats | None) -> None:
@@ -259,7 +262,7 @@ class Capture:
         """
         if not (_has_gradient(tensor) and self._sink.takes(tensor_name)):
             return tensor
-        return _Watch.apply(tensor, self._hook(tensor_name, how))
+        return watch(tensor, self._hook(tensor_name, how))
 
     def watch_result(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> None:
         """In the backward pass, save the gradient of `tensor`, summed over all uses of the tensor.
@@ -282,6 +285,11 @@ class Capture:
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def watch(tensor: torch.Tensor, save: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Return a view of `tensor`, and pass the gradient of this view to `save`."""
+    return _Watch.apply(tensor, save)  # type: ignore[no-any-return]
 
 
 class _Watch(torch.autograd.Function):

@@ -264,7 +264,11 @@ def set_sample_idx(sample_idx: int) -> None:
 
 
 def capture(
-    identity: ModuleIdentity | None, layer_type: str, *, training: bool = False
+    identity: ModuleIdentity | None,
+    layer_type: str,
+    *,
+    training: bool = False,
+    implementation: str | None = None,
 ) -> Capture | None:
     """Return a `Capture` for one forward pass of a layer.
 
@@ -274,6 +278,7 @@ def capture(
         identity: name and layer number of the module; None for a tensor outside any module.
         layer_type: "attention" or "linear".
         training: whether the layer is in training mode.
+        implementation: the records' field of this name; None for the local layers.
 
     Raises:
         ValueError: if the layer trains where nothing counts iterations, and tensors are collected.
@@ -284,13 +289,14 @@ def capture(
         return None
     identity = identity or UNNAMED
     measured = _statistics is not None and _statistics.wants()
+    options: dict[str, Any] = {"implementation": implementation}
+    if measured:
+        options["statistics"] = _statistics
     if _collector is not None and _collector.wants(identity, layer_type):
-        return Capture(
-            _collector, identity, layer_type, statistics=_statistics if measured else None
-        )
+        return Capture(_collector, identity, layer_type, **options)
     if not measured or _statistics is None:
         return None
-    return Capture(NoSink(_statistics.coordinates), identity, layer_type, statistics=_statistics)
+    return Capture(NoSink(_statistics.coordinates), identity, layer_type, **options)
 
 
 def save_tensor(

@@ -49,6 +49,7 @@ UPSTREAM = {
     "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
     "gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region",
     "megatron.core.transformer.dot_product_attention": "DotProductAttention.forward",
+    "megatron.core.transformer.moe.experts": "GroupedMLP<0.17 gg<0.17",
     "megatron.core.transformer.moe.moe_utils": "get_moe_layer_wise_logging_tracker "
     "get_moe_metrics_tracker>=0.18 maybe_move_tensor_to_cpu track_moe_metrics",
     "megatron.core.transformer.multi_latent_attention": ""

@@ -24,7 +24,6 @@ from megatron.collection.session import (
     configured,
     current,
     enabled,
-    end_iteration,
     finished,
     flush,
     flush_statistics,
@@ -38,7 +37,7 @@ from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
 from megatron.core.low_precision import explicit_iteration, model_roots
-from megatron.core.low_precision.quantized_module import Quantized
+from megatron.core.low_precision.quantized_module import Collected
 
 __all__ = [
     "begin_iteration",
@@ -108,10 +107,14 @@ def configure(
     Raises:
         ValueError: if a setting is wrong; raised on all ranks if any rank finds such a setting.
     """
-    from megatron.core.low_precision import reach_check  # it needs this module
+    # these modules need this one
+    from megatron.core.low_precision import reach_check, transformer_engine
 
     model_roots.forget_names()
+    collects = any(options.get(name) for name in ("save_tensors", "plan", "tensor_statistics"))
     for chunk in model:
+        if collects or enabled_by_environment():
+            transformer_engine.attach(chunk)
         reach_check.name_model(chunk)
     modules = _modules(model) if model else None
     session.configure(args, modules=modules, coordinates=coordinates(), **options)
@@ -120,16 +123,24 @@ def configure(
 
 #: Function that returns the keyword arguments of `configure`; None if nothing is left to configure.
 _later: Callable[[], dict[str, Any]] | None = None
+#: Function to call at the end of each iteration, before the optimizer's step; None for none.
+_after_iteration: Callable[[], None] | None = None
 
 
-def configure_later(arguments: Callable[[], dict[str, Any]]) -> None:
+def configure_later(
+    arguments: Callable[[], dict[str, Any]], *, after_iteration: Callable[[], None] | None = None
+) -> None:
     """Let `begin_run` configure the collection with the keyword arguments that are returned then.
 
     A launcher uses this function, because only the trainer knows the arguments of the run and the
     number of completed iterations.
+
+    Args:
+        arguments: function that returns the keyword arguments.
+        after_iteration: function to call at the end of each iteration, before the optimizer's step.
     """
-    global _later
-    _later = arguments
+    global _after_iteration, _later
+    _later, _after_iteration = arguments, after_iteration
 
 
 def begin_run(model: Sequence[torch.nn.Module]) -> None:
@@ -150,7 +161,9 @@ def begin_run(model: Sequence[torch.nn.Module]) -> None:
     arguments, _later = _later(), None
     if not session.configured():
         configure(**arguments, model=model)
-    elif arguments["save_tensors"] or arguments["tensor_statistics"] is not None:
+    elif (
+        arguments["save_tensors"] or arguments["plan"] or arguments["tensor_statistics"] is not None
+    ):
         raise ValueError(
             "the script calls megatron.core.tensor_saver.configure itself; run it without the "
             "flags of the collection before the script"
@@ -166,6 +179,13 @@ def begin_iteration(number: int | None = None) -> None:
     if not session.configured():
         configure()
     session.begin_iteration(number)
+
+
+def end_iteration() -> None:
+    """End a training iteration, after its forward and backward passes."""
+    session.end_iteration()
+    if _after_iteration is not None:
+        _after_iteration()
 
 
 @contextlib.contextmanager
@@ -202,6 +222,7 @@ def training_iteration(number: int) -> Iterator[None]:
         )
     from megatron.core.low_precision import reach_check  # it needs this module
 
+    reach_check.check_unchanged()
     begin_iteration(number)
     iteration = explicit_iteration.ExplicitIteration(number)
     model_roots.watch()
@@ -234,5 +255,5 @@ def _modules(model: Sequence[torch.nn.Module]) -> list[session.NamedTensors]:
         (module.identity, module.tensor_names())
         for chunk in model
         for module in chunk.modules()
-        if isinstance(module, Quantized) and module.identity is not None
+        if isinstance(module, Collected) and module.identity is not None
     ]

@@ -88,6 +88,14 @@ EXPECTED = {
         "blocks.0",
         3,
     ),
+    "block": Expected(
+        "a bare TransformerBlock",
+        ("layers.0.self_attention.linear_qkv", "layers.1.mlp.linear_fc2"),
+        (),
+        (),
+        "layers.0.self_attention.linear_proj",
+        10,
+    ),
 }
 #: A model without any layer of this project is refused by every trainer.
 PLAIN = "plain"

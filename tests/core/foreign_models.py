@@ -32,7 +32,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
 
 VOCAB, SEQ, BATCH, HIDDEN = 32, 8, 2, 32
 Built = tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]
@@ -212,6 +215,17 @@ class Plain(torch.nn.Module):
         return self.attention(x, x, x)[0]
 
 
+def block() -> Built:
+    model = TransformerBlock(config(), get_gpt_layer_local_spec())
+    model.model_type = ModelType.encoder_or_decoder  # what the pipeline schedules read
+
+    def loss(model):
+        hidden = torch.randn(SEQ, BATCH, HIDDEN).requires_grad_()
+        return model(hidden, causal()).square().mean()
+
+    return model, loss
+
+
 def plain() -> Built:
     return Plain(), lambda model: model(torch.randn(SEQ, BATCH, HIDDEN)).square().mean()
 
@@ -224,5 +238,6 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "vit": vit,
     "mamba": mamba,
     "stack": stack,
+    "block": block,
     "plain": plain,
 }

@@ -243,6 +243,38 @@ def test_a_model_that_changed_after_it_was_built_is_compared_with_the_audit():
     assert "not called: decoder.layers.1.self_attention.core_attention, " in results["log"]
 
 
+LATER = """
+model, loss = built("gpt")
+with training_iteration(1):
+    step(model, loss)
+attention = model.decoder.layers[1].self_attention
+first = attention.linear_proj
+results = {}
+with training_iteration(2):
+    step(model, loss)
+attention.linear_proj = torch.nn.Linear(HIDDEN, HIDDEN)
+def train(number):
+    with training_iteration(number):
+        step(model, loss)
+results["replaced"] = refusal(lambda: train(3))
+attention.linear_proj = first
+model.extra = torch.nn.Linear(HIDDEN, HIDDEN)
+results["added"] = refusal(lambda: train(4))
+print(json.dumps(results))
+"""
+
+
+def test_a_layer_that_is_replaced_after_the_first_iteration_is_noticed():
+    results = report(LATER, CUSTOM_QUANT_TYPE="mxfp8")
+    assert (
+        "does not reach decoder.layers.1.self_attention.linear_proj, a Linear of"
+        in (results["replaced"])
+    )
+    assert results["added"] is None
+    log = "were replaced before iteration 2; not quantized and not collected: extra (Linear)"
+    assert log in results["log"]
+
+
 def test_fused_attention_is_refused_only_if_attention_was_requested():
     code = CHANGED.replace("(own_attention, own_linear, replaced, skipped)", "(own_attention,)")
     assert report(code, CUSTOM_QUANT_TYPE="linear_mxfp8")["own_attention"] is None

@@ -41,9 +41,7 @@ def own_policy(monkeypatch, tmp_path):
 
 
 BYPASSES = [
-    ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
     ({"gradient_accumulation_fusion": True}, "--gradient-accumulation-fusion"),
-    ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
     ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
 ]
@@ -59,6 +57,19 @@ def test_a_bypass_is_refused_with_a_format_or_a_collection_only(flag, named, mon
     monkeypatch.setenv("TENSOR_SAVE_ENABLED", "true")
     with pytest.raises(UserError, match="tensor collection does not reach"):
         configure_formats(arguments(**flag))
+
+
+def test_transformer_engine_is_refused_with_a_format_only():
+    flag = {"transformer_impl": "transformer_engine"}
+    named = "--transformer-impl transformer_engine: its layers are not ours; give"
+    with pytest.raises(UserError, match=f"the format mxfp8 does not reach {named}"):
+        configure_formats(arguments(custom_quant_type="mxfp8", save_tensors=True, **flag))
+    configure_formats(arguments(save_tensors=True, **flag))
+
+
+def test_grouped_experts_take_a_format_and_a_collection():
+    formats = arguments(custom_quant_type="mxfp8", save_tensors=True, moe_grouped_gemm=True)
+    configure_formats(formats)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,8 @@ class Comparison:
         try:
             if any(row.slice is not None for row in rows):
                 raise UnknownOriginError("a part of an operand or result (--collect-slice)")
+            if any(row.implementation is not None for row in rows):
+                raise UnknownOriginError("computed by Transformer Engine")
             if key.layer_type == "linear":
                 operands = self._operands(key, rows, joined=joined)
                 return origins.of_linear(str(key.tensor_name), operands, results)

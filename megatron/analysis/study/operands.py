@@ -34,6 +34,10 @@ Load = Callable[[Any], Tensor]
 _OF_HEADS = ("query", "key", "value")
 
 
+#: Implementation of a linear layer whose input is the one before the norm that it includes.
+NORM_INSIDE = "transformer_engine.LayerNormLinear"
+
+
 @dataclass(frozen=True)
 class Matmul:
     """Operands of a matmul C = alpha A B^T and of its two gradients, in the saved dtype."""
@@ -65,6 +69,8 @@ def matmuls(of_pass: Pass, load: Load) -> Iterator[Matmul]:
 def _linear(by_name: Mapping[str, Any], load: Load) -> Matmul:
     if "input" not in by_name:
         raise NotCheckedError("no input")
+    if by_name["input"].implementation == NORM_INSIDE:
+        raise NotCheckedError(f"an input before the norm that a {NORM_INSIDE} computes")
     loaded = {name: load(row) for name, row in by_name.items()}
     _check(loaded, dims=2)
     tensors = {name: x.flatten(0, -2) for name, x in loaded.items()}

@@ -35,6 +35,8 @@ _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Properties of a matmul that the format audit shows in parentheses after the formats.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
 ALL_VISIBLE, MASK_NOT_SAVED = "all keys visible", "mask not saved"
+#: Mark of a matmul of Transformer Engine, whose formats are not recorded.
+TRANSFORMER_ENGINE = "computed by Transformer Engine"
 #: words of an audit line between the names of GEMMs and the name of their accumulator
 ACCUMULATED = "accumulated in "
 _MARK = re.compile(
@@ -219,6 +221,8 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
     with _reading_an_audit():
         entry = _entry(_part(card, iteration), module, "qk") or {}
         softmax, marks = entry.get("softmax"), entry.get("marks") or []
+        if TRANSFORMER_ENGINE in marks:
+            raise NotCheckedError(f"{TRANSFORMER_ENGINE}: its mask and softmax are not recorded")
         if MASK_NOT_SAVED in marks:
             raise NotCheckedError("attention with a mask that depends on the data: it is not saved")
         args = card.get("arguments") or {}

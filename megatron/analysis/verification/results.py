@@ -132,6 +132,7 @@ class Results:
         first = rows.iloc[0]
         try:
             check_whole(by_name.values())
+            check_known(by_name.values())
             of_card = recorded_formats.of_card(
                 self.card, first["module"], "linear", int(first["iteration"])
             )
@@ -168,6 +169,7 @@ class Results:
         by_rank = [{row.tensor_name: row for row in of_rank.itertuples()} for of_rank in ranks]
         try:
             check_whole(rows.itertuples())
+            check_known(rows.itertuples())
             sizes = rows["cp_size"].iloc[0]
             if not pd.isna(sizes) and len(ranks) != int(sizes):
                 raise NotCheckedError("keys and values of a context-parallel rank are missing")
@@ -204,6 +206,17 @@ def check_whole(rows: Iterable[Any]) -> None:
     """
     if any(row.slice is not None for row in rows):
         raise NotCheckedError("collected with --collect-slice: a part of an operand or result")
+
+
+def check_known(rows: Iterable[Any]) -> None:
+    """Raise `NotCheckedError` if Transformer Engine computed the results.
+
+    The formats in which it multiplied are not recorded.
+    """
+    if any(row.implementation is not None for row in rows):
+        raise NotCheckedError(
+            f"{recorded_formats.TRANSFORMER_ENGINE}: the formats that it used are not recorded"
+        )
 
 
 def _better(first: Outcome | None, second: Outcome) -> Outcome:

@@ -1,10 +1,12 @@
 """Report an error if matmuls of a model would not be quantized or collected as requested.
 
-Our layers replace those of the local implementation. A model built from other layers (Transformer
-Engine's, grouped experts, a specification that names the wheel's own classes) would train in full
-precision, with a loss that looks right, while the run claims a format. Inside a transformer layer,
-such a module is an error. Outside of the layers, as in a head or an encoder of images, it is listed
-by `unreached`.
+Our layers replace those of the local implementation. A model built from other layers (such as a
+specification that names the wheel's own classes) would train in full precision, with a loss that
+looks right, while the run claims a format. Inside a transformer layer, such a module is an error.
+Outside of the layers, as in a head or an encoder of images, it is listed by `unreached`.
+
+The modules of Transformer Engine can be collected, but no format applies to them, so a format that
+includes one of them is an error.
 """
 
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.collection.module_identity import Identified, transformer_layers, unwrapped
+from megatron.core.low_precision.transformer_engine import ADVICE, TransformerEngineLayer
 from megatron.fake_quant import policy
 
 #: Names of modules in a transformer layer whose matmuls stay in high precision on purpose.
@@ -26,20 +29,20 @@ class Bypass(NamedTuple):
     harmless: tuple[Any, ...]  #: values of the flag with which no matmul bypasses quantization
     advice: str  #: text that says why some matmuls bypass quantization and what to do
     in_model: bool = False  #: True to check the flag in the model's configuration
+    collected: bool = False  #: True if the matmuls that bypass quantization are collected
 
 
 #: Flags that can make matmuls bypass quantization and collection. For a flag without `in_model`,
 #: the check looks at the classes of the layers instead of the flag.
 BYPASSES = {
     "transformer_impl": Bypass(
-        ("local",), "its layers are not ours; give --transformer-impl local"
+        ("local",), "its layers are not ours; give --transformer-impl local", collected=True
     ),
     "gradient_accumulation_fusion": Bypass(
         (False, None),
         "it computes weight gradients in a kernel of its own; give "
         "--no-gradient-accumulation-fusion",
     ),
-    "moe_grouped_gemm": Bypass((False, None), "it multiplies the experts in one kernel; remove it"),
     "overlap_moe_expert_parallel_comm": Bypass(
         (False, None), "its schedule does not run micro-batch by micro-batch; remove it", True
     ),
@@ -68,15 +71,37 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
     configs = {id(module.config): module.config for module in _configured(model)}
     for config in configs.values():
         _check_config(config, request)
+    for module in model.modules():
+        if isinstance(module, TransformerEngineLayer):
+            _check_transformer_engine(module, request, collecting=collecting)
     for layer_name, layer in transformer_layers(model):
         for name, module in layer.named_modules(prefix=layer_name):
             if _is_matmul(name, module) and not isinstance(module, Identified):
                 raise ValueError(
                     f"{request} does not reach {name}, a {type(module).__qualname__} of "
                     f"{type(module).__module__}; build the model from the local implementation "
-                    "(--transformer-impl local, without --moe-grouped-gemm), or switch the format "
-                    "and the collection off"
+                    "(--transformer-impl local), or switch the format and the collection off"
                 )
+
+
+def _check_transformer_engine(
+    module: TransformerEngineLayer, request: str, *, collecting: bool
+) -> None:
+    """Raise ValueError if a format includes a module of Transformer Engine, or TE hides tensors."""
+    assert module.identity is not None
+    name, layer = module.identity.name, module.identity.layer_idx
+    described = f"{name}, a {type(module).__qualname__} of Transformer Engine"
+    for operation in module.operations:
+        plan = policy.current().plan(
+            operation, name, layer, module.num_layers, is_lm_head=module.identity.is_lm_head
+        )
+        if plan.of_all_times():
+            raise ValueError(
+                f"{request} does not reach {described}, which multiplies in kernels of its own; "
+                f"{ADVICE}"
+            )
+    if collecting and (why := module.refusal()) is not None:
+        raise ValueError(f"the tensors of {described}, cannot be collected: {why}")
 
 
 def _configured(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -95,9 +120,9 @@ def _check_config(config: Any, request: str) -> None:
             "layers do not read; give the file to --quant-recipe or QUANT_RECIPE, and set none in "
             "the configuration"
         )
-    for name, (harmless, _, in_model) in BYPASSES.items():
-        value = getattr(config, name, None)
-        if in_model and value not in harmless:
+    for name, bypass in BYPASSES.items():
+        harmless, value = bypass.harmless, getattr(config, name, None)
+        if bypass.in_model and value not in harmless:
             raise ValueError(
                 f"{request} does not reach a model with {name}={value!r}: a replayed graph runs no "
                 f"Python, nor is an overlapped schedule seen; choose {harmless[0]!r}"

@@ -58,7 +58,7 @@ class DelayedScaling:
         self.operations: list[Operation] = []
         lengths: dict[bool, list[int]] = {True: [], False: []}
         for module in model.modules():
-            for name in getattr(module, "operations", ()) if _is_named(module) else ():
+            for name in module.operations if _is_named_and_quantized(module) else ():
                 rows = {}
                 of_slots = _lengths(module, name)
                 for slot, length in of_slots.items():
@@ -170,8 +170,9 @@ def of_chunk(chunk: torch.nn.Module) -> DelayedScaling | None:
     return getattr(chunk, "delayed_scaling", None)
 
 
-def _is_named(module: torch.nn.Module) -> bool:
-    return getattr(module, "identity", None) is not None
+def _is_named_and_quantized(module: torch.nn.Module) -> bool:
+    """Return whether this is a `Quantized` module, whose file imports this one, with a name."""
+    return hasattr(module, "planned") and getattr(module, "identity", None) is not None
 
 
 def _lengths(module: torch.nn.Module, operation: str) -> dict[str, int]:

@@ -30,7 +30,7 @@ from megatron.collection.training_clock import clock
 from megatron.core.low_precision import matmul_audit
 from megatron.core.low_precision.coverage_check import HIGH_PRECISION
 from megatron.core.low_precision.explicit_iteration import tensors_in
-from megatron.core.low_precision.quantized_module import Quantized
+from megatron.core.low_precision.quantized_module import Collected, Quantized
 
 #: Operations by the names of their autograd nodes.
 OPERATIONS = {
@@ -79,7 +79,7 @@ class FirstForward:
         self._stack: list[torch.nn.Module] = []
         self._called: set[torch.nn.Module] = set()
         self._visited: set[Any] = set()
-        self._nodes: dict[Quantized, Counter[str]] = {}
+        self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
         self._before(model, inputs)
@@ -110,7 +110,7 @@ class FirstForward:
         operations = Counter(self._new_nodes(output))
         if not operations or not self._stack:
             return
-        layer = next((m for m in reversed(self._stack) if isinstance(m, Quantized)), None)
+        layer = next((m for m in reversed(self._stack) if isinstance(m, Collected)), None)
         if layer is not None:
             self._nodes.setdefault(layer, Counter()).update(operations)
         elif not any(self._leaf(module) in HIGH_PRECISION for module in self._stack):
@@ -145,6 +145,8 @@ class FirstForward:
         for layer in self._model.modules():
             if isinstance(layer, Quantized):
                 self._compare(layer, findings)
+            elif isinstance(layer, Collected) and layer.is_called and layer not in self._called:
+                findings.not_called.append(layer.identity.name)
         within = {
             id(part) for _, layer in transformer_layers(self._model) for part in layer.modules()
         }

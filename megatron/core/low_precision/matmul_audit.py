@@ -19,6 +19,7 @@ import torch
 
 from megatron.collection.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.low_precision.quantized_module import Quantized
+from megatron.core.low_precision.transformer_engine import TransformerEngineLayer
 from megatron.core.transformer import attention_tiles
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
@@ -27,6 +28,8 @@ from megatron.fake_quant.recipe_operands import GEMMS
 
 #: Marks of attention whose mask is not causal: no key is hidden, or the mask depends on the data.
 ALL_VISIBLE, MASK_NOT_SAVED = "all keys visible", "mask not saved"
+#: Mark of a matmul of Transformer Engine, whose formats are not visible.
+TRANSFORMER_ENGINE = "computed by Transformer Engine"
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 
@@ -74,6 +77,8 @@ class Matmul:
     @property
     def summary(self) -> str:
         """Formats of the three GEMMs in one line, or the format that all operands share."""
+        if TRANSFORMER_ENGINE in self.marks:
+            return TRANSFORMER_ENGINE
         if len(set(self.gemms)) == 1 and len(set(self.gemms[0].split(" x "))) == 1:
             shared = self.gemms[0].split(" x ")[0]
             summary = "high precision" if shared == str(AS_IT_IS) else shared
@@ -121,6 +126,11 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                             _mask_of(module) if operation == "qk" else (),
                         )
                     )
+            elif isinstance(module, TransformerEngineLayer) and module.identity is not None:
+                results += [
+                    _of_transformer_engine(module, operation, seq_length)
+                    for operation in module.operations
+                ]
         for local_name, layer in transformer_layers(chunk):
             name = re.sub(r"\d+$", str(layer.layer_number - 1), local_name)
             for path, module in layer.named_modules(prefix=name):
@@ -129,6 +139,16 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                     why = "routers stay in high precision"
                     results.append(_matmul(unwrapped(path), "linear", flops, None, why))
     return results
+
+
+def _of_transformer_engine(
+    module: TransformerEngineLayer, operation: str, seq_length: int
+) -> Matmul:
+    """Return the audit entry of a matmul of Transformer Engine."""
+    why = "collected, with formats of its own that are not visible"
+    flops = module.flops(operation, seq_length)
+    result = _matmul(module.identity.name, operation, flops, None, why)
+    return replace(result, marks=(TRANSFORMER_ENGINE,))
 
 
 def _with_tiles(

@@ -36,9 +36,14 @@ _calls = 0  #: number of calls of the hook since a layer was built
 def register(layer: Identified) -> None:
     """Note that a layer was built, so that the outermost module of its model names it."""
     global _calls
-    _unnamed.add(layer)
+    expect_name(layer)
     _calls = 0
     watch()
+
+
+def expect_name(layer: Identified) -> None:
+    """Note that a layer has no name yet; its model has been found already."""
+    _unnamed.add(layer)
 
 
 def watch() -> None:

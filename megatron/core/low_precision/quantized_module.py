@@ -21,14 +21,24 @@ from megatron.fake_quant.gemm import AmaxCallback
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.random_bits import derive_seed
-from megatron.tensor_record import CODES, TENSOR_NAMES
+from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 
 
-class Quantized(Identified):
-    """A module whose matmuls can be quantized and collected."""
+class Collected(Identified):
+    """A module whose tensors can be collected."""
 
     operations: tuple[str, ...] = ()  #: operations of this module, from `quant_type.OPERATIONS`
     layer_type: str  #: layer type in the records of the module's tensors
+    is_called = True  #: whether the model calls the module, and not only the one that contains it
+
+    def tensor_names(self) -> set[str]:
+        """Return the names of this module's tensors."""
+        return set(TENSOR_NAMES[self.layer_type]) - set(ON_REQUEST)
+
+
+class Quantized(Collected):
+    """A module whose matmuls can be quantized and collected."""
+
     #: amax histories of the model chunk; None if no operand of this module has delayed scaling
     delayed_scaling: DelayedScaling | None = None
     _plans: dict[str, OperationPolicy] | None = None

@@ -28,10 +28,11 @@ from megatron.core.low_precision import (
     matmul_audit,
     model_roots,
     recipe_check,
+    transformer_engine,
 )
 from megatron.core.low_precision.coverage_check import check_coverage, unreached
 from megatron.core.low_precision.first_forward import Findings, FirstForward, is_compiled
-from megatron.core.low_precision.quantized_module import Quantized
+from megatron.core.low_precision.quantized_module import Collected, Quantized
 from megatron.fake_quant import policy
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ _observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training 
 #: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
 #: because other layers have no name yet.
 _unchecked: WeakSet[torch.nn.Module] = WeakSet()
+#: Modules that each prepared model had when it was last checked, as a hash of their identities.
+_checked_modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 _missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
@@ -73,6 +76,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     if module in _observed and not model_roots.layers_without_name():
         _after_this_call(module, lambda failed: watch_for_others())
         return
+    transformer_engine.attach(module)
     name_model(module)
     if module not in _multiplies:
         _multiplies[module] = bool(model_roots.layers_of(module)) or bool(unreached(module))
@@ -137,14 +141,17 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
         ValueError: if a module of a transformer layer is not reached, if no layer of any model is
             reached, or if a rule or a selection does not fit the model.
     """
-    for chunk in chunks:
-        name_model(chunk)
     requested = request()
+    for chunk in chunks:
+        if requested is not None:
+            transformer_engine.attach(chunk)
+        name_model(chunk)
     if requested is None:
         return
     for chunk in chunks:
         check_coverage(chunk, collecting=collecting())
         _prepared.add(chunk)
+        _checked_modules[chunk] = _hash_of_modules(chunk)
     missed = [name for chunk in chunks for name in unreached(chunk)]
     reached = any(map(_note_reach, chunks))
     if seq_length is not None and torch.distributed.is_initialized():
@@ -161,6 +168,44 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
     if not session.audited():
         _announce(chunks, missed, seq_length)
     session.add_to_card("not_reached", missed)
+
+
+def check_unchanged() -> None:
+    """Check the models again in which modules were replaced, at the start of an iteration.
+
+    Comparing the modules takes about a millisecond per 5,000 modules.
+
+    Raises:
+        ValueError: if a module inside a transformer layer is no longer reached.
+    """
+    if request() is None:
+        return
+    for model in list(_prepared):
+        if _checked_modules.get(model) == (now := _hash_of_modules(model)):
+            continue
+        transformer_engine.attach(model)
+        name_model(model)
+        check_coverage(model, collecting=collecting())
+        _checked_modules[model] = now
+        missed = unreached(model)
+        session.add_to_card("not_reached", missed)
+        logger.warning(
+            "modules of the model %s were replaced before iteration %d; not quantized and not "
+            "collected: %s",
+            type(model).__name__,
+            clock.iteration,
+            ", ".join(missed) or "none",
+        )
+
+
+def _hash_of_modules(model: torch.nn.Module) -> int:
+    """Return a number that changes if a module of the model is replaced, added or removed."""
+    identities, waiting = [], [model]
+    while waiting:
+        module = waiting.pop()
+        identities.append((id(module), id(type(module))))
+        waiting += [child for child in module._modules.values() if child is not None]
+    return hash(tuple(identities))
 
 
 def _refusal(requested: str, chunks: Sequence[torch.nn.Module], missed: Sequence[str]) -> str:
@@ -183,12 +228,14 @@ def _refusal(requested: str, chunks: Sequence[torch.nn.Module], missed: Sequence
 def _note_reach(model: torch.nn.Module) -> bool:
     """Return whether the request reaches a layer of a model, and remember it until the exit."""
     global _reached
-    layers = [layer for layer in model_roots.layers_of(model) if isinstance(layer, Quantized)]
-    formats = policy.current().changes_matmuls
-    reached = bool(layers) and (
-        not formats
-        or any(layer.plan_of(op).of_all_times() for layer in layers for op in layer.operations)
-    )
+    layers = [layer for layer in model_roots.layers_of(model) if isinstance(layer, Collected)]
+    if policy.current().changes_matmuls:
+        quantized = [layer for layer in layers if isinstance(layer, Quantized)]
+        reached = any(
+            layer.plan_of(op).of_all_times() for layer in quantized for op in layer.operations
+        )
+    else:
+        reached = bool(layers)
     if not (_missed or _reached):
         atexit.register(_exit_if_nothing_was_reached)
     _reached |= reached
@@ -328,6 +375,11 @@ def _report(findings: Findings) -> None:
             "which calls a fused attention kernel; use DotProductAttention of megatron.core, or "
             "quantize the linear layers only (linear_<format>)"
         )
+
+
+def a_model_ran() -> bool:
+    """Return whether a model that can be checked has run in this process."""
+    return bool(_reached or _missed)
 
 
 def _exit_if_nothing_was_reached() -> None:

@@ -148,6 +148,8 @@ def _iteration(run, model, seq_length):
         tensor_saver.check_reached(chunks)
         clock.seed = explicit_iteration.seed_of_the_run()
         _checked = True
+    else:
+        reach_check.check_unchanged()
     explicit = explicit_iteration.active()  # the trainer counts the iterations itself
     if not explicit:
         tensor_saver.begin_iteration()

@@ -27,7 +27,7 @@ from megatron.fake_quant.gemm import quantized_matmul
 _upstream = shadowed(__name__)
 
 
-class _QuantizedLinear(Quantized):
+class QuantizedLinear(Quantized):
     """The common base class of column- and row-parallel linear layers."""
 
     operations = ("linear",)
@@ -168,7 +168,7 @@ def without_sums(of_output: str) -> str:
     return of_output.partition(" |")[0]
 
 
-class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
+class ColumnParallelLinear(QuantizedLinear, _upstream.ColumnParallelLinear):
     """The `ColumnParallelLinear` of megatron-core with quantization; ranks split the weight's rows.
 
     megatron-core names the class after the columns of the transposed weight.
@@ -177,7 +177,7 @@ class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
     dims = ("s b h", "o[tp] h", "s b o[tp]", "s b h | partial[tp]")
 
 
-class RowParallelLinear(_QuantizedLinear, _upstream.RowParallelLinear):
+class RowParallelLinear(QuantizedLinear, _upstream.RowParallelLinear):
     """The `RowParallelLinear` of megatron-core with quantization; ranks split the weight's columns.
 
     megatron-core names the class after the rows of the transposed weight.

@@ -13,7 +13,6 @@ _PACKAGES = {
     "moe_permute_fusion": "transformer_engine",
     "moe_router_fusion": "transformer_engine",
     "moe_latent_size": "transformer_engine",
-    "moe_grouped_gemm": "grouped_gemm",
 }
 #: load balancing types that megatron-core's router supports
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
@@ -49,6 +48,8 @@ def check_experts(args: argparse.Namespace) -> None:
             "--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel; "
             "add it"
         )
+    if local and args.moe_grouped_gemm:
+        _check_grouped(args)
     _check_expert_sizes(args)
     _check_balancing(args)
     if args.expert_model_parallel_size > 1 and args.use_cpu_initialization:
@@ -56,6 +57,24 @@ def check_experts(args: argparse.Namespace) -> None:
             "--use-cpu-initialization gives the experts of every expert-parallel rank the same "
             "weights; remove it: each expert then gets its own weights, on a CPU as well"
         )
+
+
+def _check_grouped(args: argparse.Namespace) -> None:
+    """Check that the local layers can group the experts.
+
+    Raises:
+        UserError: if this megatron-core has no grouped experts, or they do not take other flags.
+    """
+    from megatron.core.transformer.moe import experts  # its import takes seconds
+
+    if not hasattr(experts, "GroupedMLP"):
+        raise UserError(
+            "--moe-grouped-gemm does nothing here: since release 0.17, megatron-core has no "
+            "grouped experts among the local layers; remove it"
+        )
+    needed = {"--bf16": args.bf16, "--disable-bias-linear": args.add_bias_linear is False}
+    if missing := [flag for flag, given in needed.items() if not given]:
+        raise UserError(f"--moe-grouped-gemm needs {' and '.join(missing)}; add it")
 
 
 def _check_expert_sizes(args: argparse.Namespace) -> None:

@@ -58,6 +58,11 @@ def _check_together(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} knows the names of the local layers only; remove "
                 f"--transformer-impl {args.transformer_impl}"
             )
+        if getattr(args, flag) is not None and args.moe_grouped_gemm:
+            raise UserError(
+                f"--{flag.replace('_', '-')} knows the names of experts with weights of their own "
+                "only; remove --moe-grouped-gemm"
+            )
     if args.load_hf is not None and args.load is not None and args.finetune:
         raise UserError(
             "--load-hf and --load with --finetune both name the weights to start from; give one"

@@ -93,7 +93,7 @@ REFUSED = {
     "masked_softmax_fusion": "needs NVIDIA's apex",
     "memory_efficient_layer_norm": "not supported by torch LayerNorm",
     "moe_enable_deepep": "only supported with flex token dispatcher",
-    "moe_grouped_gemm": "needs the package grouped_gemm",
+    "moe_grouped_gemm": "--moe-grouped-gemm",
     "moe_permute_fusion": "needs the package transformer_engine",
     "moe_router_fusion": "needs the package transformer_engine",
     "overlap_moe_expert_parallel_comm": " only ",

@@ -8,8 +8,9 @@ where the wheel too iterates over all named modules.
 from megatron.collection.module_identity import assign_identities
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.low_precision import delayed_scaling
+from megatron.core.low_precision import delayed_scaling, transformer_engine
 from megatron.core.low_precision.coverage_check import check_coverage
+from megatron.fake_quant import policy
 
 _upstream = shadowed(__name__)
 
@@ -19,7 +20,9 @@ class GPTModel(_upstream.GPTModel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        assign_identities(self)
         collecting = tensor_saver.enabled() or tensor_saver.enabled_by_environment()
+        if collecting or policy.current().changes_matmuls:
+            transformer_engine.attach(self)
+        assign_identities(self)
         check_coverage(self, collecting=collecting)
         delayed_scaling.attach(self)

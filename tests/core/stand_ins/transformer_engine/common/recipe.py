@@ -1,0 +1,2 @@
+class DelayedScaling:
+    """The name that megatron-core subclasses."""
