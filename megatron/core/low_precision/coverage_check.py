@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.collection.module_identity import Identified, transformer_layers, unwrapped
-from megatron.core.low_precision.transformer_engine import ADVICE, TransformerEngineLayer
+from megatron.core.low_precision.transformer_engine import TransformerEngineLayer
 from megatron.fake_quant import policy
 
 #: Names of modules in a transformer layer whose matmuls stay in high precision on purpose.
@@ -98,7 +98,8 @@ def _check_transformer_engine(
         if plan.of_all_times():
             raise ValueError(
                 f"{request} does not reach {described}, which multiplies in kernels of its own; "
-                f"{ADVICE}"
+                "give --transformer-impl local, or build the model from megatron-core's local "
+                "layers"
             )
     if collecting and (why := module.refusal()) is not None:
         raise ValueError(f"the tensors of {described}, cannot be collected: {why}")

@@ -43,7 +43,6 @@ from megatron.core.low_precision import model_roots
 from megatron.core.low_precision.quantized_module import Collected
 
 PACKAGE = "transformer_engine.pytorch"
-ADVICE = "give --transformer-impl local, or build the model from megatron-core's local layers"
 #: Classes of megatron-core that split their weight over ranks without TE's knowledge, by the axis.
 _MODES = {
     "column": (
