@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -140,6 +140,16 @@ def _prepare_process() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Block Ctrl-C for a process that is started here, also while it imports its modules."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Measurer:
     """A thread that keeps the measuring process busy until all tensors have numbers.
 
@@ -183,9 +193,9 @@ class Measurer:
         """Stop, and write the numbers."""
         self._stop.set()
         self._wake.set()
+        self._end_process()
         if self._thread.is_alive():
             self._thread.join(3)
-        self._end_process()
         self._save(0)
 
     def look_at(self, ids: NDArray[np.uint64], fmt: str = "") -> None:
@@ -216,12 +226,14 @@ class Measurer:
             with self._lock:
                 executor = self._executor = self._executor or self._new_executor()
             try:
-                return executor.submit(function, work, **options).result()
+                with _without_interrupts():
+                    future = executor.submit(function, work, **options)
+                return future.result()
             except BrokenProcessPool:  # the process was killed, for example for its memory
                 with self._lock:
                     if self._executor is executor:
                         self._executor = None
-                if attempt:
+                if attempt or self._stop.is_set():
                     raise
         raise AssertionError("unreachable")
 
