@@ -29,8 +29,9 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-#: releases of megatron-core that the files of this tree fit; CONTRIBUTING.md says how to test one
-SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+#: releases of megatron-core that the files of this tree fit; CONTRIBUTING.md says how to test one.
+#: 0.19.1 has no wheel: it is what the source tree of NVIDIA's tag core_v0.19.0 calls itself.
+SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2")
 TESTED_BY_CI = SUPPORTED[0]  #: release in script/constraints.txt; error messages recommend it
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module. A name that
