@@ -6,8 +6,8 @@
   python3 script/check_versions.py --install-only newest     # make the environment and stop
 
 Each environment is made once with pip in the folder of --folder, and takes 2 to 6 GB. Its Python,
-such as python3.10, must be in PATH. An environment that is already there, such as one that was made
-by hand with PyTorch's CPU build, is used as it is. In it, `bash tests/run_tests.sh` runs with the
+such as python3.10, must be in PATH. An existing environment, such as one that was made by hand with
+PyTorch's CPU build, is used as it is. In it, `bash tests/run_tests.sh` runs with the
 options that follow `--`. Then `bash run_tensor_collection.sh single mxfp8` collects tensors, and
 `python -m megatron.analysis verify` checks them. The table has the columns of docs/requirements.md.
 The exit status is 1 if a test or the driver fails.

@@ -1,4 +1,4 @@
-"""Run a command of the Python interpreter in a fork, if a fork server has imported what it needs.
+"""Run a Python command in a fork, if a fork server has imported the modules that it needs.
 
     python -I -S fork_client.py REAL SOCKETS EXECUTABLE WORD...
 
@@ -25,7 +25,7 @@ PROGRAMS = (
     *("pretrain_gpt.py", "tensor_visualizer.py", "prepare.py"),
     *("training_worker.py", "analysis_worker.py"),
 )
-#: Argument that names a module which answers questions about types, and imports only torch.
+#: Argument that names the module that looks up quantization types, and imports only torch.
 POLICY = "megatron.fake_quant.policy"
 #: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
 AT_IMPORT = {
@@ -37,7 +37,7 @@ AT_IMPORT = {
 
 
 def server_of(words: list[str]) -> str | None:
-    """Return the name of the server that has imported what a command needs, or None."""
+    """Return the name of the server that suits a command, or None if there is none."""
     if any(os.environ.get(name) != value for name, value in AT_IMPORT.items()):
         return None
     if words[0] == "-c":

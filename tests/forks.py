@@ -33,7 +33,7 @@ ANALYSIS = (
     REPO / "script" / "visualization",
     REPO / "tests" / "analysis" / "dump" / "hostile_worker.py",
 )
-#: The interpreter that `interpreter` makes.
+#: Shell script that `interpreter` writes as the interpreter.
 WRAPPER = """#!/bin/bash
 case "$1 $2 $3" in
   *pretrain_gpt.py* | */visualization/* | *prepare.py* | *_worker.py* | *{policy}*)
@@ -96,7 +96,7 @@ def _start_server(imports: str, path: Path, lock: Path) -> None:
 def interpreter(*servers: str) -> Path:
     """Return an interpreter for shell scripts, whose slowest commands run in forks.
 
-    These commands are training, drawing, and questions about types; see `tests/fork_client.py`. A
+    These commands train, draw, and look up quantization types; see `tests/fork_client.py`. A
     test that kills processes, or is about the start of a process, needs the real interpreter.
 
     Args:

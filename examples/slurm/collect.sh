@@ -4,11 +4,11 @@
 #   sbatch --nodes 8 examples/slurm/collect.sh /shared/dump llama31-8b dolma FA_linear_mxfp8 \
 #       --tp 4 -- --control-iter 1
 #
-# Submit from the root of the repository, which every machine must be able to read. The first word
-# is a folder that every machine can write to. The others are those of examples/slurm/pretrain.sh,
-# which trains. During the training, each machine writes to its own disk: to dump-JOB in
-# LOCAL_SCRATCH (default: /tmp). After the training, even if it has failed, each machine moves its
-# files to FOLDER/nodeN. `bash examples/slurm/collect.sh --help` prints this.
+# Submit from the root of the repository, which every machine must be able to read. The first
+# argument, FOLDER, must be writable on every machine. The others are those of
+# examples/slurm/pretrain.sh, which trains. During the training, each machine writes to its own
+# disk: to dump-JOB in LOCAL_SCRATCH (default: /tmp). After the training, even if it has failed,
+# each machine moves its files to FOLDER/nodeN. `bash examples/slurm/collect.sh --help` prints this.
 #SBATCH --job-name=collect
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -43,7 +43,7 @@ case " $* " in *' -- '*) ;; *) set -- "$@" -- ;; esac
 status=0
 bash examples/slurm/pretrain.sh "$@" --save-tensors --tensor-save-dir "$LOCAL" || status=$?
 
-# The task's shell expands SLURM_NODEID, because only there it is the number of the task's machine.
+# The task's shell expands SLURM_NODEID, because only there is it the number of the task's machine.
 # shellcheck disable=SC2016
 srun bash -c '
   if [[ -d $LOCAL ]]; then

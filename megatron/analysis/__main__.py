@@ -103,7 +103,7 @@ def _add_commands(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
         ("stats", "measure the values and the error of formats", stats_command),
         ("study", "compare formats by the results of matmuls", study_command),
         ("diff", "compare two runs", diff_command),
-        ("serve", "explore the dump in the browser, also while a run writes", serve_command),
+        ("serve", "explore the dump in the browser, also during a run", serve_command),
     ):
         parser = commands.add_parser(
             name,

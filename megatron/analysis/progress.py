@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 PERIOD = 10.0  #: seconds between two lines of progress if the output is not a terminal
 QUIET = 25.0  #: seconds after which a line is printed although no unit was completed
-#: seconds after the first completed unit in which further ones count as completed with it
+#: seconds after the first completed unit; units that complete within them count as its batch
 BURST = 0.5
 
 T = TypeVar("T")
@@ -52,14 +52,15 @@ class Progress:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False)
         self._lines = shown and self._bar is None
         self._start = self._last = time.monotonic()
-        #: number of units, and the time, at which the estimate begins; None before the first unit
+        #: number of completed units and the time when the estimate begins; None before the first
         self._base: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True) if thread else None
 
     def __enter__(self) -> Progress:
         if self._lines and self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # no thread is left; lines follow units only
+            # If no thread can start, only completed units print lines.
+            with contextlib.suppress(RuntimeError):
                 self._thread.start()
         return self
 

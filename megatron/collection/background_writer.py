@@ -183,7 +183,7 @@ class BackgroundWriter(Writer):
 
         Args:
             line: the event.
-            patience: seconds to wait for a thread that writes to the index.
+            patience: seconds to wait for another thread that is writing to the index.
         """
         self._events.append(self._complete(line))
         self._write_events(patience)

@@ -92,7 +92,7 @@ class Capture:
             identity: name and layer number of the module.
             layer_type: "attention" or "linear".
             statistics: statistics that measure the operands; None if this pass is not measured.
-            implementation: the records' field of this name; None for the local layers.
+            implementation: field `implementation` of the records; None for the local layers.
         """
         assert clock.micro_batch is not None, "a capture exists only within a training step"
         self._sink = sink

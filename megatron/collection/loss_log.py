@@ -25,8 +25,8 @@ class LossLog:
         """Create an empty log.
 
         Args:
-            append: writes an event to the index; see `Writer.append`.
-            now: clock, in seconds.
+            append: function that writes an event to the index; see `Writer.append`.
+            now: function that returns the time in seconds.
         """
         self._append, self._now = append, now
         self._began = now()

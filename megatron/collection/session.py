@@ -278,7 +278,7 @@ def capture(
         identity: name and layer number of the module; None for a tensor outside any module.
         layer_type: "attention" or "linear".
         training: whether the layer is in training mode.
-        implementation: the records' field of this name; None for the local layers.
+        implementation: field `implementation` of the records; None for the local layers.
 
     Raises:
         ValueError: if the layer trains where nothing counts iterations, and tensors are collected.

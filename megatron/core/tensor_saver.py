@@ -123,7 +123,7 @@ def configure(
 
 #: Function that returns the keyword arguments of `configure`; None if nothing is left to configure.
 _later: Callable[[], dict[str, Any]] | None = None
-#: Function to call at the end of each iteration, before the optimizer's step; None for none.
+#: Function to call at the end of each iteration, before the optimizer's step; None if not set.
 _after_iteration: Callable[[], None] | None = None
 
 

@@ -40,7 +40,7 @@ def check(request: Request) -> None:
 
 
 def _other_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the collection that `session.configure` takes by their names alone."""
+    """Return the flags of the collection that `read_settings` takes in its argument `flags`."""
     own = ("save_tensors", "save_dir", "control_iter", "plan")
     return {name: value for name, value in options.items() if name not in own}
 
@@ -93,7 +93,10 @@ def _planned(request: Request, done: int) -> list[int]:
         )
     iterations = planned_iterations(settings, done, int(last or sys.maxsize))
     if not iterations:
-        raise ValueError(f"--collect-plan: {done} iterations are done and no other is collected")
+        raise ValueError(
+            f"--collect-plan: {done} iterations are done, and no later one is selected; select "
+            "later ones with --collect-iterations"
+        )
     return iterations
 
 

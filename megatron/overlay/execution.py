@@ -53,7 +53,7 @@ def _print_error(
 ) -> None:
     """Print a traceback that begins with the script, without the frames of the launcher.
 
-    An error that this project raises for a mistake of the user has one line without a traceback.
+    An error that this project raises for a user's mistake is printed as one line.
     """
     if kind is ValueError and trace is not None and _is_ours(trace):
         print(f"[ERROR] {error}", file=sys.stderr, flush=True)

@@ -23,9 +23,9 @@ _NOISE = (
 )
 
 
-#: messages of megatron-core 0.17 and later to suppress, by logger: they recommend another model
-#: class, another library for asynchronous saves, another way to lay out the gradients and another
-#: name of a function, which a user of this program cannot choose
+#: Messages of megatron-core 0.17 and later to suppress, by logger. They recommend alternatives that
+#: a user of this program cannot choose: a model class, a library for asynchronous saves, a layout
+#: of the gradients, and a name of a function.
 _NOTICES = {
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_",
     "megatron.core.models.gpt._upstream_gpt_model": "GPTModel IS DEPRECATED",

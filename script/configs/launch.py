@@ -32,8 +32,8 @@ from configs.resolve import (
 from configs.run_names import Formats
 from configs.trainings import TRAININGS
 
-COLLECTING = {"--save-tensors", "--collect-plan"}  #: flags whose collection's size is printed
-#: Environment variable with which a driver says that it prints the size itself.
+COLLECTING = {"--save-tensors", "--collect-plan"}  #: flags with which the size is printed
+#: Environment variable that a driver sets if it prints the size of the collection itself.
 ANNOUNCED_VARIABLE = "LAB_SIZE_ANNOUNCED"
 NOTHING = "none"  #: value of --checkpoint-path that disables checkpoints
 

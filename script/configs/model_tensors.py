@@ -1,4 +1,4 @@
-"""Compute the shapes of the tensors that a training command's model collects, from its flags.
+"""Compute the shapes of the tensors that a training command collects, from its flags.
 
 A layer's matmuls determine its tensors. `Model` knows the layers of Llama and DeepSeek-V2: dense
 layers, experts, and latent attention.
@@ -121,9 +121,10 @@ class Model:
     def _linear(
         self, module: str, sizes: tuple[int, int], *, column: bool, tokens: str = "sb"
     ) -> Iterator[Saved]:
-        """Yield the tensors of a column-parallel or row-parallel layer with h inputs, o outputs.
+        """Yield the tensors of a column-parallel or row-parallel layer.
 
-        `tokens` is "t" for an expert. All experts of a rank together get the tokens of one rank.
+        `sizes` are the numbers of input and output features. `tokens` is "t" for an expert. All
+        experts of a rank together get the tokens of one rank.
         """
         h, o = sizes
         shard: dict[str, float] = {

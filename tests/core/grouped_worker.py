@@ -79,7 +79,7 @@ class Model(torch.nn.Module):
 
 
 def weight_of(number: int, name: str, rows: int, columns: int) -> torch.Tensor:
-    """Return the weight of an expert's layer, which follows from its number and its name alone."""
+    """Return the weight of an expert's layer, which depends on its number and its name only."""
     generator = torch.Generator().manual_seed(2 * number + (name == "linear_fc2"))
     return torch.randn(rows, columns, generator=generator).bfloat16() / 8
 

@@ -1,4 +1,4 @@
-"""Collect the tensors of a stand-in for Transformer Engine, and print what happened as JSON.
+"""Collect the tensors of a stand-in for Transformer Engine, and print the results as JSON.
 
     te_worker.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Test grouped experts against experts of their own, and one format against torch in float64."""
+"""Test grouped experts against separate experts, and one format against torch in float64."""
 
 import json
 from pathlib import Path

@@ -193,7 +193,7 @@ def test_a_format_is_unbiased_within_the_stated_limits_only(name, power, within)
     ],
 )
 def test_a_format_in_which_few_blocks_clip_is_not_called_unbiased(name, amax):
-    """The maxima of the blocks of one normal tensor may all be where nothing clips."""
+    """All block maxima of one normal tensor may lie in the part of a binade where nothing clips."""
     fmt = get_format(f"{name}:sr")
     x = torch.zeros(2, 16)
     x[0, 0] = amax

@@ -9,8 +9,8 @@ several ranks or packages that are not installed; these fail both times. At leas
 `pytest-mock` should be installed, or in a folder in PYTHONPATH.
 
 DIR gets the outcome of each test. If the command is interrupted and started again, it continues
-with the next test file. At the end, it prints the numbers and all tests that pass on the plain
-megatron-core only. The exit status is 1 if there is such a test.
+with the next test file. At the end, it prints the numbers and, as "lost", all tests that pass on
+the plain megatron-core only. The exit status is 1 if there is such a test.
 """
 
 import argparse
@@ -74,7 +74,8 @@ def run_tests(core: str, checkout: Path, results: Path, paths: list[str]) -> Non
 
 
 def compare(results: Path) -> int:
-    """Print how the outcomes of both runs differ; return 1 if a test is lost."""
+    """Print how the outcomes of both runs differ; return 1 if a test fails only under the overlay.
+    """
     outcomes = {core: read_outcomes(results / f"{core}.jsonl") for core in LAUNCHERS}
     for core, tests in outcomes.items():
         counts = collections.Counter(outcome for outcome, _ in tests.values())

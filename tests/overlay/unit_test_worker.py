@@ -3,7 +3,7 @@
     unit_test_worker.py RESULTS PATH...
 
 `tests/overlay/nvidia_unit_tests.py` starts this program in the root of the checkout. Each test file
-runs in a fork of its own, because some files set up process groups already when they are imported.
+runs in a fork of its own, because some files set up process groups when they are imported.
 A test that ends its process or takes too long counts as `killed`, and the tests after it run in a
 new fork. RESULTS gets one line per file; files that it names are not run again.
 """
@@ -22,10 +22,10 @@ import pytest
 from packaging.version import Version
 
 SECONDS = 120  #: time limit of a test
-MOST_KILLED = 3  #: killed tests of a file after which its other tests are not run
-REASON = 300  #: longest text that is kept of an error, in characters
+MOST_KILLED = 3  #: number of killed tests after which a file's other tests are not run
+REASON = 300  #: maximum length of an error message, in characters
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=")
-#: modules that most tests import; a fork then has them already
+#: modules that most tests import; they are imported once, before the forks
 PRELOADED = (
     "megatron.core.models.gpt",
     "megatron.training.arguments",

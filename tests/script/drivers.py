@@ -17,7 +17,7 @@ ALL = pytest.mark.parametrize("script", [COLLECT, DRAW, TRAIN], ids=lambda path:
 
 
 def bash(script, *arguments, cwd=REPO, **variables):
-    """Run a driver with this Python, which asks in forks whether a type exists."""
+    """Run a driver with a Python that looks up quantization types in forks."""
     done = run(
         ["bash", script, *arguments],
         cwd=cwd,

@@ -1,8 +1,8 @@
 """Train on eight ranks of two nodes, with tensor, pipeline and data parallelism at the same time.
 
-Eight processes stand for the nodes. The model is quantized, and each node collects its tensors in a
-folder of its own. The losses must be those of one rank, and so must the tensors of both folders
-together.
+Two launchers with four processes each stand for the nodes. The model is quantized, and each node
+collects its tensors in a folder of its own. The losses, and the tensors joined from both folders,
+must agree with those of one rank.
 """
 
 import json
@@ -106,7 +106,7 @@ def test_verify_finds_no_error(runs):
 
 
 def cut_as_on_two_ranks(module: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of one rank with the gate and the other half of fc1 sharded separately."""
+    """Return a tensor of one rank, with the gate half of fc1 sharded apart from the other half."""
     if not module.endswith("linear_fc1") or name in ("input", "grad_input"):
         return tensor
     axis = 0 if "weight" in name else tensor.dim() - 1

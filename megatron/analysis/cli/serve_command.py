@@ -13,7 +13,7 @@ DEFAULT_FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 DESCRIPTION = """\
 Serve a dump as web pages: any statistic by iteration, layer and tensor as a map, and for each
 tensor its histogram, blocks, channels, tokens, codes, attention and the values themselves as an
-image, in any format. The pages follow a run that still writes.
+image, in any format. The pages also follow a run in progress.
 
 Statistics come from the cache that stats, draw and report share. What it lacks is measured in the
 background, the visible tensors first.

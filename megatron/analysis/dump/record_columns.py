@@ -116,8 +116,9 @@ class Columns:
 
     @property
     def ranks(self) -> tuple[list[_Coordinates], list[int]]:
-        """The distinct coordinates of ranks, in the order of `RANK_COLUMNS`, and the index of each
-        row's coordinates among them.
+        """Distinct coordinates of the rows' ranks, and the index of each row's coordinates in them.
+
+        A rank's coordinates are in the order of `RANK_COLUMNS`.
         """
         return [*self._coordinates], self._rank_of_row
 

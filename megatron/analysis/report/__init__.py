@@ -20,7 +20,7 @@ from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.report.content import content
 
 _HERE = Path(__file__).parent
-#: Part of the page that lists the files of figures beside it, and the files that may stand there.
+#: Patterns of the part of the page that lists the figures beside it, and of a figure's path.
 _FIGURES = re.compile(r'(<script type="application/json" id="figures">)\[.*?\](?=</script>)')
 _FILE = re.compile(r"(?:[\w+-][\w.+-]*/)?[\w+-][\w.+-]*\.(?:png|svg|pdf)", re.ASCII)
 
@@ -40,7 +40,7 @@ def link_figures(path: Path, names: Iterable[str]) -> None:
 
     Args:
         path: path of the report.
-        names: paths of files relative to the report. Those that are no figures are left out.
+        names: paths of files relative to the report; files that are not figures are left out.
     """
     listed = json.dumps([name for name in sorted(set(names)) if _FILE.fullmatch(name)])
     page, count = _FIGURES.subn(lambda match: match[1] + listed, path.read_text("utf-8"), count=1)

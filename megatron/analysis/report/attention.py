@@ -31,7 +31,7 @@ from megatron.analysis.plots.attention_map import EXTREME
 from megatron.analysis.report.json_numbers import short
 from megatron.fake_quant import fake_quantize, get_format
 
-LAYERS, HEADS = 12, 8  #: maximum number of layers, and of heads per layer, both evenly spread
+LAYERS, HEADS = 12, 8  #: maximum numbers of evenly spread layers, and of heads per layer
 TOKENS = 512  #: maximum number of positions at the beginning of a sequence
 SIDES = (64, 48, 32, 24, 16)  #: sides of a map in pixels, the largest that `BYTES` allows
 BYTES = 600_000  #: approximate maximum size of all maps, in bytes
@@ -146,7 +146,7 @@ def _of_layer(item: _Attention, formats: Sequence[str], side: int) -> dict[str, 
         pixels = pooled(change * uniform, visible, side)
         finite = np.abs(pixels[np.isfinite(pixels)])
         most = float(finite.max()) if finite.size else 0.0
-        share = np.nan_to_num(pixels / (most or 1.0))  # the root keeps small changes apart
+        share = np.nan_to_num(pixels / (most or 1.0))  # the root makes small changes visible
         codes = np.rint(np.sign(share) * np.sqrt(np.abs(share)) * 127) + 128
         entry["formats"][name] = {
             "moved": [short(value) for value in moved(change)],

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.report.json_numbers import short
 
-MOST_ROWS = 12_000  #: maximum number of rows; with more, the rows are medians over all layers
+MOST_ROWS = 12_000  #: number of rows above which each row is a median over all layers
 ALL_LAYERS = -2  #: layer number of a row that summarizes all layers
 KEYS = ["run_id", "iteration", "layer_idx", "place"]
 
@@ -16,9 +16,9 @@ KEYS = ["run_id", "iteration", "layer_idx", "place"]
 def gradients(figure_data: FigureData, runs: Sequence[str]) -> list[list[Any]]:
     """Return one row per run, iteration, layer and place (module and tensor name).
 
-    Runs and places are indices. Further entries are the median rms and the largest magnitude of the
-    gradients, and then, for each format, the share of nonzero values that become zero and the SQNR
-    in dB, both as medians. They are None for gradients that no format quantizes.
+    A row begins with these four; runs and places are indices. The median rms and the largest
+    magnitude of the gradients follow. Then come, for each format, two medians: the share of nonzero
+    values that become zero, and the SQNR in dB. They are None if the format has no such gradient.
     """
     table = figure_data.tensors[figure_data.tensors["kind"] == "gradient"]
     keys = KEYS

@@ -477,7 +477,7 @@ function goTo(tensor, format) {
   open(tensor);
 }
 
-// Draw what depends on the format, if it is another one than that drawn before.
+// Draw what depends on the format, unless it was last drawn for the same format.
 let drawnFormat = null;
 function drawForFormat() {
   if (drawnFormat === formatIndex()) return drawHeatmap();
@@ -635,7 +635,7 @@ function drawTraining() {
   $("events").replaceChildren(...items);
   const known = data.training.map((entry, i) => [data.runs[i], entry]).filter(([, entry]) => entry.iteration);
   const without = data.runs.filter((_, i) => !data.training[i].iteration).map(runName);
-  const reason = "it was collected by an older version, or by a trainer that does not pass its loss on";
+  const reason = "it was collected by an older version, or by a trainer that does not report its loss";
   if (!known.length) {
     Plotly.purge("loss");
     $("training-note").textContent = `The dump has no losses: ${reason}.`;
@@ -714,7 +714,7 @@ function drawAttention() {
   $("attention-note").textContent = `${source}; first sequence, ${show(tokens)} tokens`
     + `${allLayers > layers.length ? `, ${layers.length} of ${allLayers} layers` : ""}`
     + `${entry.all_heads > entry.heads.length ? `, ${entry.heads.length} of ${entry.all_heads} heads` : ""}. `
-    + "A map has the mean of the visible pairs in each pixel; 1: as uniform attention over all earlier tokens."
+    + "Each pixel is the mean of its visible pairs; 1 means uniform attention over all earlier tokens."
     + (name ? ` Difference: ${operands} quantized to ${name}, minus the probabilities without quantization, in the same unit.` : "");
   drawMaps(entry, choice, name);
   if (!name) {
@@ -762,7 +762,7 @@ function drawMoved(layers, name) {
     colorscale: "Viridis", zmin: 0, zmax: z.flat().reduce((a, b) => Math.max(a, b), 0) || 1, colorbar: { title: { text: "%" } }, text: z.map((row) => row.map((value) => (value === null ? "" : value.toPrecision(2)))),
     customdata: layers.map(({ heads }) => heads), hoverongaps: false,
     ...(layers.length * slots <= 200 ? { texttemplate: "%{text}", textfont: { size: 10 } } : {}),
-    hovertemplate: "%{y} head %{customdata}: %{text} % of a query's attention move to other keys<extra></extra>",
+    hovertemplate: "%{y} head %{customdata}: %{text} % of a query's attention moves to other keys<extra></extra>",
   }], layout({
     height: Math.min(130 + 24 * layers.length, 420), margin: { l: 46, r: 10, t: 34, b: 44 },
     xaxis: axis("head", { tickvals: layers[0].heads.map((_, i) => i), ticktext: layers[0].heads, showgrid: false }),
@@ -777,7 +777,7 @@ function drawMoved(layers, name) {
   });
 }
 
-// Styles of lines by the name of the gradient, so that the colors only tell the modules apart.
+// Line styles by the name of the gradient; the colors distinguish the modules.
 const DASHES = {
   grad_output: "solid", grad_input: "dash", grad_weight: "dot", grad_query: "dashdot", grad_key: "longdash", grad_value: "longdashdot",
 };
@@ -835,7 +835,7 @@ function drawGradients() {
     };
   });
   const where = ofFormat ? ` in ${formatName()}, the format chosen above` : "";
-  $("gradient-note").textContent = (several ? "" : "One iteration was collected, so that the gradients are shown by layer. ")
+  $("gradient-note").textContent = (several ? "" : "One iteration was collected, so the gradients are shown by layer. ")
     + (several && layer === "" ? `Over all layers${id === "amax" ? ": the largest" : ": the median"}${where}.` : where && `Values${where}.`);
   Plotly.react("gradient-plot", traces, layout({
     height: narrow() ? 620 : 440, xaxis: wholeAxis(several ? "iteration" : "layer", traces.flatMap(({ x }) => x)),
@@ -844,7 +844,7 @@ function drawGradients() {
   }), CONFIG);
 }
 
-// List the figures by folder. Their names come from the program that wrote them into the page.
+// List the figures by folder. The program that draws them writes their names into the page.
 function drawFigures() {
   const folders = [...new Set(figures.map(folderOf))];
   $("file-list").replaceChildren(...folders.map((folder) => {

@@ -18,7 +18,7 @@ from megatron.analysis.text_table import shown
 MOST_POINTS = 2000  #: approximate maximum number of iterations per run in the report
 MOST_NOTES = 20  #: maximum number of notes per run
 NOTE_LENGTH = 400  #: maximum length of a note, in characters
-#: message of `LossSpikeDetector.look`, and the number that it begins each part with
+#: Patterns of the message of `LossSpikeDetector.look`, and of a number with its name in it.
 _JUMP = re.compile(r"((?:loss|gradient norm) .*) at iteration (\d{1,15})", re.ASCII)
 _NUMBER = re.compile(r"\b(loss|gradient norm) (?=[-\d.naif])([^ ,]+)")
 
@@ -26,8 +26,8 @@ _NUMBER = re.compile(r"\b(loss|gradient norm) (?=[-\d.naif])([^ ,]+)")
 def training(figure_data: FigureData, runs: Sequence[str]) -> list[dict[str, Any]]:
     """Return the loss, the gradient norm and the events of each run, in the order of `runs`.
 
-    `kept` lists the iterations at which a ring was written. `thinned` is true if some iterations
-    are left out; the lowest and highest values and all collected iterations remain.
+    `kept` lists the iterations at which a ring buffer was written. `thinned` is true if some
+    iterations are left out; the lowest and highest values and all collected iterations remain.
     """
     curves = dict(iter(figure_data.store.loss_curve().groupby("run_id", sort=False)))
     collected = figure_data.tensors.groupby(figure_data.tensors["run_id"].fillna("").astype(str))
@@ -55,7 +55,7 @@ def training(figure_data: FigureData, runs: Sequence[str]) -> list[dict[str, Any
 
 
 def thinned(curve: pd.DataFrame, keep: set[int]) -> pd.DataFrame:
-    """Return about `MOST_POINTS` rows of a loss curve that look like all of them.
+    """Return about `MOST_POINTS` rows of a loss curve that preserve its shape.
 
     Each group of consecutive rows is represented by its lowest and highest loss and gradient norm.
     Rows of the iterations in `keep`, and rows that are not finite, remain.
@@ -126,7 +126,7 @@ def _list(value: Any) -> list[int]:
 
 
 def as_words(numbers: Sequence[int]) -> str:
-    """Return, for example, "iterations 3 to 5 and 9"; an empty string without numbers."""
+    """Return text such as "iterations 3 to 5 and 9"; an empty string if there are no numbers."""
     if not numbers:
         return ""
     ranges: list[list[int]] = []

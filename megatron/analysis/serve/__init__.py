@@ -1,4 +1,4 @@
-"""Serve a dump as web pages that follow the run while it still writes.
+"""Serve a dump as web pages, which are updated while a run is still writing it.
 
 The modules, from the files to the browser:
 
@@ -13,7 +13,7 @@ The modules, from the files to the browser:
     charts, maps, panels      figures as JSON for Plotly
     pages/        the parts of the page
     application   the Dash application and its callbacks
-    gate          who may read: token, cookie and Host header
+    gate          access control by token, cookie and Host header
     server        start and stop the web server
 
 Only `application` and `pages/` import Dash. The files of a dump are never changed; measured

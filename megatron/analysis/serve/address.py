@@ -1,7 +1,7 @@
 """Represent the state of the page as the query of its URL.
 
 Every view has its own URL, which stays valid after a reload and after a restart of the server. A
-query may contain anything: a value that is not understood is replaced by the default.
+query may contain anything: the default replaces a value that is not valid.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Address:
-    """State of the page. An empty text and -1 stand for the default."""
+    """State of the page. An empty string or -1 stands for the default."""
 
     view: str = MAP
     run: str = ""  #: ID of the run
@@ -66,7 +66,7 @@ class Address:
 
     @classmethod
     def parse(cls, search: str | None) -> Address:
-        """Return the address in a query; values that are not understood are left out."""
+        """Return the address that a query encodes; values that are not valid are ignored."""
         given = fields_of((search or "").removeprefix("?")[:_LONGEST])
         found: dict[str, Any] = {}
         for item in fields(cls):
@@ -76,7 +76,7 @@ class Address:
         return cls(**found)
 
     def search(self) -> str:
-        """Return the query; defaults are left out."""
+        """Return the address as a query, without the fields that have their defaults."""
         default = Address()
         given = {
             _SHORT[item.name]: getattr(self, item.name)
@@ -86,7 +86,7 @@ class Address:
         return f"?{urlencode(given)}"
 
     def but(self, **changes: Any) -> Address:
-        """Return the address with some changes."""
+        """Return a copy of the address with some fields changed."""
         return replace(self, **changes)
 
     @property
@@ -95,10 +95,10 @@ class Address:
         return tuple(map(int, self.zoom.split("-"))) if self.zoom else None
 
     def resolved(self, catalog: Catalog, formats: list[str]) -> Address:
-        """Return the address with defaults that suit a dump.
+        """Return the address with its defaults filled in from a dump.
 
-        The default run is the newest one, the default iteration its last one. The default format is
-        the one of the run.
+        The default run is the newest one, and the default iteration is its last one. The default
+        format is that of the run.
         """
         runs = {run["id"]: run for run in catalog.runs}
         if not runs:
@@ -118,7 +118,7 @@ class Address:
 
 
 def fields_of(query: str) -> dict[str, str]:
-    """Return the fields of a query; none if it has more than any view needs."""
+    """Return the fields of a query; empty if it has more fields than any view needs."""
     try:
         return dict(parse_qsl(query, keep_blank_values=True, max_num_fields=64))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The Dash application: one callback shows a view, one draws a panel, one follows the run.
+"""Create the Dash application: callbacks show a view, draw a panel, and follow the run.
 
-The URL is the only state. A change of a selector changes the URL, and the view follows. A panel is
+The URL is the only state. A selector changes the URL, and the view is then updated. A panel is
 drawn again only if a part of the URL on which it depends changes, or if there are new numbers.
 """
 
@@ -34,8 +34,8 @@ from megatron.analysis.serve.statistics import BY_NAME
 from megatron.analysis.text_table import csv_cell, printable_lines, shown
 from megatron.bounded_files import printable
 
-TICK = 2000  #: time between two looks at the server, in milliseconds
-#: Panels that are drawn again when numbers change: of the map, and of the training.
+TICK = 2000  #: time between two polls of the server, in milliseconds
+#: Panels to draw again when there are new statistics, training data, or choices for selectors.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
 _FOLLOWS_CHOICES = ("controls", "heading")
@@ -59,7 +59,7 @@ _PAGE = """<!DOCTYPE html>
 
 
 def create(explorer: Explorer) -> Dash:
-    """Return the application; its attribute `server` is the WSGI application."""
+    """Return the Dash application; its attribute `server` is the WSGI application."""
     name = shown(explorer.folder.name)
     app = Dash(
         __name__,
@@ -152,7 +152,7 @@ class _Views:
         ids: list[dict[str, str]],
         stored: list[Any],
     ) -> tuple[Any, Any, Any, list[Any]]:
-        """Show a view, or update the panels of the current one that depend on what changed."""
+        """Show a view, or update those panels of the current view that a change affects."""
         address = self.explorer.resolved(search)
         key = self._key(address)
         if key == current:
@@ -162,7 +162,7 @@ class _Views:
         return self._page(address, data), key, _links(address), [no_update] * len(ids)
 
     def _key(self, address: Address) -> str:
-        """Return a text that changes if the page has other panels."""
+        """Return a key that two pages share if they have the same panels."""
         explorer = self.explorer
         if address.view == MAP:
             empty = not len(explorer.catalog)
@@ -177,7 +177,7 @@ class _Views:
         return f"{TENSOR} {explorer.catalog.field(tensor, 'layer_type')}"
 
     def _choices(self) -> list[int]:
-        """Return numbers that change with the choices that the selectors offer."""
+        """Return numbers that change whenever the selectors offer other choices."""
         catalog = self.explorer.catalog
         iterations = sum(len(run["iterations"]) for run in catalog.runs)
         return [len(catalog.runs), iterations, len(catalog.places)]
@@ -193,7 +193,7 @@ class _Views:
         return map_page.page(explorer, address, data)
 
     def _data(self, name: str, address: Address) -> dict[str, Any]:
-        """Return what a panel shows, in a form that differs if it has to be drawn again."""
+        """Return a panel's part of the URL and a version; it is drawn again if either changes."""
         version: list[Any] = []
         if name in _FOLLOWS_NUMBERS and address.view == MAP:
             version = self.explorer.version(address)
@@ -211,13 +211,13 @@ class _Views:
         return [new if new != old else no_update for new, old in zip(data, stored, strict=True)]
 
     def panel(self, data: dict[str, Any], identity: dict[str, str]) -> Any:
-        """Return the content of a panel; what is wrong with a file becomes a message."""
+        """Return the content of a panel, or a message that states what is wrong with a file."""
         name, search = identity["name"], str(data.get("search", ""))
         try:
             return self._panel(name, search)
         except NotShownError as error:
             return not_shown(error)
-        except Exception as error:  # a file of any content must not stop the server
+        except Exception as error:  # no content of a file may stop the server
             where = printable_lines(f"{name} {search}")
             print(f"[WARNING] {where}: {type(error).__name__}: {reason(error)}", file=sys.stderr)
             return message(f"This cannot be shown ({type(error).__name__}).", alarm=True)
@@ -251,7 +251,7 @@ class _Views:
         ids: list[dict[str, str]],
         stored: list[Any],
     ) -> tuple[Any, Any, list[Any]]:
-        """Return what is new since the last look."""
+        """Return what is new since the last poll."""
         address = self.explorer.resolved(search)
         key = self._key(address)
         names = [entry["name"] for entry in ids]
@@ -352,7 +352,7 @@ def _links(address: Address) -> list[Part]:
 
 
 def _csv(table: pd.DataFrame) -> str:
-    """Return a table as CSV whose texts no spreadsheet interprets as formulas."""
+    """Return a table as CSV, with texts that no spreadsheet interprets as formulas."""
     safe = table.copy(deep=False)
     for column in safe.columns:
         if not pd.api.types.is_numeric_dtype(safe[column]):

@@ -2,7 +2,7 @@
 
 A catalog is a snapshot: it does not change when the run writes more. An ID is 16 hexadecimal
 digits, computed from the fields that identify a tensor, so that an address with an ID stays valid
-after a restart. An ID is only ever compared with those of the catalog.
+after a restart. An ID is only compared with those of the catalog.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Catalog:
     and `files`.
 
     Args:
-        records: records, of which the present ones are taken.
-        bad: numbers of the index files whose records do not count.
+        records: records of the dump; those that are added later are not part of the snapshot.
+        bad: numbers of the index files whose records are ignored.
         cards: run cards by run ID.
         version: number of this snapshot.
     """
@@ -74,7 +74,7 @@ class Catalog:
         return len(self.rows)
 
     def _kept(self, size: int, bad: frozenset[int]) -> NDArray[np.bool_]:
-        """Return which records count: no codes, no records of damaged indexes, no repeated path."""
+        """Return a mask that leaves out codes, records of damaged indexes, and repeated paths."""
         records = self.records
         codes = records.tables["codes"]
         is_value = np.array([value is None for value in codes.distinct], dtype=bool)
@@ -83,7 +83,8 @@ class Catalog:
             keep &= ~np.isin(records.origin.values[:size], [*bad])
         hashes = records.path_hash.values[:size]
         if len(np.unique(hashes)) < size:
-            # The last of the lines that name a file counts, and an index counts more than a file.
+            # If several lines name a file, the last one counts. An index takes precedence over the
+            # file itself.
             listed = records.origin.values[:size] > 0
             order = np.lexsort((np.arange(size), listed & keep))
             last = pd.Series(hashes[order]).duplicated(keep="last").to_numpy()
@@ -131,7 +132,8 @@ class Catalog:
         self.places: list[str] = [*places]
         self.place: NDArray[np.int64] = np.array(of_place, np.int64)[inverse]
         self.operand: NDArray[np.bool_] = np.array(operands, bool)[inverse]
-        #: for each tensor and GEMM: index in `AXES` of its blocks, or -1 if it is no operand of it
+        #: for each tensor and GEMM: index in `AXES` of the axis along which blocks run, or -1 if
+        #: the tensor is not an operand of the GEMM
         self.axis_of_gemm: NDArray[np.int64] = np.array(axes, np.int64).reshape(-1, 3)[inverse]
         kind_of_place = {places_of: kinds[i] for i, places_of in enumerate(of_place)}
         operand_of_place = {places_of: operands[i] for i, places_of in enumerate(of_place)}
@@ -140,9 +142,9 @@ class Catalog:
 
     @property
     def first_axis(self) -> NDArray[np.int64]:
-        """Index in `AXES` of the blocks by which each tensor is judged.
+        """Index in `AXES` of the axis along which the blocks of each tensor run.
 
-        It is the axis of the first GEMM that quantizes the tensor; rows if there is none.
+        It is the axis in the first GEMM that quantizes the tensor; rows if there is none.
         """
         axes = self.axis_of_gemm
         choice = np.argmax(axes >= 0, axis=1)
@@ -150,7 +152,7 @@ class Catalog:
         return found
 
     def axis_in(self, gemm: str) -> NDArray[np.int64]:
-        """Return the axis of each tensor in a GEMM, -1 for others; `first_axis` for no GEMM."""
+        """Return the axis of each tensor in a GEMM, or -1; without a GEMM, return `first_axis`."""
         return self.axis_of_gemm[:, GEMMS.index(gemm)] if gemm in GEMMS else self.first_axis
 
     @functools.cached_property
@@ -203,13 +205,13 @@ class Catalog:
         return column.distinct[column.codes[self.rows[tensor]]]
 
     def name(self, tensor: int) -> str:
-        """Return a short name: `L3 fc1 input`."""
+        """Return a short name, such as `L3 fc1 input`."""
         layer = int(self.layer[tensor])
         place = self.places[int(self.place[tensor])]
         return f"L{layer} {place}" if layer >= 0 else place
 
     def same(self, tensor: int, **changed: int) -> int | None:
-        """Return the tensor that equals another one except for some columns, or None.
+        """Return the tensor that differs from a given one in some columns only, or None.
 
         Args:
             tensor: number of a tensor.
@@ -223,7 +225,7 @@ class Catalog:
         return int(found[0]) if len(found) else None
 
     def variants(self, tensor: int, column: str) -> dict[int, int]:
-        """Return the tensors that equal another one except for a column, by the column's value.
+        """Return the tensors that differ from a given one at most in one column, by its value.
 
         Args:
             tensor: number of a tensor.
@@ -252,7 +254,7 @@ class Catalog:
         return dict(sorted(found.items(), key=lambda item: self.rows[item[1]]))
 
     def heads(self, tensor: int) -> tuple[int, int] | None:
-        """Return the numbers of sequences and heads of an attention layer, None if unknown."""
+        """Return the numbers of sequences and heads of an attention layer; None if unknown."""
         texts, sizes = self.records.texts, self.records.sizes["shape"]
         names = texts["tensor_name"]
         modules = texts["module"].codes[self.rows]
@@ -291,7 +293,7 @@ class Catalog:
         )
 
     def values_of_layers(self, tensors: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a row of a V tensor for each layer of some tensors.
+        """Return, for each layer of some tensors, the row in `Records` of one V tensor.
 
         `stats.logical_tensors` reads the size of an attention head from it.
         """

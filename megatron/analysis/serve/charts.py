@@ -43,8 +43,8 @@ MAGMA = [
         )
     )
 ]
-MOST_TEXTS = 700  #: numbers are written into the cells of a map with at most this many cells
-#: Characters that look like those of markup, but are none: angle quotation marks, and a wide "&".
+MOST_TEXTS = 700  #: maximum number of cells of a map whose cells show their numbers
+#: Replacements for characters of markup that look alike: angle quotation marks and a wide "&".
 _MARKUP = str.maketrans({"<": "\u2039", ">": "\u203a", "&": "\uff06", "\u0000": " "})
 UNKNOWN = "-"  #: text in place of an unknown number
 _FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
@@ -56,7 +56,7 @@ def plain(text: object) -> str:
 
 
 def array(values: Any, dtype: str = "f4") -> dict[str, Any]:
-    """Return numbers in the binary form of Plotly, which takes a third of JSON's space."""
+    """Return numbers in Plotly's binary encoding, which takes a third of the space of JSON."""
     numbers = np.ascontiguousarray(values, dtype=f"<{dtype}")
     found: dict[str, Any] = {
         "dtype": dtype,
@@ -208,7 +208,7 @@ def heat_map(
         rows: labels from top to bottom.
         columns: labels from left to right.
         values: one value per cell.
-        statistic: what the values are.
+        statistic: statistic whose values are shown.
         hover: text of each cell.
         scale: color scale, if several maps share one; see `color_values`.
     """

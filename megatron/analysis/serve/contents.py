@@ -1,6 +1,6 @@
 """Read one tensor: its statistics, pixels, channels, scales and attention.
 
-The last tensors stay in memory, so that a click on another view of the same tensor is quick.
+The tensors used last stay in memory, so that another view of the same tensor opens quickly.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron.analysis.verification.recorded_formats import (
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.code_points import code_values
 
-KEPT_BYTES = 192 << 20  #: memory for tensors that are kept, in bytes
-KEPT_ANSWERS = 24  #: number of tensors whose statistics are kept
-MOST_VALUES = 1 << 28  #: maximum number of values of a tensor that is quantized whole
+KEPT_BYTES = 192 << 20  #: maximum memory for cached tensors, in bytes
+KEPT_ANSWERS = 24  #: maximum number of tensors whose statistics are cached
+MOST_VALUES = 1 << 28  #: maximum number of values of a tensor that can be quantized
 MOST_SCORES = 1 << 26  #: maximum number of attention scores of a head
 SEED = 20240916  #: seed of stochastic rounding
 
@@ -51,7 +51,7 @@ class NotShownError(Exception):
 
 
 class _Kept:
-    """The values computed last, within a limit of memory."""
+    """A least-recently-used cache with a limit on the total size of its values."""
 
     def __init__(self, limit: int):
         self._limit, self._used = limit, 0
@@ -85,7 +85,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one head, shape [queries, keys], and its change in a format."""
+    """Attention of one head, of shape [queries, keys], and how a format changes it."""
 
     probabilities: Tensor
     change: Tensor | None
@@ -105,7 +105,7 @@ class Contents:
         """Return all statistics of a tensor.
 
         Raises:
-            NotShownError: if it cannot be read.
+            NotShownError: if the tensor cannot be read.
         """
         key = (int(catalog.ids[tensor]), int(catalog.stamps[tensor]), tuple(formats))
         answer = self._answers.get(
@@ -116,13 +116,13 @@ class Contents:
         return answer
 
     def tensor(self, catalog: Catalog, tensor: int) -> Tensor:
-        """Return a logical tensor, put together from its shards.
+        """Return a logical tensor, joined from its shards.
 
         Raises:
-            NotShownError: if it cannot be read.
+            NotShownError: if the tensor cannot be read.
         """
         key = ("tensor", int(catalog.ids[tensor]), int(catalog.stamps[tensor]))
-        # A file is mapped, which takes no memory of its own; shards are put together in memory.
+        # A single file is memory-mapped and takes no memory of its own; joined shards do.
         weigh = (lambda _: 1) if catalog.files[tensor] == 1 else _nbytes
         return self._tensors.get(key, lambda: self._load(catalog, tensor), weigh)
 
@@ -152,7 +152,7 @@ class Contents:
             raise NotShownError(str(error) or type(error).__name__) from None
 
     def view(self, catalog: Catalog, tensor: int) -> tuple[Tensor, MatrixView]:
-        """Return a tensor as a matrix of tokens and channels, and how it was viewed."""
+        """Return a tensor as a matrix of tokens and channels, and the layout of this matrix."""
         whole = self.tensor(catalog, tensor)
         if not whole.numel():
             raise NotShownError("the tensor has no values")
@@ -170,7 +170,7 @@ class Contents:
         return int(shape[-1]) if shape else None
 
     def quantized(self, catalog: Catalog, tensor: int, fmt: str, axis: str) -> Tensor:
-        """Return a tensor as `view` does, after quantization along an axis.
+        """Return a tensor as a matrix, as `view` does, quantized along an axis.
 
         Raises:
             NotShownError: if the tensor cannot be quantized.
@@ -184,7 +184,7 @@ class Contents:
         return self._tensors.get(key, make, _nbytes)
 
     def profiles(self, catalog: Catalog, tensor: int) -> tuple[Profile, Profile]:
-        """Return the profile of a tensor by channel and by token."""
+        """Return the profiles of a tensor by channel and by token."""
         key = ("profiles", int(catalog.ids[tensor]), int(catalog.stamps[tensor]))
         return self._tensors.get(
             key, lambda: _profiles(self.view(catalog, tensor)[0]), lambda _: 1 << 16
@@ -193,7 +193,7 @@ class Contents:
     def scales(self, catalog: Catalog, tensor: int, fmt: str) -> pd.DataFrame:
         """Return a table of the block scales along rows; see `figures.scale_maps`."""
         table, matrix = self.view(catalog, tensor)
-        if matrix.run % (get_format(fmt).block_size or 1):  # a block ends with a head
+        if matrix.run % (get_format(fmt).block_size or 1):  # no block spans two heads
             table = table.reshape(-1, matrix.run)
         try:
             return scale_map(table, fmt, rows=240, blocks=240)
@@ -206,13 +206,15 @@ class Contents:
         """Return the attention of one head of the layer that a tensor belongs to.
 
         Raises:
-            NotShownError: if the dump lacks the tensors that give it.
+            NotShownError: if the dump lacks the tensors needed to compute it.
         """
         found = _attention_tensors(catalog, tensor)
         if "query" in found and "key" in found:
             return self._recomputed(catalog, found, fmt, head, sequence)
         if "attention_probs" not in found:
-            raise NotShownError("neither query and key nor attention_probs of this pass are there")
+            raise NotShownError(
+                "neither query and key nor attention_probs of this pass were collected"
+            )
         probs = self.tensor(catalog, found["attention_probs"])
         if probs.dim() < 3 or not probs.numel():
             raise NotShownError(f"attention_probs of shape {list(probs.shape)} have no heads")
@@ -230,7 +232,8 @@ class Contents:
     ) -> Attention:
         query, key = (self.tensor(catalog, found[name]) for name in ("query", "key"))
         if query.dim() != 4 or key.dim() != 4 or not query.numel() or not key.numel():
-            raise NotShownError(f"query and key of shapes {list(query.shape)}, {list(key.shape)}")
+            shapes = f"{list(query.shape)} and {list(key.shape)}"
+            raise NotShownError(f"query and key of shapes {shapes} give no attention")
         length, sequences, heads, _ = query.shape
         if length**2 > MOST_SCORES:
             raise NotShownError(f"{length:,} queries are too many; at most 8,192 are shown")
@@ -261,7 +264,7 @@ class Contents:
 
 
 def _attention_tensors(catalog: Catalog, tensor: int) -> dict[str, int]:
-    """Return the tensors of the pass of a tensor that give the attention, by name."""
+    """Return the tensors that determine the attention in the pass of a tensor, by name."""
     if catalog.field(tensor, "layer_type") != "attention":
         raise NotShownError("the tensor does not belong to an attention layer")
     column = catalog.records.texts["tensor_name"]
@@ -279,7 +282,7 @@ def _attention_tensors(catalog: Catalog, tensor: int) -> dict[str, int]:
 
 
 def _quantized(table: Tensor, matrix: MatrixView, fmt: str, axis: str) -> Tensor:
-    """Quantize a matrix as the GEMM does that reads it along an axis."""
+    """Quantize a matrix along an axis, as a GEMM does that sums along this axis."""
     if table.numel() > MOST_VALUES:
         raise NotShownError(f"{table.numel():,} values are too many to be quantized here")
     if table.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -322,7 +325,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 @functools.lru_cache(maxsize=32)
 def codes_in_order(fmt: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the codes of a format's elements in the order of their numbers, and the numbers.
+    """Return a format's element codes, sorted by the numbers they stand for, and these numbers.
 
     Codes of NaN and infinity are left out.
     """
@@ -336,7 +339,7 @@ def codes_in_order(fmt: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def head_numbers(attention: Attention) -> dict[str, float]:
-    """Return the mean entropy of a query in bits, and the SQNR of the probabilities in dB."""
+    """Return the mean entropy per query in bits, and the SQNR in dB and largest change if known."""
     p = attention.probabilities.double()
     entropy = -torch.where(p > 0, p * torch.log2(p.clamp(min=1e-300)), 0.0).sum(-1).mean()
     numbers = {"entropy": float(entropy)}

@@ -27,11 +27,11 @@ from megatron.fake_quant.names import get_format
 
 _TABLES = ("study.parquet", "study/study.parquet", "../study/study.parquet")
 _MOST_BYTES = 256 << 20  #: maximum size of the table of a study, in bytes
-PERIOD = 2.0  #: time between two looks at the training files, in seconds
+PERIOD = 2.0  #: time between two polls of the training files, in seconds
 
 
 class Explorer:
-    """Everything that is known about a dump, up to date.
+    """Everything that the pages show about a dump, kept up to date.
 
     Args:
         folder: folder of the dump.
@@ -66,7 +66,7 @@ class Explorer:
         self._thread = threading.Thread(target=self._follow, name="training", daemon=True)
 
     def start(self) -> None:
-        """Follow the files and measure, on threads."""
+        """Start the threads that follow the files and measure tensors."""
         self.follower.start()
         self.measurer.start()
         self._thread.start()
@@ -128,7 +128,7 @@ class Explorer:
         return Address.parse(search).resolved(self.catalog, self.formats)
 
     def subject(self, address: Address) -> Subject | None:
-        """Return the tensor of an address, None if there is none with its ID."""
+        """Return the tensor of an address, or None if no tensor has its ID."""
         catalog = self.catalog
         tensor = catalog.find(address.tensor)
         if tensor is None:
@@ -145,7 +145,7 @@ class Explorer:
             self.measurer.look_at(self.catalog.ids[tensors], fmt)
 
     def study(self) -> pd.DataFrame | None:
-        """Return the table of a study beside the dump, None if there is none."""
+        """Return the table of a study beside the dump, or None if there is none."""
         paths = [self._study_path] if self._study_path else [self.folder / n for n in _TABLES]
         for path in paths:
             with contextlib.suppress(OSError, ValueError, ImportError, KeyError):

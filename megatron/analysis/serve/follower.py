@@ -43,16 +43,16 @@ from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_
 FIRST_STEP = 2 << 20  #: bytes of an index that are read before the first page is shown
 STEP = 8 << 20  #: maximum number of bytes of an index to read at a time
 FILES_AT_ONCE = 64  #: number of files without an index that are opened before the next step
-PERIOD = 1.0  #: time between two looks at the files, in seconds
+PERIOD = 1.0  #: time between two polls of the files, in seconds
 WALK_PERIOD = 15.0  #: minimum time between two searches for new files, in seconds
-SETTLING = 10.0  #: time in which an index lists a new file, in seconds
+SETTLING = 10.0  #: time within which an index should list a new file, in seconds
 LINKED = "a symbolic link that leads out of the folder; it is not followed"
 MOST_PROBLEMS = 1000  #: maximum number of unusable files that are remembered
 
 
 @dataclass
 class _Index:
-    """An index file, and how far it was read."""
+    """An index file, and how far it has been read."""
 
     path: str
     number: int  #: number that identifies this reading of the file in `Records.origin`
@@ -64,7 +64,7 @@ class _Index:
 
 
 class Follower:
-    """The records, events and run cards of a folder, up to date.
+    """The records, events and run cards of a folder, kept up to date.
 
     Args:
         root: folder of the dump.
@@ -82,11 +82,11 @@ class Follower:
         self._tensors: list[str] = []  #: all tensor files, as of the last search
         self._check_unlisted = False
         self._unlisted: list[str] = []  #: tensor files to open, because no index lists them
-        self._unlisted_left = False  #: whether a file may still be listed
+        self._unlisted_left = False  #: whether an index may still list one of the new files
         self._first = True
         self._opened: set[str] = set()  #: files without an index that were opened
-        self._bad: set[int] = set()  #: numbers of index files whose records do not count
-        self._numbers = 1  #: number of the next index; 0 is the number of single files
+        self._bad: set[int] = set()  #: numbers of index files whose records are ignored
+        self._numbers = 1  #: number of the next index; 0 stands for files without an index
         self._walked = -1e9
         self._stamps: dict[str, int] = {}  #: time of the last change of each folder
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
     def start(self) -> None:
-        """Follow the files on a thread."""
+        """Start the thread that follows the files."""
         self._thread.start()
 
     def close(self) -> None:
@@ -201,7 +201,8 @@ class Follower:
     def _find_unlisted(self) -> None:
         """Find the tensor files that no usable index lists.
 
-        A file of the last seconds may be listed at any moment, so the next search looks at it.
+        An index may list a file of the last seconds at any moment, so this file is left to the next
+        search.
         """
         self._check_unlisted = False
         listed = self.records.path_hash.values[
@@ -226,7 +227,8 @@ class Follower:
     def allows(self, path: str) -> bool:
         """Return whether a file found in the folder may be read.
 
-        The search follows no links to folders, so only the file itself can lead out.
+        The search follows no links to folders, so only the file itself can be a link that leads out
+        of the folder.
         """
         return not os.path.islink(path) or self.contains(path)  # noqa: PTH114
 

@@ -24,8 +24,8 @@ Application = Callable[[dict[str, Any], Start], Iterable[bytes]]
 
 PARAMETER = "token"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-#: Every script and style comes from this server, and Plotly needs styles in elements. Dash starts
-#: with a script in the page.
+#: Headers of all answers. Scripts and styles may come only from this server. Inline styles are
+#: allowed for Plotly, and inline scripts because Dash starts with one.
 HEADERS = (
     (
         "Content-Security-Policy",
@@ -57,7 +57,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Gate:
-    """A WSGI application in front of the pages."""
+    """A WSGI application that checks each request before the pages answer it."""
 
     application: Application
     host: str  #: address at which the server listens
@@ -113,7 +113,7 @@ class Gate:
     def _remember(
         self, environ: dict[str, Any], start: Start, others: dict[str, str]
     ) -> Iterable[bytes]:
-        """Set the cookie, and send the browser to the same address without the token."""
+        """Set the cookie, and redirect the browser to the same address without the token."""
         name, value = self._cookie
         path = "/" + str(environ.get("PATH_INFO", "/")).lstrip("/\\")
         where = f"{path}?{urlencode(others)}" if others else path

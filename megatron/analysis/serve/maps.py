@@ -17,16 +17,16 @@ NO_TENSOR = -1
 
 @dataclass(frozen=True)
 class Map:
-    """Values of cells, and the tensor that a click on a cell opens."""
+    """Values of a map's cells, and the tensor that a click on each cell opens."""
 
     rows: list[str]
     columns: list[str]
-    values: NDArray[np.float64]  #: median of each cell; NaN if nothing of it is measured
+    values: NDArray[np.float64]  #: median of each cell; NaN if none of its tensors is measured
     tensors: NDArray[np.int64]  #: worst tensor of each cell, or any if none is measured
     counts: NDArray[np.int64]  #: number of tensors of each cell
     statistic: Statistic
     chosen: NDArray[np.int64]  #: all tensors of the map
-    measured: NDArray[np.float64]  #: statistic of each of them
+    measured: NDArray[np.float64]  #: statistic of each tensor in `chosen`
 
     @property
     def known(self) -> int:

@@ -1,8 +1,8 @@
-"""Measure the tensors that have no numbers yet, without slowing down the pages.
+"""Measure the tensors that are not measured yet, without slowing down the pages.
 
 A process of low priority measures small batches, the visible tensors first, and stores the results
 in the cache that `stats`, `draw` and `report` share. What these commands measured is read from the
-cache. A process and not a thread, because unpacking results would hold the interpreter lock.
+cache. It is a process and not a thread, because unpacking results holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from megatron.analysis.stats.result import TensorArrays
 from megatron.analysis.stats.result_columns import arrays_of, format_numbers, value_numbers
 from megatron.fake_quant.names import get_format
 
-BATCH_SECONDS = 0.25  #: desired duration of a batch, which a request for a tensor waits for
+BATCH_SECONDS = 0.25  #: desired duration of a batch; a request for a tensor may wait for one
 MOST = 64  #: maximum number of tensors in a batch
 SAVE_PERIOD = 30.0  #: minimum time between two writes of the numbers, in seconds
-PRIORITY = 10  #: how much the measuring process yields to others (`nice`)
+PRIORITY = 10  #: niceness of the measuring process
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ def _without_interrupts() -> Iterator[None]:
 
 
 class Measurer:
-    """A thread that keeps the measuring process busy until all tensors have numbers.
+    """A thread that keeps the measuring process busy until all tensors are measured.
 
     Args:
-        follower: the records.
-        numbers: where the results are added.
+        follower: source of the records.
+        numbers: table to which the results are added.
         formats: formats that are measured for every tensor.
         cache: folder of the cache; None if it cannot be written.
         in_process: measure on a thread of this process, for tests.
@@ -184,13 +184,13 @@ class Measurer:
         self._thread = threading.Thread(target=self._work, name="measurer", daemon=True)
 
     def start(self) -> None:
-        """Read the numbers of the last call, and start to measure."""
+        """Read the results of an earlier server, and start to measure."""
         if self.cache is not None:
             self.numbers.load(self.cache)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and write the numbers."""
+        """Stop measuring, and save the results."""
         self._stop.set()
         self._wake.set()
         self._end_process()
@@ -229,7 +229,7 @@ class Measurer:
                 with _without_interrupts():
                     future = executor.submit(function, work, **options)
                 return future.result()
-            except BrokenProcessPool:  # the process was killed, for example for its memory
+            except BrokenProcessPool:  # the process was killed, for example because memory ran out
                 with self._lock:
                     if self._executor is executor:
                         self._executor = None
@@ -293,7 +293,7 @@ class Measurer:
             self._save(SAVE_PERIOD)
 
     def _pending(self, catalog: Catalog, visible: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the tensors without numbers: visible ones, then operands, newest first."""
+        """Return the tensors to measure: visible ones, then operands, newest first."""
         rows = self.numbers.rows_of(catalog.ids, catalog.stamps)
         lacking = self.numbers.missing(rows, self.formats)
         if self.numbers.failures:
@@ -313,7 +313,7 @@ class Measurer:
         try:
             work = self._work_of(catalog, np.array(tensors), tuple(self.formats))
             self._add(catalog, tensors, self._submit(measure, work))
-        except Exception as error:  # a file of any content must not stop the measuring
+        except Exception as error:  # no content of a file may stop the measuring
             if self._stop.is_set():
                 return
             if len(tensors) > 1:  # find the tensor at fault

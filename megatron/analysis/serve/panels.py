@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def axis(self) -> str:
-        """Axis of the blocks by which the tensor is judged."""
+        """Axis along which the blocks of the tensor run: row or column."""
         at = int(self.catalog.axis_in(self.address.gemm)[self.tensor])
         return AXES[max(at, 0)]
 
@@ -78,12 +78,12 @@ class Subject:
         return arrays
 
     def in_format(self, fmt: str) -> FormatArrays | None:
-        """Return the histograms of the tensor in a format, None if it has none."""
+        """Return the histograms of the tensor in a format; None if there are none."""
         formats = self.arrays().formats
         return formats.get((fmt, self.axis), formats.get((fmt, "all")))
 
     def numbers(self, fmt: str, tensor: int | None = None) -> dict[str, float]:
-        """Return the errors of a format; empty if it has none."""
+        """Return the errors of the tensor in a format; empty if there are none."""
         own = self.answer(tensor).formats
         return own.get((fmt, self.axis), own.get((fmt, "all"), {}))
 
@@ -254,7 +254,7 @@ def errors(subject: Subject) -> Shown:
             }
         )
     if not data:
-        raise NotShownError("no format is computed of these values")
+        raise NotShownError("no format was computed for these values")
     low, high = float(exponents[0]), float(exponents[-1] + 1)
     figure = {
         "data": data,
@@ -317,7 +317,7 @@ def _profile(subject: Subject, number: int, what: str) -> Shown:
     note = f"{len(own.amax):,} {what.partition(' ')[0]}s; {outliers} above 6 times the median"
     note += f"; {dead} hold only zeros." if dead else "."
     if len(own.amax) > POINTS:
-        note += f" A point is the largest of {-(-len(own.amax) // POINTS)}."
+        note += f" Each point is the largest of {-(-len(own.amax) // POINTS)} values."
     table = pd.DataFrame({"index": np.arange(len(own.amax)), "amax": own.amax, "rms": own.rms})
     return Shown(figure, note, table)
 
@@ -386,7 +386,7 @@ def scales(subject: Subject) -> Shown:
     }
     note = f"Blocks of {known.block_size} values along the rows; empty: blocks of zeros."
     if len(rows) > 1 and rows[1] - rows[0] > 1:
-        note += f" One of {rows[1] - rows[0]} rows is shown."
+        note += f" One in {rows[1] - rows[0]} rows is shown."
     return Shown(figure, note, table)
 
 
@@ -400,12 +400,12 @@ def _bar(title: str, ticks: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def codes(subject: Subject) -> Shown:
-    """Draw how often each code occurs, in the order of the numbers."""
+    """Draw how often each code occurs, sorted by the numbers that the codes stand for."""
     fmt = subject.address.format
     order, values = codes_in_order(fmt)
     part = subject.in_format(fmt)
     if not len(order) or part is None or not part.codes.any():
-        raise NotShownError(f"{fmt} has no codes that are counted")
+        raise NotShownError(f"the codes of {fmt} are not counted")
     counts = part.codes[order]
     shares = 100 * counts / max(int(part.codes.sum()), 1)
     names = ["-0" if v == 0 and np.signbit(v) else f"{v:.4g}" for v in values]
@@ -450,7 +450,7 @@ def codes(subject: Subject) -> Shown:
 
 
 def image(subject: Subject) -> Shown:
-    """Draw the tensor, its magnitudes, its error or its difference to another one as an image."""
+    """Draw the tensor, its magnitudes, its error or its difference from another as an image."""
     address, catalog = subject.address, subject.catalog
     table, _ = subject.contents.view(catalog, subject.tensor)
     region = Region.within(table.shape[0], table.shape[1], address.region)
@@ -569,7 +569,7 @@ def attention(subject: Subject) -> Shown:
 
 
 def _square(trace: dict[str, Any], size: int) -> Figure:
-    """Return a figure of an image of queries and keys."""
+    """Return a square figure of an image, with queries as rows and keys as columns."""
     return {
         "data": [trace],
         "layout": layout(

@@ -1,4 +1,4 @@
-"""Reduce a matrix to an image in which outliers survive."""
+"""Reduce a matrix to an image in which outliers remain visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_ONCE = 1 << 22  #: number of values that are converted at a time
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a matrix; the ends are not part of it."""
+    """A rectangle of a matrix; the row `bottom` and the column `right` are not part of it."""
 
     top: int
     bottom: int
@@ -24,7 +24,7 @@ class Region:
 
     @classmethod
     def within(cls, rows: int, columns: int, wanted: tuple[int, ...] | None = None) -> Region:
-        """Return the wanted part of a matrix, or all of it if nothing of it is left."""
+        """Return the requested part of a matrix, or the whole matrix if this part is empty."""
         if wanted is not None:
             top, bottom = max(wanted[0], 0), min(wanted[1], rows)
             left, right = max(wanted[2], 0), min(wanted[3], columns)
@@ -40,7 +40,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Image:
-    """Pixels, each of which shows the value of largest magnitude of `step` rows and columns."""
+    """Pixels; each shows the value of largest magnitude in `step` rows and columns."""
 
     values: NDArray[np.float32]
     region: Region
@@ -58,9 +58,9 @@ class Image:
 
 
 def reduce(matrix: Tensor, region: Region, *, width: int = WIDTH, height: int = HEIGHT) -> Image:
-    """Return an image of a region; a pixel keeps the sign of its largest magnitude.
+    """Return an image of a region; each pixel is its value of largest magnitude, with the sign.
 
-    A pixel is NaN if one of its values is.
+    A pixel is NaN if one of its values is NaN.
     """
     rows, columns = region.bottom - region.top, region.right - region.left
     step = max(-(-rows // height), 1), max(-(-columns // width), 1)

@@ -91,7 +91,7 @@ class CodedColumn(dict[Any, int]):
         return self._codes.values
 
     def hashes(self, codes: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Return a number for each code that depends on nothing but the value."""
+        """Return a hash of the value of each code."""
         found: NDArray[np.uint64] = self._hashes.values[codes]
         return found
 
@@ -121,7 +121,7 @@ class Records:
         self.origin = GrowingArray(np.int32)  #: number of the file in which the record was found
         self.data_rank = GrowingArray(np.int64)
         self.identity = GrowingArray(np.uint64)
-        #: the same number without the field `recomputed`
+        #: `identity` computed without the field `recomputed`
         self.first_pass = GrowingArray(np.uint64)
         self.path_hash = GrowingArray(np.uint64)
         self._known_dims: dict[Any, bool] = {}
@@ -193,7 +193,7 @@ class Records:
     ) -> NDArray[np.uint64]:
         """Return a number per row that identifies its logical tensor, without `recomputed`.
 
-        A file without a run ID, or with dims that are not understood, is a tensor of its own.
+        A file without a run ID, or with dims that cannot be parsed, is a tensor of its own.
         """
         total = self.data_rank.values[start:].astype(np.uint64)
         for name in _KEY_TEXTS:

@@ -98,13 +98,13 @@ def _listen(options: Options, token: str | None, application: Any) -> Any:
             ) from None
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(
-                f"--host {options.host} is no address of this machine; 127.0.0.1 serves this "
+                f"--host {options.host} is not an address of this machine; 127.0.0.1 serves this "
                 "machine only, and 0.0.0.0 everybody who has the token"
             ) from None
         raise
     except ValueError as error:  # waitress could not resolve the name of the host
         raise ValueError(
-            f"--host {options.host} is no address of this machine ({error}); 127.0.0.1 serves "
+            f"--host {options.host} is not an address of this machine ({error}); 127.0.0.1 serves "
             "this machine only, and 0.0.0.0 everybody who has the token"
         ) from None
 
@@ -116,5 +116,5 @@ def _announce(options: Options, port: int, token: str | None) -> None:
     query = f"?{PARAMETER}={token}" if token is not None else ""
     print(f"Serving {shown(options.folder)} at http://{host}:{port}/{query}", flush=True)
     if options.cache is None:
-        print("[NOTE] no cache: what is measured now is measured again next time", file=sys.stderr)
+        print("[NOTE] without a cache, the next start measures all again", file=sys.stderr)
     print("Ctrl-C stops the server.", flush=True)

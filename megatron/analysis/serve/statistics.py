@@ -73,7 +73,7 @@ STATISTICS = (
         "%",
         True,
         percent=True,
-        help="share of the values above the largest number",
+        help="share of the values beyond the format's largest number",
     ),
     Statistic(
         "relative_bias",
@@ -83,7 +83,7 @@ STATISTICS = (
         AROUND_ZERO,
         "far",
         True,
-        "mean error over the mean magnitude",
+        "mean error divided by the mean magnitude",
     ),
     Statistic(
         "relative_error", "Relative error", "%", True, percent=True, help="mean of |y - x| / |x|"
@@ -132,7 +132,7 @@ STATISTICS = (
         "Headroom",
         "binades",
         True,
-        help="from a block's largest magnitude to the largest number",
+        help="from a block's largest magnitude up to the largest number that its scale allows",
     ),
     Statistic(
         "axis_sqnr_db",
@@ -140,7 +140,7 @@ STATISTICS = (
         "dB",
         True,
         worst="low",
-        help="SQNR between both directions of the blocks",
+        help="power of the values over that of the difference between both block directions",
     ),
     Statistic("amax", "Largest magnitude", "", scale=LOGARITHMIC),
     Statistic("rms", "RMS", "", scale=LOGARITHMIC, help="root mean square"),
@@ -224,7 +224,7 @@ class Numbers:
 
     @property
     def formats(self) -> list[str]:
-        """Formats of which some tensor was measured."""
+        """Formats in which at least one tensor was measured."""
         return [*self._errors]
 
     def add(self, identity: int, stamp: int, measured: Measured) -> None:
@@ -248,7 +248,7 @@ class Numbers:
                 if name not in self._errors:
                     self._errors[name] = array = GrowingArray(np.float32, 2 * len(ERRORS))
                     array.extend(np.full((len(self._ids), 2 * len(ERRORS)), np.nan))
-                # A format that has no errors of this tensor counts as measured: -Inf marks it.
+                # A format without errors for this tensor counts as measured: -Inf marks it.
                 self._errors[name].values[row] = numbers or np.full(2 * len(ERRORS), -np.inf)
             self.failures.pop(identity, None)
             self.version += 1
@@ -260,7 +260,7 @@ class Numbers:
             self.version += 1
 
     def rows_of(self, ids: NDArray[np.uint64], stamps: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the row of each tensor, or -1 if it is not measured or was written again."""
+        """Return the row of each tensor; -1 if it was not measured, or written again since."""
         with self._lock:
             get = self._row_of.get
             rows = np.fromiter((get(i, -1) for i in ids.tolist()), np.int64, len(ids))
@@ -291,7 +291,7 @@ class Numbers:
         return found
 
     def missing(self, rows: NDArray[np.int64], formats: list[str]) -> NDArray[np.bool_]:
-        """Return which tensors lack numbers, in total or of one of the formats."""
+        """Return a mask of the tensors that lack all numbers, or those in one of the formats."""
         lacking: NDArray[np.bool_] = rows < 0
         for name in formats:
             if name not in self._errors:
@@ -304,7 +304,7 @@ class Numbers:
         return lacking
 
     def save(self, folder: Path) -> None:
-        """Write the numbers to a file; the files of other versions of the program are removed."""
+        """Write the numbers to a file, and remove the files of other versions of the program."""
         with self._lock:
             table = np.zeros(len(self._ids), self._dtype([*self._errors]))
             table["id"], table["stamp"] = self._ids.values, self._stamps.values
@@ -319,7 +319,7 @@ class Numbers:
                     other.unlink()
 
     def load(self, folder: Path) -> None:
-        """Read the numbers of an earlier call; a file that does not fit is ignored."""
+        """Read the numbers that an earlier server wrote; an unsuitable file is ignored."""
         path = self._path(folder)
         try:
             with open_regular(path) as file:

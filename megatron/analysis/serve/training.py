@@ -70,7 +70,7 @@ class Series:
 
 @dataclass
 class _Tail:
-    """A file that grows, and how far it was read."""
+    """A file that grows, and how far it has been read."""
 
     path: str
     series: Series
@@ -79,7 +79,7 @@ class _Tail:
 
 
 class Training:
-    """Losses, gradient norms and statistics that the runs below some folders wrote.
+    """Losses, gradient norms and statistics that runs wrote to some folders.
 
     Args:
         folders: folders to search, the dump first.
@@ -130,7 +130,7 @@ class Training:
         for row in loss_curve(events).itertuples():
             series = found.setdefault(row.run_id, Series(f"run {row.run_id}", changed=time.time()))
             for name, value in (("lm loss", row.loss), ("grad-norm", row.grad_norm)):
-                if not (math.isnan(value) and row.finite):  # NaN is unknown if nothing is wrong
+                if not (math.isnan(value) and row.finite):  # else it is unknown
                     series.add(name, int(row.iteration), float(value))
         self._of_events = found
         return bool(found)
@@ -254,8 +254,3 @@ def _number(value: Any) -> float | None:
     if len(tensor.tensor_content) == 4:
         return float(struct.unpack("<f", tensor.tensor_content)[0])
     return None
-
-
-def finite(value: float) -> float | None:
-    """Return a number for JSON: None if it is not finite."""
-    return value if math.isfinite(value) else None

@@ -34,7 +34,7 @@ Load = Callable[[Any], Tensor]
 _OF_HEADS = ("query", "key", "value")
 
 
-#: Implementation of a linear layer whose input is the one before the norm that it includes.
+#: Implementation of a linear layer that includes a norm; its recorded input is the norm's input.
 NORM_INSIDE = "transformer_engine.LayerNormLinear"
 
 
@@ -70,7 +70,7 @@ def _linear(by_name: Mapping[str, Any], load: Load) -> Matmul:
     if "input" not in by_name:
         raise NotCheckedError("no input")
     if by_name["input"].implementation == NORM_INSIDE:
-        raise NotCheckedError(f"an input before the norm that a {NORM_INSIDE} computes")
+        raise NotCheckedError(f"the recorded input of a {NORM_INSIDE} is the one before its norm")
     loaded = {name: load(row) for name, row in by_name.items()}
     _check(loaded, dims=2)
     tensors = {name: x.flatten(0, -2) for name, x in loaded.items()}

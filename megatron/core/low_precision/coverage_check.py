@@ -87,7 +87,7 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 def _check_transformer_engine(
     module: TransformerEngineLayer, request: str, *, collecting: bool
 ) -> None:
-    """Raise ValueError if a format includes a module of Transformer Engine, or TE hides tensors."""
+    """Raise ValueError if a format includes the module, or if its tensors cannot be collected."""
     assert module.identity is not None
     name, layer = module.identity.name, module.identity.layer_idx
     described = f"{name}, a {type(module).__qualname__} of Transformer Engine"

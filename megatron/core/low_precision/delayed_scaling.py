@@ -171,7 +171,10 @@ def of_chunk(chunk: torch.nn.Module) -> DelayedScaling | None:
 
 
 def _is_named_and_quantized(module: torch.nn.Module) -> bool:
-    """Return whether this is a `Quantized` module, whose file imports this one, with a name."""
+    """Return whether a module is `Quantized` and has a name.
+
+    The class cannot be imported here, because its file imports this one.
+    """
     return hasattr(module, "planned") and getattr(module, "identity", None) is not None
 
 

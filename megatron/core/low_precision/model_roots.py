@@ -42,7 +42,7 @@ def register(layer: Identified) -> None:
 
 
 def expect_name(layer: Identified) -> None:
-    """Note that a layer has no name yet; its model has been found already."""
+    """Note that a layer has no name yet, although its model is known."""
     _unnamed.add(layer)
 
 

@@ -44,7 +44,7 @@ _observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training 
 #: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
 #: because other layers have no name yet.
 _unchecked: WeakSet[torch.nn.Module] = WeakSet()
-#: Modules that each prepared model had when it was last checked, as a hash of their identities.
+#: Hash of the modules that each prepared model had when it was last checked.
 _checked_modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 _missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
@@ -171,9 +171,9 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
 
 
 def check_unchanged() -> None:
-    """Check the models again in which modules were replaced, at the start of an iteration.
+    """Check models with replaced modules again, at the start of an iteration.
 
-    Comparing the modules takes about a millisecond per 5,000 modules.
+    The search for replaced modules takes about a millisecond per 5,000 modules.
 
     Raises:
         ValueError: if a module inside a transformer layer is no longer reached.

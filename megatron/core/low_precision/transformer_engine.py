@@ -43,7 +43,8 @@ from megatron.core.low_precision import model_roots
 from megatron.core.low_precision.quantized_module import Collected
 
 PACKAGE = "transformer_engine.pytorch"
-#: Classes of megatron-core that split their weight over ranks without TE's knowledge, by the axis.
+#: Classes of megatron-core that split their weight over ranks without TE's knowledge, by the axis
+#: that is split.
 _MODES = {
     "column": (
         "TEColumnParallelLinear",
@@ -163,7 +164,7 @@ class _Linear(TransformerEngineLayer):
         return None
 
     def _watch_weights(self) -> None:
-        """Let the gradients of the weights be saved, also after a parameter was replaced."""
+        """Register hooks that save the weights' gradients, also for replaced parameters."""
         hooked = self.__dict__.setdefault("_hooked", {})
         for number, name in enumerate(self.weight_names):
             weight = getattr(self, name)
@@ -183,7 +184,7 @@ class _Linear(TransformerEngineLayer):
 
     @property
     def is_expert(self) -> bool:
-        """Return whether this is a layer of experts, whose tensor-parallel group is another one."""
+        """Return whether this is a layer of experts, which have their own tensor-parallel group."""
         name = "" if self.identity is None else self.identity.name
         return bool(re.search(r"\bexperts\.", name))
 
@@ -196,8 +197,8 @@ class _Linear(TransformerEngineLayer):
     def _splits_sequence(self) -> bool:
         """Return whether this rank has a part of the sequence of the input or of the output.
 
-        A duplicated layer of megatron-core is one whose weight gradients are added up over the
-        ranks of a sequence.
+        A duplicated layer of megatron-core does if its weight gradients are added up over the ranks
+        that share the sequence.
         """
         if self.is_expert:
             return False
@@ -228,7 +229,7 @@ class _Linear(TransformerEngineLayer):
 
 
 class _Expert(TransformerEngineLayer, torch.nn.Module):
-    """A name for the records of one weight of a `GroupedLinear`; the module has no parameters."""
+    """A module without parameters that gives one weight of a `GroupedLinear` its own records."""
 
     operations = ("linear",)
     layer_type = "linear"
@@ -351,7 +352,7 @@ _changed: dict[type, type] = {}
 def attach(model: torch.nn.Module) -> None:
     """Let the modules of Transformer Engine in a model pass their tensors to the collection.
 
-    Do nothing for modules that were attached before, and without Transformer Engine.
+    Modules that were attached before stay as they are. Without Transformer Engine, nothing changes.
     """
     package = sys.modules.get(PACKAGE)
     if package is None:

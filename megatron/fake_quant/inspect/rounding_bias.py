@@ -39,10 +39,10 @@ _SHAPE = (512, 1024)
 #: relative error of a block's maximum times its scale, due to a few roundings to float32
 _FLOAT32_ERROR = 2.0**-20
 _FEW = 4096  #: number of blocks below which their maxima do not cover a binade closely enough
-#: factors by which normal values are multiplied if there are few blocks, whose maxima they move
-#: through a binade
+#: factors by which normal values are multiplied if there are few blocks; they move the maxima of
+#: the blocks through a binade
 _FACTORS = tuple(2 ** (i / 8) for i in range(8))
-#: size of the blocks that stand for larger ones when values are searched for one that clips
+#: size of the blocks that replace larger ones in the search for values that clip
 _SMALL_BLOCK = 16
 
 
@@ -53,7 +53,7 @@ class RoundingBias:
     clipping: float
     scales: float
     correction: float = 0.0  #: gain from MS-EDEN's correction of the scales
-    #: True if the maximum of any block can be mapped beyond the largest number, however seldom
+    #: True if a block's maximum can be scaled beyond the largest number, however rarely
     clips: bool = False
 
     @property

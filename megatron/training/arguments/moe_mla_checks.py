@@ -63,7 +63,7 @@ def _check_grouped(args: argparse.Namespace) -> None:
     """Check that the local layers can group the experts.
 
     Raises:
-        UserError: if this megatron-core has no grouped experts, or they do not take other flags.
+        UserError: if this megatron-core has no grouped experts, or if they need other flags.
     """
     from megatron.core.transformer.moe import experts  # its import takes seconds
 

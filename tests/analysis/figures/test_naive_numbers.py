@@ -1,7 +1,7 @@
-"""Test that figures show the numbers that a naive computation takes from the files.
+"""Test that figures show the numbers that a naive computation obtains from the files.
 
 The computation reads the `.pt` files with torch and works in float64. It uses nothing of the
-analysis or of `fake_quant`: formats, blocks and axes are written out here once more.
+analysis or of `fake_quant`: formats, blocks and axes are implemented here a second time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTS = {"self_attention.linear_qkv": "qkv", "self_attention.core_attention": "c
 
 
 class File(NamedTuple):
-    """Values of one file, and what its metadata say."""
+    """Values and metadata of one file."""
 
     run: str
     type: str
@@ -120,7 +120,7 @@ def files(folder) -> list[File]:
 
 @pytest.fixture(scope="module")
 def rounded(files) -> dict[tuple[str, int], Quantized]:
-    """Return the quantized operands by format and number of the file."""
+    """Return the quantized operands by format and file number."""
     return {
         (name, i): quantize(file.values, file.axis, name)
         for name in ELEMENTS
@@ -158,7 +158,7 @@ def by(files, key, numbers, reduce=np.median) -> dict:
 
 
 def of_operands(files, rounded, name, number) -> list:
-    """Return a number of each operand in a format; None for other tensors."""
+    """Return one number per operand in a format; None for other tensors."""
     return [None if file.axis is None else number(rounded[name, i]) for i, file in enumerate(files)]
 
 
@@ -178,7 +178,7 @@ def cells_of(ax) -> dict:
 
 
 def dots_of(ax) -> dict:
-    """Return the x position of each dot by label of the legend and of the row."""
+    """Return the x position of each dot, by the labels of its legend entry and its row."""
     rows, ticks = (
         {tick: text.get_text() for tick, text in zip(at, labels, strict=True)}
         for at, labels in (

@@ -1,4 +1,4 @@
-"""Test of the pages in a browser: a user looks at each view, with the mouse and the keyboard."""
+"""Test the pages in a browser: a user opens each view, with the mouse and the keyboard."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def browser():
 
 
 class Visit:
-    """A tab that notes its errors and the machines that it asks."""
+    """A tab that records its errors and the hosts that it contacts."""
 
     def __init__(self, browser, **options):
         self.tab = browser.new_page(**options)

@@ -1,4 +1,4 @@
-"""Tests of what the server refuses."""
+"""Test which requests the server refuses."""
 
 from __future__ import annotations
 

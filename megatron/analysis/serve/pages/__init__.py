@@ -1,1 +1,1 @@
-"""Build the parts of the page as Dash components; all texts are shown as they are."""
+"""Build the parts of the page as Dash components, which show texts literally, never as markup."""

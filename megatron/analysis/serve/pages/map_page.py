@@ -40,7 +40,7 @@ def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) 
     if not len(catalog):
         if explorer.follower.reading or not catalog.version:
             return message("Reading the index …")
-        return message(f"No tensor in {explorer.folder} yet. The page follows the folder.")
+        return message(f"{explorer.folder} has no tensors yet. The page will show new ones.")
     return html.Div(
         [
             panel("verdict", "Formats", data["verdict"], wide=True),
@@ -98,7 +98,7 @@ def run_name(run: dict[str, Any]) -> str:
 
 
 def verdict(explorer: Explorer, address: Address) -> list[Part]:
-    """Return one line per format: its median SQNR, and the tensor that it rounds worst."""
+    """Return one line per format: its median SQNR, and the tensor with the lowest SQNR."""
     catalog, numbers = explorer.catalog, explorer.numbers
     by_tensor = address.but(by=BY_TENSOR, show="", statistic="sqnr_db")
     chosen = maps.chosen_tensors(catalog, by_tensor)
@@ -114,7 +114,7 @@ def verdict(explorer: Explorer, address: Address) -> list[Part]:
         lowest = int(chosen[int(np.nanargmin(values))])
         entries.append((float(np.median(known)), name, lowest, float(known.min()), len(known)))
     if not entries:
-        return [message("Measuring the visible tensors …" if len(chosen) else "No operand here.")]
+        return [message("Measuring the visible tensors …" if len(chosen) else "No operands.")]
     chips = []
     for median, name, lowest, value, _ in sorted(entries, key=lambda entry: -entry[0]):
         opened = address.but(view=TENSOR, tensor=catalog.id_of(lowest), format=name)
@@ -205,7 +205,7 @@ def study_map(explorer: Explorer, address: Address) -> Map:
 
 
 def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
-    """Return the map, and those of a second run and of the difference if one is chosen."""
+    """Return the map; if a second run is chosen, also its map and a map of the difference."""
     found = shown_map(explorer, address)
     if not found.rows:
         return [message("Nothing to show: no tensor meets these conditions.")]
@@ -249,7 +249,7 @@ def _note(found: Map) -> str:
     if most > 1:
         note += f"A cell is the median of up to {most:,} tensors. "
     if found.known < total and found.statistic.name != OUTPUT_SQNR.name:
-        note += f"{found.known:,} of {total:,} tensors are measured so far."
+        note += f"{found.known:,} of {total:,} tensors have been measured so far."
     return note.strip()
 
 
@@ -328,7 +328,7 @@ def worst(explorer: Explorer, address: Address, search: str) -> list[Part]:
     found = maps.build(catalog, explorer.numbers, address)
     order = maps.by_badness(found.statistic, found.measured)[:WORST]
     if not len(order):
-        return [message("Nothing is measured yet.")]
+        return [message("Nothing has been measured yet.")]
     rows = []
     for position in order:
         tensor = int(found.chosen[position])

@@ -55,9 +55,9 @@ def panel_search(name: str, address: Address) -> str:
 
 
 def panel(name: str, label: str, data: dict[str, Any], *, wide: bool = False) -> Part:
-    """Return a section whose content is loaded by itself, so that no panel waits for another.
+    """Return a section whose content is loaded separately, so that no panel waits for another.
 
-    The section stays when its content changes, and with it the focus of the keyboard.
+    The section stays when its content changes, so that the keyboard focus is not lost.
     """
     return html.Section(
         [
@@ -70,7 +70,7 @@ def panel(name: str, label: str, data: dict[str, Any], *, wide: bool = False) ->
 
 
 def bare_panel(name: str, data: dict[str, Any], content: Part) -> Part:
-    """Return a panel without a frame, for selectors and headings, which are there at once."""
+    """Return a panel without a frame, for selectors and headings, which need no loading."""
     return html.Div(
         [
             html.Div(content, id={"type": "panel", "name": name}),
@@ -91,11 +91,11 @@ def select(
     """Return a labeled selector that changes a parameter of the URL.
 
     Args:
-        label: text in front of it.
+        label: text in front of the selector.
         parameter: name of the parameter.
         options: value and text of each choice.
         value: chosen value.
-        clears: other parameters that become meaningless, separated by spaces.
+        clears: other parameters to remove after a change, separated by spaces.
     """
     name = f"select-{parameter}-{label.lower().replace(' ', '-')}"
     choices = [html.Option(text, value=key, selected=key == value) for key, text in options]
@@ -126,9 +126,9 @@ def link(text: Part, address: Address, *, key: str = "", name: str = "") -> Part
     """Return a link to another view.
 
     Args:
-        text: its text.
-        address: where it leads.
-        key: key that follows the link.
+        text: text of the link.
+        address: address that the link opens.
+        key: key on the keyboard that opens the link.
         name: class of the link.
     """
     anchor = dcc.Link(text, href=address.search(), refresh=False, className=name)
@@ -136,7 +136,7 @@ def link(text: Part, address: Address, *, key: str = "", name: str = "") -> Part
 
 
 def message(text: str, *, alarm: bool = False) -> Part:
-    """Return a line in place of a figure."""
+    """Return a line of text to show in place of a figure."""
     return html.P(text, className="message alarm" if alarm else "message")
 
 
@@ -162,7 +162,7 @@ def graph(name: str, figure: Figure, label: str) -> Part:
 
 
 def footer(name: str, note: str, search: str, *, figure: bool = True) -> Part:
-    """Return the note of a panel and its downloads."""
+    """Return the note below a panel, with its download links."""
     buttons = [
         html.Button(kind.upper(), type="button", **{"data-download": kind})
         for kind in (("svg", "png") if figure else ())

@@ -33,4 +33,4 @@ def page(explorer: Explorer) -> Part:
             parts.append(html.Pre("\n".join(lines), tabIndex=0))
         attributes = {"aria-labelledby": heading}
         sections.append(html.Section(parts, className="panel wide", **attributes))
-    return html.Div(sections or [message("No run so far.")], className="panels")
+    return html.Div(sections or [message("No runs so far.")], className="panels")

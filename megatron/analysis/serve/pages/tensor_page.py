@@ -51,7 +51,7 @@ _IMAGE_NAMES = {
     "values": "values",
     "magnitudes": "magnitudes (log)",
     "errors": "error in the format",
-    "difference": "difference to the second",
+    "difference": "difference from the second tensor",
 }
 #: Fields of a record that are shown, with their names.
 _FIELDS = {
@@ -132,7 +132,7 @@ def _image_controls(subject: Subject) -> list[Part]:
 
 
 def _head_controls(subject: Subject) -> list[Part]:
-    """Return selectors of head and sequence, if their number is known from the records."""
+    """Return the selectors of head and sequence; none if their numbers are unknown."""
     found = subject.catalog.heads(subject.tensor)
     if found is None:
         return []
@@ -245,7 +245,7 @@ def _errors_table(subject: Subject) -> Part:
         label = [dot(color_of(name)), html.B(name) if chosen else name]
         rows.append([link(label, subject.address.but(format=name)), *cells])
     if not rows:
-        return message("No format is computed of these values.")
+        return message("No format was computed for these values.")
     note = f"Blocks along {'rows' if subject.axis == 'row' else 'columns'}"
     head = [note, *(heading for _, heading, _ in _ERRORS)]
     return table(head, rows, label="Errors of the formats")

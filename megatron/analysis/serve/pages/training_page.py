@@ -194,7 +194,7 @@ def statistics(explorer: Explorer, address: Address, search: str) -> list[Part]:
         parts += [html.H3(title), graph(f"statistics-{len(parts)}", figure, _COLUMNS[column])]
     if len(parts) == 2:
         return [message("No operand was measured.")]
-    note = "Lowest SQNR, or largest other statistic, of the operands of a module and GEMM."
+    note = "Lowest SQNR, or largest value of another statistic, of a module's operands in a GEMM."
     return [*parts, footer("statistics", note, search)]
 
 
@@ -253,12 +253,12 @@ def events(explorer: Explorer) -> list[Part]:
         )
     parts: list[Part] = [html.H2("Events")]
     if rows:
-        parts.append(table(["Event", "Iteration", "What", "Run"], rows, label="Events"))
+        parts.append(table(["Event", "Iteration", "Details", "Run"], rows, label="Events"))
     problems = explorer.follower.problems[:MOST_EVENTS]
     if problems:
         unusable = [[str(problem.path), problem.why] for problem in problems]
         parts.append(table(["Unusable file", "Why"], unusable, label="Unusable files"))
-    return parts if len(parts) > 1 else [*parts, message("No event so far.")]
+    return parts if len(parts) > 1 else [*parts, message("No events so far.")]
 
 
 def numbers_of(name: str, explorer: Explorer) -> pd.DataFrame:

@@ -1,2 +1,2 @@
 class DelayedScaling:
-    """The name that megatron-core subclasses."""
+    """A class for megatron-core to subclass."""

@@ -2,7 +2,7 @@ import contextlib
 
 
 class CudaRNGStatesTracker:
-    """The name that megatron-core subclasses."""
+    """A class for megatron-core to subclass."""
 
 
 @contextlib.contextmanager

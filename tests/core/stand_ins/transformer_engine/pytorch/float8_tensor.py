@@ -2,4 +2,4 @@ import torch
 
 
 class Float8Tensor(torch.Tensor):
-    """The name that megatron-core imports."""
+    """A class for megatron-core to import."""

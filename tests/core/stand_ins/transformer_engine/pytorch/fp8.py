@@ -2,7 +2,7 @@ import contextlib
 
 
 class FP8GlobalStateManager:
-    """The name that megatron-core imports."""
+    """A class for megatron-core to import."""
 
     @staticmethod
     def is_fp8_enabled():
