@@ -133,7 +133,7 @@ def test_the_first_command_collects_from_a_model_that_was_trained_once(first, co
 
 
 def test_readme_commands_run_in_their_order(first, copy):
-    """All after the first train and draw in forks, which import the tree, but not torch."""
+    """All commands after the first train and draw in forks, which import the tree but not torch."""
     for command in COMMANDS[1:]:
         run(command, copy, LAB_PYTHON=forks.interpreter("libraries"))
     for result in ("draw/quick_analysis.png", "draw/tensor_stats.txt"):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 PERIOD = 10.0  #: seconds between two lines of progress if the output is not a terminal
 QUIET = 25.0  #: seconds after which a line is printed although no unit was completed
-#: seconds after the first completed unit; units that complete within them count as its batch
+#: time after the first completed unit, in seconds, within which units count as one batch
 BURST = 0.5
 
 T = TypeVar("T")

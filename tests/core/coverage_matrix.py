@@ -142,8 +142,8 @@ CHINESE = {
     "pipeline schedules": "流水线调度",
     "loop without schedules": "不用调度的循环",
     "quantized, collected, named, refused": "量化、收集、列出、拒绝",
-    "quantized, collected, named, refused (slow tests)": "量化、收集、列出、拒绝（慢速测试）",
-    "quantized, collected, named (slow test)": "量化、收集、列出（慢速测试）",
+    "quantized, collected, named, refused (slow tests)": "量化、收集、列出、拒绝 (慢速测试)",
+    "quantized, collected, named (slow test)": "量化、收集、列出 (慢速测试)",
     "as with the pipeline schedules": "与流水线调度相同",
     "no such model": "没有这种模型",
     "refused": "拒绝",
@@ -155,7 +155,7 @@ CHINESE = {
     "layers that stay in high precision": "保持高精度的层",
     "modules that are named": "列出的模块",
     "none": "无",
-    "the model itself (CLIPViTModel), conv1 (Conv2d)": "模型本身（CLIPViTModel）、conv1 (Conv2d)",
+    "the model itself (CLIPViTModel), conv1 (Conv2d)": "模型本身 (CLIPViTModel)、conv1 (Conv2d)",
 }
 
 

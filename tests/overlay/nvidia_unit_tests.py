@@ -74,8 +74,7 @@ def run_tests(core: str, checkout: Path, results: Path, paths: list[str]) -> Non
 
 
 def compare(results: Path) -> int:
-    """Print how the outcomes of both runs differ; return 1 if a test fails only under the overlay.
-    """
+    """Print how the outcomes of both runs differ; return 1 if the overlay breaks a test."""
     outcomes = {core: read_outcomes(results / f"{core}.jsonl") for core in LAUNCHERS}
     for core, tests in outcomes.items():
         counts = collections.Counter(outcome for outcome, _ in tests.values())

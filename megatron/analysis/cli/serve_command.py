@@ -43,7 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="folder of the dump, searched with its subfolders; only files in it are shown",
     )
     parser.add_argument(
-        "--port", type=int, default=8050, metavar="N", help="port (default: %(default)s; 0: any)"
+        "--port",
+        type=int,
+        default=8050,
+        metavar="N",
+        help="port (default: %(default)s; 0: any free one)",
     )
     parser.add_argument(
         "--host",

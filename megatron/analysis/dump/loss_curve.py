@@ -48,7 +48,7 @@ def _numbers(event: Mapping[str, Any]) -> list[tuple[int, float, float, bool]]:
 
 
 def _finite(value: Any) -> bool:
-    """Return False for a number that is NaN or infinite; an unknown number does not count."""
+    """Return False for a number that is NaN or infinite, and True for an unknown one."""
     if isinstance(value, str):
         return value not in _WORDS
     return not isinstance(value, float) or math.isfinite(value)

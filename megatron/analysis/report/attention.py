@@ -31,7 +31,8 @@ from megatron.analysis.plots.attention_map import EXTREME
 from megatron.analysis.report.json_numbers import short
 from megatron.fake_quant import fake_quantize, get_format
 
-LAYERS, HEADS = 12, 8  #: maximum numbers of evenly spread layers, and of heads per layer
+#: Maximum number of layers, and of heads per layer. Of more, evenly spread ones are shown.
+LAYERS, HEADS = 12, 8
 TOKENS = 512  #: maximum number of positions at the beginning of a sequence
 SIDES = (64, 48, 32, 24, 16)  #: sides of a map in pixels, the largest that `BYTES` allows
 BYTES = 600_000  #: approximate maximum size of all maps, in bytes

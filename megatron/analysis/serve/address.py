@@ -76,7 +76,7 @@ class Address:
         return cls(**found)
 
     def search(self) -> str:
-        """Return the address as a query, without the fields that have their defaults."""
+        """Return the address as a query; fields with default values are left out."""
         default = Address()
         given = {
             _SHORT[item.name]: getattr(self, item.name)

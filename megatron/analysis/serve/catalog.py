@@ -200,7 +200,7 @@ class Catalog:
         return f"{int(self.ids[tensor]):016x}"
 
     def field(self, tensor: int, name: str) -> Any:
-        """Return a text of a tensor's first record."""
+        """Return a text field of a tensor's first record."""
         column = self.records.texts[name]
         return column.distinct[column.codes[self.rows[tensor]]]
 

@@ -339,7 +339,10 @@ def codes_in_order(fmt: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def head_numbers(attention: Attention) -> dict[str, float]:
-    """Return the mean entropy per query in bits, and the SQNR in dB and largest change if known."""
+    """Return the mean entropy of a query in bits, and if a format changes it, the errors.
+
+    The errors are the SQNR of the probabilities in dB and their largest change.
+    """
     p = attention.probabilities.double()
     entropy = -torch.where(p > 0, p * torch.log2(p.clamp(min=1e-300)), 0.0).sum(-1).mean()
     numbers = {"entropy": float(entropy)}

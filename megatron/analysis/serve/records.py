@@ -191,7 +191,7 @@ class Records:
     def _identities(
         self, codes: dict[str, NDArray[np.int32]], start: int, paths: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        """Return a number per row that identifies its logical tensor, without `recomputed`.
+        """Return a hash per row that identifies its logical tensor, apart from `recomputed`.
 
         A file without a run ID, or with dims that cannot be parsed, is a tensor of its own.
         """

@@ -232,7 +232,7 @@ def _read_events(content: bytes, series: Series) -> bytes:
 
 
 def _event_records(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the end and the content of each complete record.
+    """Yield the end position and the content of each complete record.
 
     A record is its length (8 bytes), a checksum (4), the content and a checksum (4).
     """

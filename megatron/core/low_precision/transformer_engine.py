@@ -195,10 +195,10 @@ class _Linear(TransformerEngineLayer):
         return next(known, getattr(self, "parallel_mode", None))
 
     def _splits_sequence(self) -> bool:
-        """Return whether this rank has a part of the sequence of the input or of the output.
+        """Return whether this rank has only a part of the sequence of the input or the output.
 
-        A duplicated layer of megatron-core does if its weight gradients are added up over the ranks
-        that share the sequence.
+        This holds for a duplicated layer of megatron-core if its weight gradients are added up over
+        the ranks that share the sequence.
         """
         if self.is_expert:
             return False

@@ -162,7 +162,7 @@ def test_one_rank_speaks_for_all(corpus, tmp_path):
     save = ("--save", good, "--save-interval", "2", "--train-iters", "2")
     succeeded(train(*words, *save, ranks=2))
     checkpoint = Checkpoint(good, iteration=2)
-    # The damage is the only reason to end: the schedule of four iterations is accepted.
+    # Only the damage can end this run: it may use a schedule other than that of the checkpoint.
     load = ("--load", good, "--train-iters", "4", "--override-opt_param-scheduler")
     for payload in (archive(pickle.dumps(Touch(canary))), archive(b"N.")):
         checkpoint.replace("rng_state/shard_1", payload)
