@@ -137,12 +137,15 @@ def _number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?\d{1,15}", text) else None
 
 
+def _count(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else None
+
+
 def _format(text: str) -> str | None:
     try:
-        get_format(text)
+        return get_format(text).name
     except (UnknownFormatError, ValueError):
         return None
-    return text
 
 
 _TENSOR_ID = r"[0-9a-f]{16}"
@@ -161,6 +164,6 @@ _CHECKS: dict[str, Callable[[str], Any]] = {
     "beside": _matching(_TENSOR_ID),
     "image": _one_of(*IMAGES),
     "zoom": _matching(r"\d{1,10}(-\d{1,10}){3}"),
-    "head": _number,
-    "sequence": _number,
+    "head": _count,
+    "sequence": _count,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from html import escape as html_escape
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from megatron.analysis.serve.pages.parts import (
     panel_search,
 )
 from megatron.analysis.serve.statistics import BY_NAME
-from megatron.analysis.text_table import csv_cell, printable_lines, shown
+from megatron.analysis.text_table import csv_cell, shown
 from megatron.bounded_files import printable
 
 TICK = 2000  #: time between two polls of the server, in milliseconds
@@ -63,7 +64,7 @@ def create(explorer: Explorer) -> Dash:
     name = shown(explorer.folder.name)
     app = Dash(
         __name__,
-        title=f"{name}: explorer",
+        title=html_escape(f"{name}: explorer").replace("{", "(").replace("}", ")"),
         update_title="",
         serve_locally=True,
         suppress_callback_exceptions=True,
@@ -218,9 +219,7 @@ class _Views:
         except NotShownError as error:
             return not_shown(error)
         except Exception as error:  # no content of a file may stop the server
-            where = printable_lines(f"{name} {search}")
-            print(f"[WARNING] {where}: {type(error).__name__}: {reason(error)}", file=sys.stderr)
-            return message(f"This cannot be shown ({type(error).__name__}).", alarm=True)
+            return message(_failure(f"{name} {search}", error), alarm=True)
 
     def _panel(self, name: str, search: str) -> list[Part]:
         explorer, address = self.explorer, Address.parse(search)
@@ -298,7 +297,7 @@ class _Views:
             if min(row, column) < 0:
                 return no_update
             tensor = int(found.tensors[row, column])
-        except (KeyError, TypeError, ValueError, IndexError):
+        except (KeyError, TypeError, ValueError, IndexError, NotShownError):
             return no_update
         if tensor < 0:
             return no_update
@@ -323,10 +322,20 @@ class _Views:
             else:
                 resolved = explorer.resolved(search)
                 table = map_page.numbers_of(explorer, resolved)
+            content = _csv(table)
         except NotShownError as error:
             return Response(f"{printable(error, limit=1000)}\n", 404, mimetype="text/plain")
+        except Exception as error:  # no content of a file may stop the server
+            return Response(f"{_failure(f'csv {search}', error)}\n", 500, mimetype="text/plain")
         headers = {"Content-Disposition": f"attachment; filename={name}.csv"}
-        return Response(_csv(table), mimetype="text/csv", headers=headers)
+        return Response(content, mimetype="text/csv", headers=headers)
+
+
+def _failure(where: str, error: Exception) -> str:
+    """Print a warning about a view that cannot be computed, and return a message for the page."""
+    why = printable(f"{where}: {type(error).__name__}: {reason(error)}", limit=2000)
+    print(f"[WARNING] {why}", file=sys.stderr)
+    return f"This cannot be shown ({type(error).__name__})."
 
 
 def _training_panel(name: str, explorer: Explorer, address: Address, search: str) -> list[Part]:
@@ -353,9 +362,12 @@ def _links(address: Address) -> list[Part]:
 
 def _csv(table: pd.DataFrame) -> str:
     """Return a table as CSV, with texts that no spreadsheet interprets as formulas."""
-    safe = table.copy(deep=False)
-    for column in safe.columns:
-        if not pd.api.types.is_numeric_dtype(safe[column]):
-            safe[column] = [csv_cell(v) if isinstance(v, str) else v for v in safe[column]]
-    text: str = safe.to_csv(index=False, lineterminator="\n")
+    table, safe = table.reset_index(drop=True), {}
+    for number in range(table.shape[1]):
+        values = table.iloc[:, number]
+        if not pd.api.types.is_numeric_dtype(values):
+            values = [csv_cell(v) if isinstance(v, str) else v for v in values]
+        safe[number] = values
+    names = [csv_cell(str(column)) for column in table.columns]
+    text: str = pd.DataFrame(safe).to_csv(index=False, header=names, lineterminator="\n")
     return text

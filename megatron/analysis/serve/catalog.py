@@ -161,15 +161,17 @@ class Catalog:
         texts = self.records.texts
         found = []
         types = texts["quant_type"]
-        for code in dict.fromkeys(self.run.tolist()):
-            own = np.flatnonzero(self.run == code)
+        order = np.argsort(self.run, kind="stable")
+        ends = np.flatnonzero(np.diff(self.run[order])) + 1
+        for own in np.split(order, ends) if len(order) else ():
+            code = int(self.run[own[0]])
             run_id = texts["run_id"].distinct[code] or ""
             first = self.rows[own[0]]
             started = texts["timestamp"].distinct[texts["timestamp"].codes[first]] or ""
             iterations = np.unique(self.iteration[own])
             found.append(
                 {
-                    "code": int(code),
+                    "code": code,
                     "id": run_id,
                     "type": str(types.distinct[types.codes[first]] or "unknown"),
                     "tensors": len(own),

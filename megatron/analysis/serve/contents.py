@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ KEPT_BYTES = 192 << 20  #: maximum memory for cached tensors, in bytes
 KEPT_ANSWERS = 24  #: maximum number of tensors whose statistics are cached
 MOST_VALUES = 1 << 28  #: maximum number of values of a tensor that can be quantized
 MOST_SCORES = 1 << 26  #: maximum number of attention scores of a head
+MOST_PLACES = 1 << 23  #: maximum number of tokens or channels of a profile
 SEED = 20240916  #: seed of stochastic rounding
 
 _Value = TypeVar("_Value")
@@ -50,6 +52,13 @@ class NotShownError(Exception):
     """Error raised if a view cannot be shown; the message gives the reason for the reader."""
 
 
+class _Making:
+    """The lock of a value that is being computed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
 class _Kept:
     """A least-recently-used cache with a limit on the total size of its values."""
 
@@ -57,22 +66,27 @@ class _Kept:
         self._limit, self._used = limit, 0
         self._values: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
+        self._making: weakref.WeakValueDictionary[Any, _Making] = weakref.WeakValueDictionary()
 
     def get(self, key: Any, make: Callable[[], _Value], size: Callable[[_Value], int]) -> _Value:
+        """Return the value of a key; only one thread at a time computes it."""
         with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                found: _Value = self._values[key][0]
-                return found
-        value = make()
-        with self._lock:
-            weight = size(value)
-            if weight <= self._limit and key not in self._values:
-                self._values[key] = (value, weight)
-                self._used += weight
-                while self._used > self._limit:
-                    self._used -= self._values.popitem(last=False)[1][1]
-        return value
+            making = self._making.setdefault(key, _Making())
+        with making.lock:
+            with self._lock:
+                if key in self._values:
+                    self._values.move_to_end(key)
+                    found: _Value = self._values[key][0]
+                    return found
+            value = make()
+            with self._lock:
+                weight = size(value)
+                if weight <= self._limit:
+                    self._values[key] = (value, weight)
+                    self._used += weight
+                    while self._used > self._limit:
+                        self._used -= self._values.popitem(last=False)[1][1]
+            return value
 
 
 @dataclass(frozen=True)
@@ -122,8 +136,9 @@ class Contents:
             NotShownError: if the tensor cannot be read.
         """
         key = ("tensor", int(catalog.ids[tensor]), int(catalog.stamps[tensor]))
-        # A single file is memory-mapped and takes no memory of its own; joined shards do.
-        weigh = (lambda _: 1) if catalog.files[tensor] == 1 else _nbytes
+        # A single file is memory-mapped and takes no memory of its own; joined shards do. The
+        # disk keeps a mapped file that the run deletes, so only a few files stay mapped.
+        weigh = (lambda _: KEPT_BYTES // 64) if catalog.files[tensor] == 1 else _nbytes
         return self._tensors.get(key, lambda: self._load(catalog, tensor), weigh)
 
     def _load(self, catalog: Catalog, tensor: int) -> Tensor:
@@ -219,6 +234,7 @@ class Contents:
         if probs.dim() < 3 or not probs.numel():
             raise NotShownError(f"attention_probs of shape {list(probs.shape)} have no heads")
         probs = probs.reshape(-1, *probs.shape[-3:])
+        _check_scores(*probs.shape[-2:])
         sequence, head = min(sequence, len(probs) - 1), min(head, probs.shape[1] - 1)
         own = probs[sequence, head].float()
         change = None
@@ -235,8 +251,7 @@ class Contents:
             shapes = f"{list(query.shape)} and {list(key.shape)}"
             raise NotShownError(f"query and key of shapes {shapes} give no attention")
         length, sequences, heads, _ = query.shape
-        if length**2 > MOST_SCORES:
-            raise NotShownError(f"{length:,} queries are too many; at most 8,192 are shown")
+        _check_scores(length, len(key))
         sequence, head = min(sequence, sequences - 1), min(head, heads - 1)
         group = head * key.shape[2] // heads
         run_id, module = (catalog.field(found["query"], name) for name in ("run_id", "module"))
@@ -261,6 +276,13 @@ class Contents:
             raise NotShownError(str(error)) from None
         how = f"Recomputed from query and key; the change: both in {fmt}, blocks along d."
         return Attention(exact, change, how, heads, sequences)
+
+
+def _check_scores(queries: int, keys: int) -> None:
+    if queries * keys > MOST_SCORES:
+        raise NotShownError(
+            f"{queries:,} x {keys:,} scores are too many; at most 8,192 x 8,192 are shown"
+        )
 
 
 def _attention_tensors(catalog: Catalog, tensor: int) -> dict[str, int]:
@@ -304,6 +326,8 @@ def _quantized(table: Tensor, matrix: MatrixView, fmt: str, axis: str) -> Tensor
 
 def _profiles(table: Tensor) -> tuple[Profile, Profile]:
     rows, columns = table.shape
+    if max(rows, columns) > MOST_PLACES:
+        raise NotShownError(f"{max(rows, columns):,} tokens or channels are too many")
     by_row = np.zeros((2, rows), np.float32)
     amax, squares = torch.zeros(columns), torch.zeros(columns, dtype=torch.float64)
     step = max((1 << 22) // max(columns, 1), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from megatron.analysis.dump.tensor_files import reason
 from megatron.analysis.serve.address import Address
 from megatron.analysis.serve.catalog import Catalog
 from megatron.analysis.serve.contents import Contents
@@ -23,9 +25,12 @@ from megatron.analysis.serve.measuring import Measurer
 from megatron.analysis.serve.panels import Subject
 from megatron.analysis.serve.statistics import Numbers
 from megatron.analysis.serve.training import Training
+from megatron.bounded_files import printable
 from megatron.fake_quant.names import get_format
 
 _TABLES = ("study.parquet", "study/study.parquet", "../study/study.parquet")
+#: Columns of the table of a study that are read.
+_STUDY_COLUMNS = ("iteration", "layer_idx", "module", "operation", "gemm", "format", "sqnr_db")
 _MOST_BYTES = 256 << 20  #: maximum size of the table of a study, in bytes
 PERIOD = 2.0  #: time between two polls of the training files, in seconds
 
@@ -61,6 +66,7 @@ class Explorer:
         self.training = Training([self.folder, *logs])
         self._study_path = study
         self._study: tuple[Any, pd.DataFrame | None] = (None, None)
+        self._warning = ""
         self.rates: deque[tuple[float, int, int]] = deque(maxlen=30)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="training", daemon=True)
@@ -79,8 +85,10 @@ class Explorer:
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 self.training.poll(self.follower.events)
+            except Exception as error:  # no content of a file may stop the follower
+                self._warn("The training files cannot be read", error)
             catalog = self.catalog
             if self.follower.reading:
                 self.rates.clear()
@@ -102,7 +110,7 @@ class Explorer:
     def written(self) -> int:
         """Size of all files that the records name, in bytes."""
         sizes = self.catalog.records.integers["bytes"].values
-        return int(sizes[sizes > 0].sum())
+        return int(sizes[sizes > 0].sum(dtype=float))  # the sum of forged sizes would overflow
 
     @property
     def free(self) -> int:
@@ -148,7 +156,7 @@ class Explorer:
         """Return the table of a study beside the dump, or None if there is none."""
         paths = [self._study_path] if self._study_path else [self.folder / n for n in _TABLES]
         for path in paths:
-            with contextlib.suppress(OSError, ValueError, ImportError, KeyError):
+            with contextlib.suppress(OSError):
                 if path.is_symlink() or not path.is_file():
                     continue
                 status = path.stat()
@@ -156,21 +164,23 @@ class Explorer:
                 if status.st_size > _MOST_BYTES:
                     continue
                 if self._study[0] != stamp:
-                    self._study = (stamp, _read_study(path))
+                    self._study = (stamp, self._read_study(path))
                 return self._study[1]
         return None
 
+    def _read_study(self, path: Path) -> pd.DataFrame | None:
+        """Return the table of a study, None if the file is not such a table."""
+        try:
+            table = pd.read_parquet(path, columns=[*_STUDY_COLUMNS])
+            numbers = table[["iteration", "layer_idx", "sqnr_db"]].astype(float)
+        except Exception as error:  # a damaged file may raise almost any exception
+            self._warn(f"{path} is not a table of a study", error)
+            return None
+        return table.assign(**numbers).dropna(subset=["iteration", "layer_idx"])
 
-def _read_study(path: Path) -> pd.DataFrame:
-    wanted = [
-        "iteration",
-        "layer_idx",
-        "module",
-        "operation",
-        "gemm",
-        "format",
-        "recipe",
-        "sqnr_db",
-    ]
-    table = pd.read_parquet(path)
-    return table[wanted]
+    def _warn(self, what: str, error: Exception) -> None:
+        """Print a warning, unless it is the same as the last one."""
+        warning = printable(f"{what} ({type(error).__name__}: {reason(error)})", limit=2000)
+        if warning != self._warning:
+            self._warning = warning
+            print(f"[WARNING] {warning}", file=sys.stderr)

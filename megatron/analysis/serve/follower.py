@@ -36,7 +36,7 @@ from megatron.analysis.dump.tensor_files import (
     reason,
 )
 from megatron.analysis.serve.catalog import Catalog
-from megatron.analysis.serve.records import Records
+from megatron.analysis.serve.records import Records, check_tables
 from megatron.bounded_files import UnusableFileError, open_regular, printable, walk
 from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_lines
 
@@ -120,8 +120,8 @@ class Follower:
         while not self._stop.is_set():
             try:
                 more = self.poll()
-            except OSError as error:  # for example, the folder was removed
-                self._add_problem(str(self.root), reason(error))
+            except Exception as error:  # no content of a file may stop the follower
+                self._add_problem(str(self.root), f"{type(error).__name__}: {reason(error)}")
                 more = False
             self._stop.wait(0 if more else PERIOD)
 
@@ -319,12 +319,14 @@ class Follower:
     def _open_files(self) -> None:
         """Read the metadata of some files that no index lists."""
         columns = Columns()
-        for path in self._unlisted[:FILES_AT_ONCE]:
+        paths, self._unlisted = self._unlisted[:FILES_AT_ONCE], self._unlisted[FILES_AT_ONCE:]
+        for path in paths:
             self._opened.add(path)
             if not self._is_inside(path):
                 continue
             try:
                 row, source = row_of_file(Path(path))
+                check_tables(row)
                 columns.add([row], [path], source)
             except UnreadableTensorError as error:
                 self._add_problem(path, error.why)
@@ -332,6 +334,5 @@ class Follower:
                 self._add_problem(path, f"in its metadata, {error}")
             except OSError as error:
                 self._add_problem(path, reason(error))
-        del self._unlisted[:FILES_AT_ONCE]
         if len(columns):
             self.records.add(columns, 0)

@@ -1,8 +1,10 @@
 """Decide who may read the pages: by the Host header, and by a token unless the server is local.
 
 The Host header must name the server. Otherwise a web page elsewhere could let its own host name
-point to this machine and read the dump from the visitor's browser (DNS rebinding). A server that
-other machines can reach also requires a token, once in the URL and then in a cookie.
+point to this machine and read the dump from the visitor's browser (DNS rebinding). A foreign page
+may link to the explorer, but its other requests are refused: it could not read the answers, but it
+could make the server measure. A server that other machines can reach also requires a token, once in
+the URL and then in a cookie.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from megatron.analysis.serve.address import fields_of
 
@@ -62,12 +64,13 @@ class Gate:
     application: Application
     host: str  #: address at which the server listens
     token: str | None = None  #: None if everybody on this machine may read
-    port: int = 0  #: port of the server, which is part of the cookie's name
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         """Answer a request, or refuse it."""
         if not self._knows(str(environ.get("HTTP_HOST", ""))):
             return _refuse(start, "400 Bad Request", "The Host header does not name this server.")
+        if _is_foreign(environ):
+            return _refuse(start, "403 Forbidden", "Another page sent this request.")
         if self.token is None:
             return self.application(environ, _with_headers(start))
         query = str(environ.get("QUERY_STRING", ""))
@@ -76,7 +79,7 @@ class Gate:
             if not self._fits(given.pop(PARAMETER), self.token):
                 return _refuse(start, "403 Forbidden", "The token is wrong.")
             return self._remember(environ, start, given)
-        if not self._has_cookie(str(environ.get("HTTP_COOKIE", ""))):
+        if not self._has_cookie(environ):
             why = "Open the address with ?token=... that the server has printed."
             return _refuse(start, "403 Forbidden", why)
         return self.application(environ, _with_headers(start))
@@ -96,16 +99,15 @@ class Gate:
     def _fits(self, given: str, wanted: str) -> bool:
         return hmac.compare_digest(given.encode(), wanted.encode())
 
-    @property
-    def _cookie(self) -> tuple[str, str]:
-        assert self.token is not None
+    def _cookie(self, environ: dict[str, Any]) -> tuple[str, str]:
+        """Return the name and the value of the cookie; servers on other ports have other names."""
         value = hashlib.sha256(f"explorer {self.token}".encode()).hexdigest()
-        return f"explorer_{self.port}", value
+        return f"explorer_{environ.get('SERVER_PORT', '')}", value
 
-    def _has_cookie(self, header: str) -> bool:
-        name, wanted = self._cookie
+    def _has_cookie(self, environ: dict[str, Any]) -> bool:
+        name, wanted = self._cookie(environ)
         try:
-            found = SimpleCookie(header).get(name)
+            found = SimpleCookie(str(environ.get("HTTP_COOKIE", ""))).get(name)
         except CookieError:
             return False
         return found is not None and self._fits(found.value, wanted)
@@ -114,17 +116,31 @@ class Gate:
         self, environ: dict[str, Any], start: Start, others: dict[str, str]
     ) -> Iterable[bytes]:
         """Set the cookie, and redirect the browser to the same address without the token."""
-        name, value = self._cookie
-        path = "/" + str(environ.get("PATH_INFO", "/")).lstrip("/\\")
+        name, value = self._cookie(environ)
+        path = "/" + quote(str(environ.get("PATH_INFO", "/")).lstrip("/\\"), encoding="latin-1")
         where = f"{path}?{urlencode(others)}" if others else path
         headers = [
-            ("Location", where.encode("ascii", "ignore").decode()),
+            ("Location", where),
             ("Set-Cookie", f"{name}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age=2592000"),
             ("Content-Length", "0"),
             *HEADERS,
         ]
         start("303 See Other", headers)
         return [b""]
+
+
+def _is_foreign(environ: dict[str, Any]) -> bool:
+    """Return whether a page of another origin sent a request, except by a link to a page."""
+    origin = environ.get("HTTP_ORIGIN")
+    if origin is not None:
+        own = str(environ.get("HTTP_HOST", "")).lower()
+        if str(origin).lower().partition("://")[2] != own:
+            return True
+    if environ.get("HTTP_SEC_FETCH_SITE", "none") in ("same-origin", "none"):
+        return False
+    is_link = environ.get("HTTP_SEC_FETCH_MODE") == "navigate"
+    is_page = environ.get("HTTP_SEC_FETCH_DEST") == "document"
+    return not (is_link and is_page and environ.get("REQUEST_METHOD") == "GET")
 
 
 def _with_headers(start: Start) -> Start:

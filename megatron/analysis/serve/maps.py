@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from megatron.analysis.figures.figure_data import layer_name
 from megatron.analysis.serve.address import BY_ITERATION, Address
 from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.statistics import BY_NAME, Numbers, Statistic
 
 NO_TENSOR = -1
+MOST_CELLS = 1 << 20  #: maximum number of cells; layers of a damaged index may have any numbers
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def build(catalog: Catalog, numbers: Numbers, address: Address) -> Map:
         column_of = position[column_of.reshape(-1)]
         columns = [catalog.places[shown[i]] for i in order]
     size = len(layers), len(columns)
+    check_size(*size)
     cell = row_of.reshape(-1) * size[1] + column_of.reshape(-1)
     values, tensors, counts = _cells(cell, measured, chosen, size[0] * size[1], statistic)
     return Map(
@@ -68,6 +71,14 @@ def build(catalog: Catalog, numbers: Numbers, address: Address) -> Map:
         chosen,
         measured,
     )
+
+
+def check_size(rows: int, columns: int) -> None:
+    """Raise NotShownError if a map has too many cells."""
+    if rows * columns > MOST_CELLS:
+        raise NotShownError(
+            f"the map would have {rows:,} x {columns:,} cells; at most {MOST_CELLS:,} are shown"
+        )
 
 
 def chosen_tensors(catalog: Catalog, address: Address) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatron.fake_quant.names import get_format
 BATCH_SECONDS = 0.25  #: desired duration of a batch; a request for a tensor may wait for one
 MOST = 64  #: maximum number of tensors in a batch
 SAVE_PERIOD = 30.0  #: minimum time between two writes of the numbers, in seconds
+MOST_OTHERS = 8  #: maximum number of formats that pages have added to those of the command line
 PRIORITY = 10  #: niceness of the measuring process
 
 
@@ -171,6 +172,7 @@ class Measurer:
         in_process: bool = False,
     ):
         self.follower, self.numbers, self.cache = follower, numbers, cache
+        self._always = tuple(formats)
         self.formats: list[str] = [*formats]
         self._in_process = in_process
         self._executor: Executor | None = None
@@ -201,7 +203,12 @@ class Measurer:
     def look_at(self, ids: NDArray[np.uint64], fmt: str = "") -> None:
         """Measure these tensors first, because a page shows them."""
         if fmt and fmt not in self.formats:
-            self.formats = [*self.formats, fmt]
+            others = [name for name in self.formats if name not in self._always]
+            forgotten = others[: max(len(others) + 1 - MOST_OTHERS, 0)]
+            kept = [name for name in self.formats if name not in forgotten]
+            self.formats = [*kept, fmt]
+            for name in forgotten:
+                self.numbers.forget(name)
         if not np.array_equal(ids, self._visible):
             self._visible = ids
         self._wake.set()
@@ -270,7 +277,10 @@ class Measurer:
             if answer.measured is None:
                 self.numbers.fail(identity, answer.why)
             else:
-                self.numbers.add(identity, int(catalog.stamps[tensor]), answer.measured)
+                # A page may ask for the errors of one tensor in any format; these are not kept.
+                errors = {n: e for n, e in answer.measured.errors.items() if n in self.formats}
+                measured = replace(answer.measured, errors=errors)
+                self.numbers.add(identity, int(catalog.stamps[tensor]), measured)
         for tensor in by_path.values():
             self.numbers.fail(int(catalog.ids[tensor]), "its records do not fit together")
 

@@ -29,7 +29,7 @@ from megatron.analysis.serve.contents import (
     head_numbers,
 )
 from megatron.analysis.serve.measuring import Answer
-from megatron.analysis.serve.pixels import HEIGHT, WIDTH, Image, Region, reduce
+from megatron.analysis.serve.pixels import WIDTH, Image, Region, reduce
 from megatron.analysis.stats.result import FormatArrays, TensorArrays
 from megatron.fake_quant import get_format
 
@@ -457,7 +457,7 @@ def image(subject: Subject) -> Shown:
     fmt = address.format
     if address.image == ERRORS:
         rounded = subject.contents.quantized(catalog, subject.tensor, fmt, subject.axis)
-        picture = _reduced_difference(rounded, table, region)
+        picture = reduce(rounded, region, minus=table)
         title = f"error in {fmt}"
     elif address.image == DIFFERENCE:
         if subject.beside is None:
@@ -467,7 +467,7 @@ def image(subject: Subject) -> Shown:
             raise NotShownError(
                 f"the second tensor has shape {list(other.shape)}, this one {list(table.shape)}"
             )
-        picture, title = _reduced_difference(other, table, region), "difference"
+        picture, title = reduce(other, region, minus=table), "difference"
     else:
         picture, title = reduce(table, region), "value"
     figure = _image_figure(picture, title, magnitudes=address.image == MAGNITUDES)
@@ -479,22 +479,6 @@ def image(subject: Subject) -> Shown:
     rows, columns = table.shape
     note = f"{rows:,} x {columns:,} values. {note}"
     return Shown(figure, note, _image_table(picture))
-
-
-def _reduced_difference(first: Any, second: Any, region: Region) -> Image:
-    """Return an image of a difference that is computed in chunks of rows."""
-    rows = region.bottom - region.top
-    step = max(-(-rows // HEIGHT), 1)
-    chunk = max((1 << 22) // max(region.right - region.left, 1) // step, 1) * step
-    parts = []
-    for top in range(region.top, region.bottom, chunk):
-        bottom = min(top + chunk, region.bottom)
-        part = slice(top, bottom), slice(region.left, region.right)
-        difference = first[part].float() - second[part].float()
-        whole = Region(0, bottom - top, 0, region.right - region.left)
-        parts.append(reduce(difference, whole, height=max(-(-(bottom - top) // step), 1)))
-    values = np.concatenate([part.values for part in parts])
-    return Image(values, region, (step, parts[0].step[1]))
 
 
 def _image_table(picture: Image) -> pd.DataFrame:

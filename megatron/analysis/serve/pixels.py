@@ -57,30 +57,59 @@ class Image:
         return self.region.top + (self.step[0] - 1) / 2
 
 
-def reduce(matrix: Tensor, region: Region, *, width: int = WIDTH, height: int = HEIGHT) -> Image:
+def reduce(
+    matrix: Tensor,
+    region: Region,
+    *,
+    minus: Tensor | None = None,
+    width: int = WIDTH,
+    height: int = HEIGHT,
+) -> Image:
     """Return an image of a region; each pixel is its value of largest magnitude, with the sign.
 
     A pixel is NaN if one of its values is NaN.
+
+    Args:
+        matrix: values to show.
+        region: part to show.
+        minus: matrix that is subtracted.
+        width: maximum number of pixels in a row.
+        height: maximum number of pixels in a column.
     """
     rows, columns = region.bottom - region.top, region.right - region.left
     step = max(-(-rows // height), 1), max(-(-columns // width), 1)
     tall, wide = -(-rows // step[0]), -(-columns // step[1])
     values = np.zeros((tall, wide), np.float32)
-    at_once = max(_AT_ONCE // max(step[0] * columns, 1), 1)
-    for first in range(0, tall, at_once):
-        last = min(first + at_once, tall)
+    # Convert a few pixels at a time, because a matrix may have a single long row.
+    across = min(max(_AT_ONCE // (step[0] * step[1]), 1), wide)
+    down = max(_AT_ONCE // (step[0] * step[1] * across), 1)
+    for first in range(0, tall, down):
         top = region.top + first * step[0]
-        bottom = min(region.top + last * step[0], region.bottom)
-        part = matrix[top:bottom, region.left : region.right].float()
-        missing = (last - first) * step[0] - part.shape[0], wide * step[1] - columns
-        if any(missing):  # repeat the last row and column, which changes no maximum
-            part = torch.nn.functional.pad(
-                part[None, None], (0, missing[1], 0, missing[0]), mode="replicate"
-            )[0, 0]
-        if step == (1, 1):
-            values[first:last] = part.numpy()
-            continue
-        windows = part.reshape(last - first, step[0], wide, step[1])
-        high, low = windows.amax((1, 3)), windows.amin((1, 3))
-        values[first:last] = torch.where(-low > high, low, high).numpy()
+        for left in range(0, wide, across):
+            chunk = (
+                slice(top, min(top + down * step[0], region.bottom)),
+                slice(
+                    region.left + left * step[1],
+                    min(region.left + (left + across) * step[1], region.right),
+                ),
+            )
+            part = matrix[chunk].float()
+            part = part if minus is None else part - minus[chunk].float()
+            values[first : first + down, left : left + across] = _pixels(part, step)
     return Image(values, region, step)
+
+
+def _pixels(part: Tensor, step: tuple[int, int]) -> NDArray[np.float32]:
+    """Return the pixels of a part of a matrix."""
+    missing = -part.shape[0] % step[0], -part.shape[1] % step[1]
+    if any(missing):  # repeat the last row and column, which changes no maximum
+        part = torch.nn.functional.pad(
+            part[None, None], (0, missing[1], 0, missing[0]), mode="replicate"
+        )[0, 0]
+    if step == (1, 1):
+        found: NDArray[np.float32] = part.numpy()
+        return found
+    windows = part.reshape(part.shape[0] // step[0], step[0], part.shape[1] // step[1], step[1])
+    high, low = windows.amax((1, 3)), windows.amin((1, 3))
+    found = torch.where(-low > high, low, high).numpy()
+    return found

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from megatron.analysis.dump.reassembly import data_ranks, parse_dims
-from megatron.analysis.dump.record_columns import COLUMNS, FIELDS, RANK_COLUMNS, WHOLE, Columns
+from megatron.analysis.dump.record_columns import (
+    COLUMNS,
+    FIELDS,
+    RANK_COLUMNS,
+    WHOLE,
+    Columns,
+    WrongTypeError,
+)
 
 UNKNOWN = int(np.iinfo(np.int64).min)  #: an unknown integer
 _SIZES = ("shape", "global_shape")
@@ -102,6 +109,12 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
+def check_tables(row: Mapping[str, Any]) -> None:
+    """Raise WrongTypeError if a table in a record holds something that JSON cannot represent."""
+    for name in _TABLES:
+        _as_key(row.get(name))
+
+
 class Records:
     """All records of a dump, in the order in which they were read.
 
@@ -135,13 +148,17 @@ class Records:
         Args:
             columns: records of one file.
             origin: number of the file in which they were found.
+
+        Raises:
+            WrongTypeError: if a field holds something that JSON cannot represent; no row is added.
         """
         values, size = columns.of, len(columns)
+        tables = {name: list(map(_as_key, values[name])) for name in self.tables}  # may raise
         codes = {name: column.extend(values[name]) for name, column in self.texts.items()}
         for name, column in self.sizes.items():
             column.extend([None if shape is None else tuple(shape) for shape in values[name]])
         for name, column in self.tables.items():
-            column.extend([_as_key(table) for table in values[name]])
+            column.extend(tables[name])
         for name, numbers in self.integers.items():
             numbers.extend([UNKNOWN if value is None else value for value in values[name]])
         for name, numbers in self.floats.items():
@@ -254,7 +271,10 @@ class Records:
 
 
 def _as_key(table: Any) -> str | None:
-    return None if table is None else json.dumps(table, sort_keys=True)
+    try:
+        return None if table is None else json.dumps(table, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        raise WrongTypeError("a table holds something other than plain values") from None
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,10 +17,13 @@ from typing import Any
 
 from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.gate import PARAMETER, Gate, is_local, new_token
+from megatron.analysis.stats.cache import open_cache
 from megatron.analysis.text_table import shown
 
 THREADS = 8  #: number of requests that are answered at the same time
 MOST_BODY = 1 << 20  #: maximum size of a request, in bytes
+MOST_CONNECTIONS = 500  #: maximum number of open connections, most of which may be idle
+IDLE = 30  #: time after which a connection without a request is closed, in seconds
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,13 @@ def serve(options: Options) -> int:
     """Serve the pages until Ctrl-C, and return the exit status.
 
     Raises:
-        ValueError: if the port is taken, or the address does not belong to this machine.
+        ValueError, OSError: if the port is taken, the address does not belong to this machine, or
+            the cache cannot be used.
     """
     from megatron.analysis.serve.application import create
+
+    with open_cache(options.cache, options.folder):
+        pass
 
     token = options.token
     if token is None and not is_local(options.host):
@@ -56,9 +63,10 @@ def serve(options: Options) -> int:
         study=options.study,
     )
     server = _listen(options, token, create(explorer).server)
-    port = int(server.effective_port)
-    explorer.start()
+    # A name such as localhost may stand for several addresses.
+    port = int(getattr(server, "effective_port", 0) or server.effective_listen[0][1])
     try:
+        explorer.start()
         _announce(options, port, token)
         server.run()
     except KeyboardInterrupt:
@@ -75,7 +83,7 @@ def _listen(options: Options, token: str | None, application: Any) -> Any:
 
     for name in ("waitress", "waitress.queue"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    gate = Gate(application, options.host, token, options.port)
+    gate = Gate(application, options.host, token)
     try:
         return waitress.create_server(
             gate,
@@ -83,6 +91,10 @@ def _listen(options: Options, token: str | None, application: Any) -> Any:
             port=options.port,
             threads=THREADS,
             max_request_body_size=MOST_BODY,
+            connection_limit=MOST_CONNECTIONS,
+            asyncore_use_poll=True,
+            channel_timeout=IDLE,
+            cleanup_interval=10,
             ident="explorer",
             clear_untrusted_proxy_headers=True,
         )

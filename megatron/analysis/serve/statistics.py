@@ -195,7 +195,7 @@ BY_NAME = {statistic.name: statistic for statistic in (*STATISTICS, OUTPUT_SQNR)
 VALUES = tuple(statistic.name for statistic in STATISTICS if not statistic.of_format)
 ERRORS = tuple(statistic.name for statistic in STATISTICS if statistic.of_format)
 _PREFIX = "explorer_"
-_MOST_BYTES = 4 << 30  #: maximum size of the file with the numbers
+_MOST_BYTES = 1 << 30  #: maximum size of the file with the numbers
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,12 @@ class Numbers:
                 # A format without errors for this tensor counts as measured: -Inf marks it.
                 self._errors[name].values[row] = numbers or np.full(2 * len(ERRORS), -np.inf)
             self.failures.pop(identity, None)
+            self.version += 1
+
+    def forget(self, fmt: str) -> None:
+        """Remove the numbers of a format."""
+        with self._lock:
+            self._errors = {name: array for name, array in self._errors.items() if name != fmt}
             self.version += 1
 
     def fail(self, identity: int, why: str) -> None:
@@ -325,12 +331,13 @@ class Numbers:
             with open_regular(path) as file:
                 if file.seek(0, 2) > _MOST_BYTES:
                     return
-            table: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+                file.seek(0)
+                table: Any = np.load(file, allow_pickle=False)
             names = [name.removeprefix("errors ") for name in (table.dtype.names or ())[3:]]
             if table.dtype != self._dtype(names) or table.ndim != 1:
                 return
-        except (OSError, ValueError, EOFError, SyntaxError, MemoryError):
-            return  # everything can be measured again
+        except Exception:  # a damaged header may raise any; everything can be measured again
+            return
         with self._lock:
             ids = np.array(table["id"])
             self._row_of = dict(zip(ids.tolist(), range(len(ids)), strict=True))

@@ -21,8 +21,14 @@ from typing import Any
 import pandas as pd
 
 from megatron.analysis.dump.loss_curve import loss_curve
+from megatron.analysis.dump.tensor_files import reason
 from megatron.analysis.statistics_history import read_iterations, read_statistics
-from megatron.bounded_files import UnusableFileError, open_regular, walk
+from megatron.bounded_files import (
+    UnusableFileError,
+    check_regular,
+    open_regular,
+    walk,
+)
 
 #: Names of the scalars that are shown, and their titles.
 SCALARS = {
@@ -39,7 +45,10 @@ SEARCH_PERIOD = 10.0  #: minimum time between two searches for files, in seconds
 STEP = 4 << 20  #: maximum number of bytes of a file to read at a time
 MOST_FILES = 200  #: maximum number of event files and logs that are followed
 MOST_STATISTICS = 256 << 20  #: maximum size of a run's statistics files together, in bytes
-_LINE = re.compile(r" iteration +(\d+)/ *(\d+) \|(.*)")
+MOST_ROWS = 20_000_000  #: maximum number of rows in a run's statistics files together
+MOST_VALUES = 1 << 21  #: maximum number of values of a scalar in one series
+LONGEST_RECORD = 1 << 30  #: length of a record, in bytes, above which an event file is damaged
+_LINE = re.compile(r" iteration +(\d{1,15})/ *(\d{1,15}) \|(.*)")
 _IN_LOG = {
     "lm loss": re.compile(r"\| *lm loss: ([-+.\dEeinfa]+)"),
     "grad-norm": re.compile(r"\| *grad norm: ([-+.\dEeinfa]+)"),
@@ -61,7 +70,9 @@ class Series:
 
     def add(self, name: str, iteration: int, value: float) -> None:
         """Add a value, or replace the value of an iteration that was repeated."""
-        self.values.setdefault(name, {})[iteration] = value
+        values = self.values.setdefault(name, {})
+        if len(values) < MOST_VALUES or iteration in values:
+            values[iteration] = value
 
     def last(self) -> int:
         """Return the last iteration, 0 if there is none."""
@@ -76,6 +87,20 @@ class _Tail:
     series: Series
     offset: int = 0
     rest: bytes = b""
+    skip: int = 0  #: number of bytes of a record that is too long to be read
+    damaged: bool = False  #: True if nothing more is read
+
+    def add(self, content: bytes) -> None:
+        """Add the values in the next bytes of the file."""
+        if self.path.endswith(".log"):
+            self.rest = _read_log(self.rest + content, self.series)
+            return
+        self.rest = _read_events(self.rest + content, self.series)
+        while (length := _record_length(self.rest)) > STEP:  # such a record has no scalars
+            end = length + 16
+            self.skip, self.rest = max(end - len(self.rest), 0), self.rest[end:]
+            self.damaged = length > LONGEST_RECORD
+            self.rest = _read_events(self.rest, self.series)
 
 
 class Training:
@@ -90,6 +115,7 @@ class Training:
         self.series: list[Series] = []
         self.statistics: dict[str, pd.DataFrame] = {}  #: statistics of the operands, by folder
         self.version = 0
+        self.problems: dict[str, str] = {}  #: reasons why folders with statistics are unusable
         self._tails: dict[str, _Tail] = {}
         self._tables: dict[str, tuple[Any, ...]] = {}
         self._iterations: dict[str, Series] = {}
@@ -111,7 +137,7 @@ class Training:
             with contextlib.suppress(OSError, UnusableFileError):
                 changed |= self._read(tail)
         for folder in self._statistics_folders:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, UnusableFileError):
                 changed |= self._read_statistics(folder)
         if changed:
             tails = [tail.series for tail in self._tails.values() if tail.series.values]
@@ -161,17 +187,17 @@ class Training:
         with open_regular(tail.path) as file:
             status = os.fstat(file.fileno())
             if status.st_size < tail.offset:
-                tail.offset, tail.rest = 0, b""
+                tail.offset, tail.rest, tail.skip, tail.damaged = 0, b"", 0, False
                 tail.series.values.clear()
-            if status.st_size == tail.offset:
+            if status.st_size <= tail.offset + tail.skip or tail.damaged:
                 return False
+            tail.offset, tail.skip = tail.offset + tail.skip, 0
             file.seek(tail.offset)
             content = file.read(STEP)
         tail.offset += len(content)
         tail.series.changed = status.st_mtime
-        read = _read_log if tail.path.endswith(".log") else _read_events
         before = tail.series.last(), sum(map(len, tail.series.values.values()))
-        tail.rest = read(tail.rest + content, tail.series)
+        tail.add(content)
         return before != (tail.series.last(), sum(map(len, tail.series.values.values())))
 
     def _read_statistics(self, folder: Path) -> bool:
@@ -179,22 +205,40 @@ class Training:
         files = sorted(folder.glob("*.parquet"))
         if any(path.is_symlink() for path in files):
             return False
-        stamp = tuple((path.name, path.stat().st_size) for path in files)
+        stamp = tuple((path.name, check_regular(path).st_size) for path in files)
         if self._tables.get(str(folder)) == stamp or not files:
             return False
         self._tables[str(folder)] = stamp
         if sum(size for _, size in stamp) > MOST_STATISTICS:
             return False
-        label = f"{folder.parent.name} statistics"
-        series = Series(label, changed=max(path.stat().st_mtime for path in files))
-        with contextlib.suppress(ValueError):
-            for row in read_iterations(folder).itertuples():
-                series.add("lm loss", int(row.iteration), float(row.loss))
-                if row.grad_norm is not None:
-                    series.add("grad-norm", int(row.iteration), float(row.grad_norm))
-            self._iterations[str(folder)] = series
-        self.statistics = {**self.statistics, str(folder): read_statistics(folder)}
+        series = Series(f"{folder.parent.name} statistics")
+        series.changed = max(path.stat().st_mtime for path in files)
+        try:
+            if sum(map(_rows_of, files)) > MOST_ROWS:
+                return False
+            with contextlib.suppress(ValueError):
+                for row in read_iterations(folder).itertuples():
+                    series.add("lm loss", int(row.iteration), float(row.loss))
+                    if row.grad_norm is not None:
+                        series.add("grad-norm", int(row.iteration), float(row.grad_norm))
+                self._iterations[str(folder)] = series
+            self.statistics = {**self.statistics, str(folder): read_statistics(folder)}
+        except OSError:
+            raise
+        except Exception as error:  # a damaged file, or one of another program, may raise any
+            why = f"its statistics are not read ({type(error).__name__}: {reason(error)})"
+            self.problems = {**self.problems, str(folder): why}
+            return True
+        self.problems.pop(str(folder), None)
         return True
+
+
+def _rows_of(path: Path) -> int:
+    """Return the number of rows of a Parquet file."""
+    import pyarrow.parquet
+
+    rows: int = pyarrow.parquet.read_metadata(path).num_rows
+    return rows
 
 
 def _read_log(content: bytes, series: Series) -> bytes:
@@ -238,11 +282,19 @@ def _event_records(content: bytes) -> Iterator[tuple[int, bytes]]:
     """
     position = 0
     while position + 12 <= len(content):
-        (length,) = struct.unpack_from("<Q", content, position)
+        length = _record_length(content, position)
         if length > STEP or position + 16 + length > len(content):
             return
         yield position + 16 + length, content[position + 12 : position + 12 + length]
         position += 16 + length
+
+
+def _record_length(content: bytes, position: int = 0) -> int:
+    """Return the length of the record at a position; 0 if not all of its length is there."""
+    if position + 8 > len(content):
+        return 0
+    length: int = struct.unpack_from("<Q", content, position)[0]
+    return length
 
 
 def _number(value: Any) -> float | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from urllib.parse import urlsplit
 
 import pytest
 
 from megatron.analysis.__main__ import main
+from megatron.analysis.serve import server
 from megatron.analysis.serve.gate import Gate, is_local, new_token
 
 TOKEN = "a token of the test"
@@ -72,6 +74,47 @@ def test_the_way_without_the_token_stays_on_the_server():
         assert headers["Location"].startswith("/evil.example")
 
 
+def test_the_way_without_the_token_is_one_header_line():
+    gate = Gate(application, "0.0.0.0", TOKEN)
+    query = "token=" + TOKEN.replace(" ", "+")
+    for path in ("/\t/evil.example", "/a\r\nSet-Cookie: x=y", "/?v=\xe9#", "/\x00"):
+        _, headers, _ = ask(gate, QUERY_STRING=query, PATH_INFO=path)
+        assert re.fullmatch(r"/[!-~]*", headers["Location"])
+        assert not headers["Location"].startswith("//")
+
+
+def test_servers_on_two_ports_have_two_cookies():
+    gate = Gate(application, "0.0.0.0", TOKEN)
+    query = "token=" + TOKEN.replace(" ", "+")
+    names = [
+        ask(gate, QUERY_STRING=query, SERVER_PORT=port)[1]["Set-Cookie"].partition("=")[0]
+        for port in ("8050", "8051")
+    ]
+    assert names == ["explorer_8050", "explorer_8051"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"HTTP_SEC_FETCH_SITE": "none"}, 200),
+        ({"HTTP_SEC_FETCH_SITE": "same-origin", "HTTP_ORIGIN": "http://127.0.0.1:8050"}, 200),
+        ({"HTTP_SEC_FETCH_SITE": "cross-site", "HTTP_SEC_FETCH_MODE": "no-cors"}, 403),
+        ({"HTTP_SEC_FETCH_SITE": "same-site", "HTTP_SEC_FETCH_MODE": "cors"}, 403),
+        ({"HTTP_ORIGIN": "http://evil.example", "REQUEST_METHOD": "POST"}, 403),
+        ({"HTTP_ORIGIN": "http://127.0.0.1:9999", "REQUEST_METHOD": "POST"}, 403),
+        ({"HTTP_ORIGIN": "null", "REQUEST_METHOD": "POST"}, 403),
+        ({"HTTP_SEC_FETCH_DEST": "document"}, 200),
+        ({"HTTP_SEC_FETCH_DEST": "iframe"}, 403),
+        ({"HTTP_SEC_FETCH_DEST": "document", "REQUEST_METHOD": "POST"}, 403),
+    ],
+)
+def test_a_foreign_page_may_only_link_to_the_explorer(headers, status):
+    link = {"HTTP_SEC_FETCH_SITE": "cross-site", "HTTP_SEC_FETCH_MODE": "navigate"}
+    more = link if "HTTP_SEC_FETCH_DEST" in headers else {}
+    environ = {"REQUEST_METHOD": "GET"} | more | headers
+    assert ask(Gate(application, "127.0.0.1"), **environ)[0] == status
+
+
 def test_every_answer_forbids_other_sources():
     for gate in (Gate(application, "127.0.0.1"), Gate(application, "0.0.0.0", TOKEN)):
         headers = ask(gate)[1]
@@ -103,11 +146,30 @@ def test_a_taken_port_is_an_error_with_a_remedy(dump, capsys):
         (["--formats", "mxfp5"], "mxfp5"),
         (["--logs", "/nowhere"], "no folder /nowhere"),
         (["--study", "nowhere.parquet"], "there is no such file"),
+        (["--port", "-1"], "give a number from 0 to 65535"),
+        (["--cache", __file__], "cannot be used as a cache"),
     ],
 )
 def test_a_wrong_option_is_named(dump, capsys, options, words):
     assert main(["serve", str(dump), *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_name_of_several_addresses_is_served(tmp_path, capsys, monkeypatch):
+    class Several:
+        """Server of waitress for a name with an address of IPv4 and one of IPv6."""
+
+        effective_listen = (("127.0.0.1", 8123), ("::1", 8123))
+
+        def run(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(server, "_listen", lambda *_: Several())
+    assert server.serve(server.Options(tmp_path, ["mxfp8"], None, "localhost", 0)) == 0
+    assert "at http://localhost:8123/\n" in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named(dump, capsys, monkeypatch):

@@ -188,6 +188,7 @@ def study_map(explorer: Explorer, address: Address) -> Map:
     operation = own["operation"].where(own["operation"] != "linear", "")
     column = own["module"].astype(str).map(short_module) + " " + operation + " " + own["gemm"]
     own = own.assign(column=column.str.split().str.join(" "))
+    maps.check_size(own["layer_idx"].nunique(), own["column"].nunique())
     cells = own.groupby(["layer_idx", "column"], sort=False)["sqnr_db"].median().unstack()
     cells = cells.sort_index()
     tensors = np.full(cells.shape, maps.NO_TENSOR, np.int64)

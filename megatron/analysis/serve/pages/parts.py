@@ -16,6 +16,7 @@ Part = Any  #: a Dash component, or a text
 html: Any = dash.html
 dcc: Any = dash.dcc
 
+MOST_OPTIONS = 2000  #: maximum number of choices of a selector
 GRAPH_CONFIG = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
 #: Fields of the address on which each panel depends; a panel is drawn again only if they change.
 _MAP = ("view", "run", "other", "format", "statistic", "gemm", "by", "iteration", "place", "show")
@@ -93,11 +94,16 @@ def select(
     Args:
         label: text in front of the selector.
         parameter: name of the parameter.
-        options: value and text of each choice.
+        options: value and text of each choice; of too many, those near the chosen one are shown.
         value: chosen value.
         clears: other parameters to remove after a change, separated by spaces.
     """
     name = f"select-{parameter}-{label.lower().replace(' ', '-')}"
+    if len(options) > MOST_OPTIONS:
+        chosen = next((i for i, (key, _) in enumerate(options) if key == value), len(options))
+        first = min(max(chosen - MOST_OPTIONS // 2, 0), len(options) - MOST_OPTIONS)
+        options = options[first : first + MOST_OPTIONS]
+        label = f"{label} (some of many)"
     choices = [html.Option(text, value=key, selected=key == value) for key, text in options]
     return html.Div(
         [

@@ -9,12 +9,17 @@ from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.pages.map_page import run_name
 from megatron.analysis.serve.pages.parts import Part, dot, html, link, message, table
 
+MOST_RUNS = 200  #: maximum number of runs on the page
+
 
 def page(explorer: Explorer) -> Part:
     """Return one section per run, newest first."""
     catalog = explorer.catalog
-    sections = []
-    for number, run in enumerate(reversed(catalog.runs)):
+    newest = catalog.runs[::-1]
+    sections: list[Part] = []
+    if len(newest) > MOST_RUNS:
+        sections.append(message(f"The newest {MOST_RUNS} of {len(newest):,} runs."))
+    for number, run in enumerate(newest[:MOST_RUNS]):
         card = catalog.cards.get(run["id"], {})
         iterations = run["iterations"]
         rows: list[list[Part]] = [

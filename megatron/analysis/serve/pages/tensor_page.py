@@ -22,6 +22,7 @@ from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.pages.map_page import run_name
 from megatron.analysis.serve.pages.parts import (
+    MOST_OPTIONS,
     Part,
     bare_panel,
     dot,
@@ -137,7 +138,8 @@ def _head_controls(subject: Subject) -> list[Part]:
     if found is None:
         return []
     (sequences, heads), address = found, subject.address
-    options = [[(str(i), str(i)) for i in range(number)] for number in (heads, sequences)]
+    # A record may claim any shape.
+    options = [[(str(i), str(i)) for i in range(min(n, MOST_OPTIONS))] for n in (heads, sequences)]
     parts = [
         select("Head", "head", options[0], str(address.head)),
         select("Sequence", "seq", options[1], str(address.sequence)),

@@ -27,10 +27,12 @@ from megatron.analysis.serve.pages.parts import (
     table,
 )
 from megatron.analysis.serve.training import SCALARS, Series
+from megatron.bounded_files import printable
 
 MOST_SERIES = 8  #: maximum number of runs whose scalars are drawn together, the newest ones
 MOST_POINTS = 2000  #: maximum number of points of a curve
 MOST_EVENTS = 60  #: maximum number of events in the list, the newest ones
+LONGEST_TEXT = 300  #: maximum length of a text of an event, in characters
 #: Statistics of `--tensor-statistics`, with their labels.
 _COLUMNS = {
     "sqnr_db": "SQNR (dB)",
@@ -92,6 +94,8 @@ def _time_left(series: Series) -> str:
         return ""
     recent = [seconds[i] for i in sorted(seconds)[-20:]]
     left = (series.total - series.last()) * float(np.median(recent))
+    if not 0 <= left < 1e12:  # a log may contain anything
+        return ""
     hours, rest = divmod(int(left), 3600)
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
@@ -245,18 +249,19 @@ def events(explorer: Explorer) -> list[Part]:
         text = ", ".join(f"{name}: {value}" for name, value in rest.items())
         rows.append(
             [
-                str(event.get("event")),
-                str(event.get("iteration", "")),
-                text[:300],
-                str(event.get("run_id") or ""),
+                str(event.get("event"))[:LONGEST_TEXT],
+                str(event.get("iteration", ""))[:LONGEST_TEXT],
+                text[:LONGEST_TEXT],
+                str(event.get("run_id") or "")[:LONGEST_TEXT],
             ]
         )
     parts: list[Part] = [html.H2("Events")]
     if rows:
         parts.append(table(["Event", "Iteration", "Details", "Run"], rows, label="Events"))
-    problems = explorer.follower.problems[:MOST_EVENTS]
-    if problems:
-        unusable = [[str(problem.path), problem.why] for problem in problems]
+    problems = [[str(problem.path), problem.why] for problem in explorer.follower.problems]
+    problems += [[path, why] for path, why in [*explorer.training.problems.items()]]
+    if unusable := [[printable(text, limit=1000) for text in row] for row in problems]:
+        unusable = unusable[:MOST_EVENTS]
         parts.append(table(["Unusable file", "Why"], unusable, label="Unusable files"))
     return parts if len(parts) > 1 else [*parts, message("No events so far.")]
 
