@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from dash import ALL, MATCH, Dash, Input, Output, State, no_update
 from flask import Response, request
+from werkzeug.exceptions import HTTPException
 
 from megatron.analysis.dump.tensor_files import reason
 from megatron.analysis.serve.address import MAP, RUNS, TENSOR, TRAINING, Address
@@ -106,6 +107,7 @@ def create(explorer: Explorer) -> Dash:
         prevent_initial_call=True,
     )(views.open_cell)
     app.server.add_url_rule("/csv", "csv", views.download)
+    app.server.register_error_handler(Exception, _failed)
     return app
 
 
@@ -336,6 +338,13 @@ def _failure(where: str, error: Exception) -> str:
     why = printable(f"{where}: {type(error).__name__}: {reason(error)}", limit=2000)
     print(f"[WARNING] {why}", file=sys.stderr)
     return f"This cannot be shown ({type(error).__name__})."
+
+
+def _failed(error: Exception) -> Response | HTTPException:
+    """Answer a request that no page of the explorer sends, without a traceback in the terminal."""
+    if isinstance(error, HTTPException):
+        return error
+    return Response(f"{_failure(request.path, error)}\n", 500, mimetype="text/plain")
 
 
 def _training_panel(name: str, explorer: Explorer, address: Address, search: str) -> list[Part]:

@@ -246,6 +246,12 @@ def test_a_failed_download_and_a_forged_line_of_the_log_are_one_line(explorer, c
     monkeypatch.setattr(map_page, "numbers_of", lambda *_: 1 / 0)
     answer = create(explorer).server.test_client().get("/csv?panel=map&x=%0a[ERROR]%20forged")
     assert (answer.status_code, answer.text) == (500, "This cannot be shown (ZeroDivisionError).\n")
+    client = create(explorer).server.test_client()
+    path = "/_dash-component-suites/dash/../../../../etc/passwd"
+    assert client.get(path).status_code == 500
+    for body in ([], {"output": "status.children", "outputs": {}, "inputs": []}):
+        assert client.post("/_dash-update-component", json=body).status_code == 500
+    assert client.put("/").status_code == 405
     _Views(explorer).panel({"search": "?v=tensor\n[ERROR] forged"}, {"name": "\x1b[2J"})
     assert all(line.startswith("[WARNING]") for line in capsys.readouterr().err.splitlines())
 
