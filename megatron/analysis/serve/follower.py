@@ -152,13 +152,6 @@ class Follower:
         while self.poll():
             pass
 
-    def contains(self, path: str | Path) -> bool:
-        """Return whether a path lies in the folder after all symbolic links are resolved."""
-        try:
-            return Path(path).resolve().is_relative_to(self.root)
-        except (OSError, RuntimeError, ValueError):  # for example, a link to itself
-            return False
-
     def _add_problem(self, path: str, why: str) -> None:
         if len(self._problems) < MOST_PROBLEMS:
             self._problems[path] = why
@@ -225,12 +218,14 @@ class Follower:
         self._first = False
 
     def allows(self, path: str) -> bool:
-        """Return whether a file found in the folder may be read.
+        """Return whether a file lies in the folder after all symbolic links are resolved.
 
-        The search follows no links to folders, so only the file itself can be a link that leads out
-        of the folder.
+        The search follows no links to folders, but a link may replace a folder after the search.
         """
-        return not os.path.islink(path) or self.contains(path)  # noqa: PTH114
+        try:
+            return Path(path).resolve().is_relative_to(self.root)
+        except (OSError, RuntimeError, ValueError):  # for example, a link to itself
+            return False
 
     def _is_inside(self, path: str) -> bool:
         if self.allows(path):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from megatron.analysis.serve.catalog import AXES, Catalog
 from megatron.analysis.serve.follower import LINKED, Follower
 from megatron.analysis.serve.statistics import ERRORS, VALUES, Measured, Numbers, pick
-from megatron.analysis.stats.cache import open_cache
+from megatron.analysis.stats.cache import Cache, open_cache
 from megatron.analysis.stats.jobs import Failure, Job, measure_job
 from megatron.analysis.stats.logical_tensors import LogicalTensor, logical_tensors
 from megatron.analysis.stats.merge import ResultMerger
@@ -66,10 +67,15 @@ class Answer:
     why: str = ""  #: reason why the tensor could not be measured
 
 
+def _cache_of(work: Work) -> AbstractContextManager[Cache | None]:
+    """Open the cache; a dump that was deleted must not come back as a folder with a cache."""
+    return open_cache(work.cache if work.folder.is_dir() else None, work.folder)
+
+
 def measure(work: Work, *, with_arrays: bool = False) -> list[Answer]:
     """Measure tensors, or read their results from the cache."""
     answers = []
-    with open_cache(work.cache, work.folder) as cache:
+    with _cache_of(work) as cache:
         for tensor in logical_tensors(work.records, dump=work.beside):
             merger = ResultMerger([tensor], work.formats, cache)
             answers.append(_answer(tensor, merger, merger.jobs(), with_arrays=with_arrays))
@@ -81,7 +87,7 @@ def cached(work: Work) -> list[Answer] | None:
     if work.cache is None:
         return None
     answers = []
-    with open_cache(work.cache, work.folder) as cache:
+    with _cache_of(work) as cache:
         for tensor in logical_tensors(work.records, dump=work.beside):
             merger = ResultMerger([tensor], work.formats, cache)
             if jobs := merger.jobs():
@@ -354,6 +360,8 @@ class Measurer:
         version, written = self._saved
         now = time.monotonic()
         if self.cache is None or version == self.numbers.version or now - written < period:
+            return
+        if not self.follower.root.is_dir():  # the dump was deleted
             return
         self._saved = (self.numbers.version, now)
         with contextlib.suppress(OSError):  # everything can be measured again

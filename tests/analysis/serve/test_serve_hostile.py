@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import threading
 import time
 
@@ -135,6 +136,29 @@ def test_formats_that_visitors_name_do_not_accumulate(tmp_path):
 def test_an_address_names_a_format_in_one_way_and_no_negative_head():
     address = Address.parse("?format=MXFP4&head=-3&seq=-1")
     assert (address.format, address.head, address.sequence) == ("mxfp4", 0, 0)
+
+
+def test_a_link_that_replaces_a_folder_is_not_followed(tmp_path):
+    write_dump(tmp_path / "dump" / "part", layers=1)
+    explorer = opened_explorer(tmp_path / "dump")
+    (tmp_path / "dump" / "part").rename(tmp_path / "outside")
+    (tmp_path / "dump" / "part").symlink_to(tmp_path / "outside")
+    for read in (explorer.contents.tensor, explorer.contents.answer):
+        more = (["mxfp8"],) if read == explorer.contents.answer else ()
+        with pytest.raises(NotShownError, match="leads out of the folder"):
+            read(explorer.catalog, 0, *more)
+    explorer.close()
+
+
+def test_a_deleted_dump_does_not_come_back_as_a_cache(tmp_path):
+    folder = tmp_path / "dump"
+    write_dump(folder, layers=1)
+    explorer = opened_explorer(folder, cache=folder / ".statistics")
+    shutil.rmtree(folder)
+    with pytest.raises(NotShownError):
+        explorer.contents.answer(explorer.catalog, 0, ["mxfp8"])
+    explorer.close()
+    assert not folder.exists()
 
 
 def npy(header: bytes) -> bytes:
