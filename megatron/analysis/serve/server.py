@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.gate import PARAMETER, Gate, is_local, new_token
@@ -125,7 +126,7 @@ def _announce(options: Options, port: int, token: str | None) -> None:
     everywhere = options.host in ("0.0.0.0", "::")
     host = socket.gethostname() if everywhere else options.host
     host = f"[{host}]" if ":" in host else host
-    query = f"?{PARAMETER}={token}" if token is not None else ""
+    query = f"?{urlencode({PARAMETER: token})}" if token is not None else ""
     print(f"Serving {shown(options.folder)} at http://{host}:{port}/{query}", flush=True)
     if options.cache is None:
         print("[NOTE] without a cache, the next start measures all again", file=sys.stderr)

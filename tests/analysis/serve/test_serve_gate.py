@@ -168,8 +168,9 @@ def test_a_name_of_several_addresses_is_served(tmp_path, capsys, monkeypatch):
             pass
 
     monkeypatch.setattr(server, "_listen", lambda *_: Several())
-    assert server.serve(server.Options(tmp_path, ["mxfp8"], None, "localhost", 0)) == 0
-    assert "at http://localhost:8123/\n" in capsys.readouterr().out
+    options = server.Options(tmp_path, ["mxfp8"], None, "localhost", 0, "a token & more + #")
+    assert server.serve(options) == 0
+    assert "http://localhost:8123/?token=a+token+%26+more+%2B+%23\n" in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named(dump, capsys, monkeypatch):
