@@ -12,9 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 Mask = set[int | signal.Signals]  #: signals that are blocked
+Handlers = dict[signal.Signals, Any]  #: handler of each signal, as `signal.getsignal` returns it
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 15.0  #: seconds between asking a fork to end and killing it
@@ -33,12 +34,24 @@ def run_in_fork(program: Callable[[], int], output: IO[bytes]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python swallows an exception that a signal handler raises in the middle of a fork.
+    # Python swallows an exception that a signal handler raises in the middle of a fork, so signals
+    # are recorded, because another thread receives those that this one blocks. In the fork, Python
+    # forgets signals that arrive early, so they stay blocked there until the handlers are restored.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    pid = os.fork()
-    if pid == 0:
-        _become(program, output, mask)
+    arrived: list[int] = []
+    handlers: Handlers = {}
     try:
+        for number in SIGNALS:
+            handlers[number] = signal.signal(number, lambda number, frame: arrived.append(number))
+        pid = os.fork()
+    except BaseException:
+        _restore(handlers, [])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
+    if pid == 0:
+        _become(program, output, handlers, mask)
+    try:
+        _restore(handlers, arrived)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except BaseException:
@@ -46,13 +59,23 @@ def run_in_fork(program: Callable[[], int], output: IO[bytes]) -> int:
         raise
 
 
-def _become(program: Callable[[], int], output: IO[bytes], mask: Mask) -> NoReturn:
+def _restore(handlers: Handlers, arrived: list[int]) -> None:
+    """Restore signal handlers, and send this process the signals that arrived in the meantime."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    for late in arrived:
+        signal.raise_signal(late)
+
+
+def _become(
+    program: Callable[[], int], output: IO[bytes], handlers: Handlers, mask: Mask
+) -> NoReturn:
     """Call `program` in this forked process, and exit with the status that it returns."""
     status = 1
     try:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-        # A signal that arrived in the meantime takes effect here.
+        _restore(handlers, [])
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = program()
     except SystemExit as end:  # A handler of SIGTERM may raise it.
