@@ -13,7 +13,7 @@ import torch
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format, reference
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.fused import dispatch, numba_launch
+from megatron.fake_quant.fused import dispatch, numba_launch, numba_wide
 from megatron.fake_quant.fused import numba_threads as team
 from megatron.fake_quant.quantize import checked
 
@@ -55,6 +55,31 @@ def test_outer_scales_of_many_groups_have_the_reference_s_bits(name, monkeypatch
         layout = BlockLayout.of(tuple(x.shape), fmt, axis)
         expected = reference.fake_quantize(x, fmt, layout, seed)
         assert torch.equal(bits(numba_launch.fake_quantize(x, fmt, layout, seed)), bits(expected))
+
+
+WIDE = ("fp8_block", "fp8_block:2d", "fp8_rowwise", "nv:e2m1:row:e4m3", "mx:int8:row:floor")
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("shape", [(300, 384), (2, 130, 8320)])
+@dtypes
+def test_wide_blocks_have_the_reference_s_bits(name, shape, dtype, monkeypatch):
+    """Whole chunks of 128 values fill the rows; blocks have a NaN, an Inf, zeros or tiny values."""
+    calls = []
+    kernel = numba_wide.wide_blocks
+    monkeypatch.setattr(numba_wide, "wide_blocks", lambda *args: (calls.append(1), kernel(*args)))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    x = torch.ldexp(x, torch.arange(shape[-2]).view(-1, 1).remainder(280) - 140)
+    x = torch.where(torch.arange(shape[-1]).remainder(5) == 0, -x * 2.0**-12, x).to(dtype)
+    x[..., 1, :], x[..., 5, 7], x[..., 140 % shape[-2], 200] = -0.0, torch.nan, -torch.inf
+    x[..., 6, :140] = -1e-41
+    fmt = get_format(name)
+    for tensor in (x, x.nan_to_num(1, 2, -2)):
+        layout = BlockLayout.of(shape, fmt, -1)
+        expected = reference.fake_quantize(tensor, fmt, layout, None)
+        found = numba_launch.fake_quantize(tensor, fmt, layout, None)
+        assert torch.equal(bits(found), bits(expected))
+    assert calls
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from megatron.fake_quant.fused.numba_bits import (
     kernel,
     magnitude,
     narrow,
-    nearest_even,
+    nearest,
     stochastic,
     widen,
+    with_sign,
 )
 from megatron.fake_quant.fused.numba_columns import TILE, block_maxima, column_maxima, expand
 from megatron.fake_quant.fused.numba_compile import called, inlined
@@ -119,13 +120,15 @@ def line(
     elif rule.kind == DIVIDED:
         for j in range(len(src)):
             bits = widen(src[j])
-            rounded = nearest_even(divided(bits, down[j], element), element)
-            dst[j] = narrow(scaled_up(rounded, bits, up[j], decode[j], element), dst[j])
+            rounded = nearest(as_float(bits) / down[j], element)
+            value = np.float32(np.float32(rounded * up[j]) * decode[j])
+            dst[j] = narrow(with_sign(value, bits, element), dst[j])
     else:
         for j in range(len(src)):
             bits = widen(src[j])
-            rounded = nearest_even(scaled_down(bits, down[j], element), element)
-            dst[j] = narrow(scaled_up(rounded, bits, up[j], decode[j], element), dst[j])
+            rounded = nearest(as_float(bits) * down[j], element)
+            value = np.float32(np.float32(rounded * up[j]) * decode[j])
+            dst[j] = narrow(with_sign(value, bits, element), dst[j])
 
 
 @kernel

@@ -15,10 +15,13 @@ from megatron.fake_quant.fused.numba_bits import (
     fill_random,
     finite_magnitude,
     kernel,
+    magnitude,
     narrow,
+    nearest,
     nearest_even,
     stochastic,
     widen,
+    with_sign,
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.random_bits import RANDOM_BITS
@@ -104,11 +107,20 @@ def elements(
                 rounded = stochastic(min(scaled, element.top), element, drawn[i])
                 written[i] = narrow(element_value(bits, rounded, up, element), written[i])
     else:
-        for i in range(len(read)):
-            bits = widen(read[i])
-            scaled = as_bits(as_float(np.int32(bits & MAGNITUDE)) * down)
-            rounded = nearest_even(min(scaled, element.top), element)
-            written[i] = narrow(element_value(bits, rounded, up, element), written[i])
+        for first in range(start, stop, PIECE):
+            read, written = src[first : min(first + PIECE, stop)], dst[first:stop]
+            largest = magnitude(read[0])
+            for i in range(len(read)):
+                largest = max(largest, magnitude(read[i]))
+            for i in range(len(read)):
+                bits = widen(read[i])
+                rounded = nearest(as_float(bits) * down, element)
+                value = with_sign(np.float32(rounded * up), bits, element)
+                written[i] = narrow(value, written[i])
+            if widen(largest) > INFINITY:
+                for i in range(len(read)):
+                    if widen(magnitude(read[i])) > INFINITY:
+                        written[i] = narrow(NAN, written[i])
 
 
 @inlined

@@ -30,6 +30,7 @@ from megatron.fake_quant.fused import (
     numba_threads,
     numba_tiles,
     numba_tiling,
+    numba_wide,
 )
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_groups import GROUP
@@ -119,6 +120,12 @@ def _blocks(
         # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
         n, inner, tiling = len(src) // row, row, tiling._replace(strips=1)
     tensors = [array.reshape(outer, n, inner) for array in (src, dst)]
+    element = numba_bits.element_bits(fmt.element)
+    if seed is None and numba_tiling.is_wide(inner, tiling, rule):
+        work = functools.partial(numba_wide.wide_blocks, *tensors, tiling, element, rule)
+        items = outer * -(-n // tiling.rows) * tiling.strips
+        numba_threads.run(work, items, -(-LEAST * items // len(src)))
+        return
     maxima = functools.partial(numba_tiling.maxima, tensors[0])
     whole = most = np.zeros((1, 1, 1), np.int32)
     if tiling.divided:
@@ -130,7 +137,6 @@ def _blocks(
         in_bands = bands >= numba_tiling.FEW and not tiling.divided
         if not in_bands:
             most = maxima(groups.rows, groups.columns, finite=True)
-    element = numba_bits.element_bits(fmt.element)
     arguments = (*tensors, whole, most, tiling, element, rule, _random(seed))
     work = functools.partial(numba_blocks.blocks, *arguments)
     if in_bands:

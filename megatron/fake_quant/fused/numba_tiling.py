@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.fused import numba_blocks, numba_threads
+from megatron.fake_quant.fused import numba_blocks, numba_scales, numba_threads
 from megatron.fake_quant.fused.numba_columns import TILE
+from megatron.fake_quant.fused.numba_wide import CHUNK
 
 #: columns in a tile whose blocks span several rows, few enough that the rows stay in the cache
 _COLUMNS = 512
@@ -54,6 +55,13 @@ def tiling_of(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Ti
     # If there are few rows of tiles, divide the columns into strips, so that all threads work.
     strips = 1 if -(-n // rows) >= FEW else -(-inner // columns)
     return numba_blocks.Tiling(height, width, rows, columns, strips, last, divided)
+
+
+def is_wide(inner: int, tiling: numba_blocks.Tiling, rule: numba_scales.Rule) -> bool:
+    """Return whether the kernel for wide blocks computes blocks with these constants."""
+    chunks = all(length % CHUNK == 0 for length in (inner, tiling.width, tiling.columns))
+    own = not (tiling.divided or rule.grouped or rule.search)
+    return chunks and own and rule.kind != numba_scales.DIVIDED
 
 
 def maxima(src: Bits, rows: int, columns: int, *, finite: bool) -> NDArray[np.int32]:

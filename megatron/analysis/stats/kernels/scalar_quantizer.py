@@ -57,7 +57,12 @@ NAN_E8M0, NAN_E4M3 = 255, 127  #: scale classes of blocks that hold NaN or Inf
 _HIFLOAT8_LIMIT = np.int32(np.float32(40960).view(np.int32) - 1)
 _DTYPES = {torch.float32: AS_FLOAT32, torch.bfloat16: AS_BFLOAT16, torch.float16: AS_FLOAT16}
 _HALF = ElementBits(
-    np.int32((127 - 14) << 23), np.int32(INFINITY), np.int32(10 << 23), np.int32(15), SIGN
+    lowest=np.int32((127 - 14) << 23),
+    top=np.int32(INFINITY),
+    mantissa=np.int32(10 << 23),
+    emax=np.int32(15),
+    zero_sign=SIGN,
+    shifter=np.int32((13 << 23) + (1 << 22)),
 )
 #: Bits of the smallest float32 that overflows to Inf in float16.
 _HALF_OVERFLOW = np.int32(np.float32(65520).view(np.int32))
