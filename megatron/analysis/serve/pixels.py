@@ -32,11 +32,6 @@ class Region:
                 return cls(top, bottom, left, right)
         return cls(0, rows, 0, columns)
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the region starts in the first row and column."""
-        return self.top == 0 and self.left == 0
-
 
 @dataclass(frozen=True)
 class Image:
