@@ -115,13 +115,18 @@ class Gate:
     def _remember(
         self, environ: dict[str, Any], start: Start, others: dict[str, str]
     ) -> Iterable[bytes]:
-        """Set the cookie, and redirect the browser to the same address without the token."""
+        """Set the cookie, and redirect the browser to the same address without the token.
+
+        The cookie is also sent if the user follows a link in another page (SameSite=Lax).
+        Otherwise the redirect after such a link would be refused. Other requests of foreign pages
+        are refused by `_is_foreign`.
+        """
         name, value = self._cookie(environ)
         path = "/" + quote(str(environ.get("PATH_INFO", "/")).lstrip("/\\"), encoding="latin-1")
         where = f"{path}?{urlencode(others)}" if others else path
         headers = [
             ("Location", where),
-            ("Set-Cookie", f"{name}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age=2592000"),
+            ("Set-Cookie", f"{name}={value}; Path=/; HttpOnly; SameSite=Lax; Max-Age=2592000"),
             ("Content-Length", "0"),
             *HEADERS,
         ]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import threading
 from contextlib import contextmanager
 
 import pytest
 
+from megatron.analysis.serve import follower
 from megatron.analysis.serve.application import create
+from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.gate import Gate
+from tests import forks
 from tests.analysis.fake_dump import RUNS
 from tests.analysis.report.browser import find_browser
-from tests.analysis.serve.conftest import wait_for
+from tests.analysis.serve.conftest import FORMATS, wait_for
+from tests.subprocesses import REPO, environment
+from tests.training.runs import ENTRY, MOCK_DATA, MXFP8
 
 PATIENCE = (
     60_000  #: time to wait for a change of the page, in milliseconds; the machine may be busy
@@ -19,11 +26,11 @@ PATIENCE = (
 
 
 @contextmanager
-def served(explorer, port=0):
+def served(explorer, port=0, token=None):
     """Serve the pages of an explorer on a thread, and return the port."""
     import waitress
 
-    gate = Gate(create(explorer).server, "127.0.0.1")
+    gate = Gate(create(explorer).server, "127.0.0.1", token)
     server = waitress.create_server(gate, host="127.0.0.1", port=port, threads=8)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -167,5 +174,71 @@ def test_a_phone_shows_everything_without_overflow(explorer, browser):
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 24)"
         text = tab.locator(".panel-map .xtick text").first
         assert text.evaluate("e => getComputedStyle(e).fill") == "rgb(230, 230, 230)"
+    assert visit.errors == []
+    tab.close()
+
+
+def test_a_link_with_the_token_opens_the_explorer_from_another_page(explorer, browser):
+    visit = Visit(browser)
+    tab = visit.tab
+    with served(explorer, token="a-token-of-the-test") as port:
+        home = f"http://127.0.0.1:{port}/"
+        links = (
+            f'<a id="first" href="{home}?v=map&token=a-token-of-the-test">first</a>'
+            f'<a id="later" href="{home}?v=runs">later</a>'
+        )
+        tab.route("http://wiki.example/*", lambda route: route.fulfill(body=links))
+        for link, seen in (("first", MAP), ("later", "section pre, section table")):
+            tab.goto("http://wiki.example/notes.html")
+            tab.click(f"#{link}")
+            visit.see(seen)
+            assert "token" not in tab.url
+    assert [error for error in visit.errors if "favicon" not in error] == []
+    tab.close()
+
+
+def test_a_run_is_followed_while_it_trains(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(follower, "WALK_PERIOD", 0.5)
+    dump, logs = tmp_path / "dump", tmp_path / "events"
+    dump.mkdir()
+    explorer = Explorer(dump, FORMATS, cache=None, logs=[logs], in_process=True)
+    explorer.start()
+    visit = Visit(browser)
+    tab = visit.tab
+
+    def number(selector, pattern):
+        """Return a number that the page shows; 0 if it does not show any."""
+        found = re.search(pattern, tab.text_content(selector) or "")
+        return int(found[1].replace(",", "")) if found else 0
+
+    def tensors():
+        return number("#status", r"([\d,]+) tensors")
+
+    with served(explorer) as port:
+        tab.goto(f"http://127.0.0.1:{port}/")
+        visit.see("main p:text('has no tensors yet')")
+        save = ("--save-tensors", "--tensor-save-dir", dump, "--control-iter", "0")
+        words = ("--train-iters", "12", "--log-interval", "1", "--tensorboard-dir", logs)
+        run = forks.start(
+            *(ENTRY, *MOCK_DATA, *MXFP8, *words, *save), env=environment(PYTHONPATH=REPO)
+        )
+        try:
+            wait_for(lambda: any(dump.glob("*.pt")))
+            run.send_signal(signal.SIGSTOP)
+            visit.see(MAP)  # without a reload
+            wait_for(lambda: tensors() > 0)
+            early = tensors()
+            run.send_signal(signal.SIGCONT)
+            wait_for(lambda: tensors() > early)
+            tab.click("nav a:text('Training')")
+            visit.see(".panel-curves .scatterlayer .trace")
+            run.communicate()
+            assert run.returncode == 0
+        finally:
+            run.kill()
+        wait_for(lambda: number(".panel-numbers", r"Iteration(\d+)") == 12)
+        total = sum(1 for _ in dump.glob("*.pt"))
+        wait_for(lambda: tensors() == total)
+    explorer.close()
     assert visit.errors == []
     tab.close()
