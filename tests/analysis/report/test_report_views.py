@@ -19,7 +19,7 @@ from megatron.analysis.report.gradients import ALL_LAYERS, gradients
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
-from tests.analysis.fake_dump import write_dump, write_events
+from tests.analysis.fake_dump import records, values, write_dump, write_events, write_tensor
 
 RUN = "20250908_095200_abc123"
 
@@ -109,6 +109,46 @@ def test_attention_equals_a_naive_recomputation(figure_data):
         shown = np.sign(codes) * codes**2 * in_format["most"]
         close = np.abs(shown - change * visible) < 0.01 * in_format["most"]
         assert close[:, ~hidden.numpy()].all()
+
+
+@pytest.mark.parametrize("collected", ["query and key", "attention_probs"])
+def test_attention_of_a_long_sequence_shows_its_beginning(tmp_path, collected):
+    long, generator = TOKENS + 90, torch.Generator().manual_seed(7)
+    hidden = torch.ones(long, long, dtype=torch.bool).triu(1)
+    shapes = {"query": (long, 2, 2, 32), "key": (long, 2, 1, 32), "value": (long, 2, 1, 32)}
+    made = {}
+    for record, _, _ in records(run_id=RUN, quant_type="mxfp8", layers=1):
+        if record.tensor_name not in shapes:
+            continue
+        shape = shapes[record.tensor_name]
+        fields = record.to_metadata() | {"shape": [*shape], "global_shape": [*shape]}
+        made[record.tensor_name] = values(shape, 0.3, generator)
+        if collected == "query and key" or record.tensor_name == "value":
+            write_tensor(tmp_path, type(record).from_metadata(fields), made[record.tensor_name])
+        last = fields
+    scores = torch.einsum("sbhd,tbd->bhst", made["query"].float(), made["key"][:, :, 0].float())
+    probs = (scores / math.sqrt(32)).masked_fill(hidden, -math.inf).softmax(-1)
+    if collected == "attention_probs":
+        fields = {"tensor_name": "attention_probs", "counter": 90, "dims": "b n s t"}
+        fields |= {"shape": [*probs.shape], "global_shape": [*probs.shape], "dtype": "float32"}
+        write_tensor(tmp_path, type(record).from_metadata(last | fields), probs)
+    store = TensorStore(tmp_path)
+    found = attention(FigureData(store, compute(store, ["mxfp8"]), ("mxfp8",)))
+    assert found["recomputed"] is (collected == "query and key")
+    assert found["tokens"] == TOKENS
+    (entry,) = found["layers"]
+    side = entry["side"]
+    step = TOKENS // side
+    # causal attention: the first queries see none of the keys that are left out
+    ratio = probs[0, :, :TOKENS, :TOKENS].double().numpy() * np.arange(1, TOKENS + 1)[:, None]
+    visible = ~hidden[:TOKENS, :TOKENS].numpy()
+    pixels = (ratio * visible).reshape(2, side, step, side, step).sum((2, 4))
+    pixels /= np.maximum(visible.reshape(side, step, side, step).sum((1, 3)), 1)
+    shown = np.tril(np.ones((side, side), bool))
+    codes = decoded(entry["maps"], 2, side)
+    assert ((codes > 0) == shown).all()
+    expected = np.clip(pixels, 1 / 32, 32)[:, shown]
+    np.testing.assert_allclose(2.0 ** ((codes[:, shown] - 1) / 254 * 10 - 5), expected, rtol=0.03)
 
 
 def test_a_pixel_is_the_mean_of_its_visible_values():
