@@ -6,6 +6,7 @@ The modules, from the files to the browser:
     follower      find the files of a dump, and read index files from where the last read ended
     catalog       logical tensors as columns, with the ID, place and use of each
     statistics    numbers of the tensors as columns, kept in a file for the next start
+    priority      let the work in the background wait while a view is drawn
     measuring     measure tensors in a process of low priority, the visible ones first
     training      loss, gradient norm and tensor statistics that a run writes
     contents      one tensor: histograms, codes, scales, channels, tokens, pixels, attention

@@ -107,6 +107,7 @@ def create(explorer: Explorer) -> Dash:
         prevent_initial_call=True,
     )(views.open_cell)
     app.server.add_url_rule("/csv", "csv", views.download)
+    app.server.before_request(views.prefer_page)
     app.server.register_error_handler(Exception, _failed)
     return app
 
@@ -147,6 +148,11 @@ class _Views:
     def __init__(self, explorer: Explorer):
         self.explorer = explorer
 
+    def prefer_page(self) -> None:
+        """Let the work in the background wait for a page that is opened, not for its polls."""
+        if request.method == "GET":
+            self.explorer.priority.request()
+
     def show(
         self,
         search: str | None,
@@ -160,7 +166,11 @@ class _Views:
         key = self._key(address)
         if key == current:
             names = [entry["name"] for entry in ids]
-            return no_update, no_update, _links(address), self._changed(address, names, stored)
+            changed = self._changed(address, names, stored)
+            if stale is None or stale == current:
+                self.explorer.priority.request()
+            return no_update, no_update, _links(address), changed
+        self.explorer.priority.request()
         data = {name: self._data(name, address) for name in DEPENDS}
         return self._page(address, data), key, _links(address), [no_update] * len(ids)
 
@@ -234,6 +244,7 @@ class _Views:
                 raise NotShownError("the dump has no tensor with this address")
             if name == "heading":
                 return tensor_page.heading(explorer, subject)
+            explorer.priority.request()
             explorer.look_at(np.array([subject.tensor]), "")
             return tensor_page.tensor_panel(name, subject, search)
         if name == "controls":
@@ -289,6 +300,7 @@ class _Views:
     def open_cell(self, pick: dict[str, Any] | None, search: str | None) -> Any:
         """Return the address of the tensor behind a cell of the map."""
         explorer = self.explorer
+        explorer.priority.request()
         address = explorer.resolved(search)
         try:
             row, column = int((pick or {})["row"]), int((pick or {})["column"])

@@ -23,6 +23,7 @@ from megatron.analysis.serve.follower import Follower
 from megatron.analysis.serve.maps import chosen_tensors
 from megatron.analysis.serve.measuring import Measurer
 from megatron.analysis.serve.panels import Subject
+from megatron.analysis.serve.priority import Priority
 from megatron.analysis.serve.statistics import Numbers
 from megatron.analysis.serve.training import Training
 from megatron.bounded_files import printable
@@ -58,9 +59,15 @@ class Explorer:
         in_process: bool = False,
     ):
         self.folder = folder.resolve()
-        self.follower, self.numbers = Follower(folder), Numbers()
+        self.priority = Priority()
+        self.follower, self.numbers = Follower(folder, self.priority), Numbers()
         self.measurer = Measurer(
-            self.follower, self.numbers, formats, cache=cache, in_process=in_process
+            self.follower,
+            self.numbers,
+            formats,
+            cache=cache,
+            priority=self.priority,
+            in_process=in_process,
         )
         self.contents = Contents(self.follower, self.measurer)
         self.training = Training([self.folder, *logs])

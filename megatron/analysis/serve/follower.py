@@ -36,12 +36,15 @@ from megatron.analysis.dump.tensor_files import (
     reason,
 )
 from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.priority import Priority
 from megatron.analysis.serve.records import Records, check_tables
 from megatron.bounded_files import UnusableFileError, open_regular, printable, walk
 from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_lines
 
-FIRST_STEP = 2 << 20  #: bytes of an index that are read before the first page is shown
-STEP = 8 << 20  #: maximum number of bytes of an index to read at a time
+FIRST_STEP = 1 << 20  #: bytes of an index that are read before the first page is shown
+STEP = 2 << 20  #: maximum number of bytes of an index to read at a time; pages wait for a step
+#: The catalog is made again while an index is read if the records have grown by this factor.
+GROWTH = 1.5
 FILES_AT_ONCE = 64  #: number of files without an index that are opened before the next step
 PERIOD = 1.0  #: time between two polls of the files, in seconds
 WALK_PERIOD = 15.0  #: minimum time between two searches for new files, in seconds
@@ -68,13 +71,17 @@ class Follower:
 
     Args:
         root: folder of the dump.
+        priority: makes the thread wait while a view is drawn.
     """
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, priority: Priority | None = None):
+        self._priority = priority or Priority()
         self.root = root.resolve()
         self.records = Records()
         self.cards: dict[str, dict[str, Any]] = {}
         self.catalog = Catalog(self.records, frozenset(), {}, version=0)
+        #: numbers of records, ignored indexes and run cards in the catalog
+        self._shown = (0, 0, 0)
         self.reading = True  #: whether the first search is still in progress
         self._problems: dict[str, str] = {}
         self._indexes: dict[str, _Index] = {}
@@ -124,11 +131,12 @@ class Follower:
                 self._add_problem(str(self.root), f"{type(error).__name__}: {reason(error)}")
                 more = False
             self._stop.wait(0 if more else PERIOD)
+            if more and len(self.catalog):
+                self._priority.wait(self._stop)
 
     def poll(self) -> bool:
         """Read what is new, up to a limit; return whether there is more to read."""
         with self._lock:
-            before = (len(self.records), len(self._bad), len(self.cards))
             if time.monotonic() - self._walked > WALK_PERIOD:
                 self._walk()
             more = False
@@ -139,8 +147,10 @@ class Follower:
             if not more and self._unlisted:
                 self._open_files()
                 more = bool(self._unlisted)
-            changed = before != (len(self.records), len(self._bad), len(self.cards))
-            if changed or self.catalog.version == 0:
+            now = (len(self.records), len(self._bad), len(self.cards))
+            grown = now[0] >= GROWTH * self._shown[0] or now[1:] != self._shown[1:]
+            if self.catalog.version == 0 or (now != self._shown and (grown or not more)):
+                self._shown = now
                 self.catalog = Catalog(
                     self.records, frozenset(self._bad), self.cards, self.catalog.version + 1
                 )

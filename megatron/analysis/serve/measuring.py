@@ -3,6 +3,9 @@
 A process of low priority measures small batches, the visible tensors first, and stores the results
 in the cache that `stats`, `draw` and `report` share. What these commands measured is read from the
 cache. It is a process and not a thread, because unpacking results holds the interpreter lock.
+
+A tensor that a user opens is measured at once, in a thread of the server, because the process waits
+while a view is drawn; see `priority`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
@@ -29,16 +32,20 @@ from numpy.typing import NDArray
 
 from megatron.analysis.serve.catalog import AXES, Catalog
 from megatron.analysis.serve.follower import LINKED, Follower
+from megatron.analysis.serve.priority import Priority, blocked_signals, obey
 from megatron.analysis.serve.statistics import ERRORS, VALUES, Measured, Numbers, pick
 from megatron.analysis.stats.cache import Cache, open_cache
+from megatron.analysis.stats.format_groups import group_formats
 from megatron.analysis.stats.jobs import Failure, Job, measure_job
 from megatron.analysis.stats.logical_tensors import LogicalTensor, logical_tensors
+from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.analysis.stats.merge import ResultMerger
 from megatron.analysis.stats.result import TensorArrays
 from megatron.analysis.stats.result_columns import arrays_of, format_numbers, value_numbers
+from megatron.analysis.stats.tensor import measure as measure_tensor
 from megatron.fake_quant.names import get_format
 
-BATCH_SECONDS = 0.25  #: desired duration of a batch; a request for a tensor may wait for one
+BATCH_SECONDS = 0.25  #: desired duration of a batch
 MOST = 64  #: maximum number of tensors in a batch
 SAVE_PERIOD = 30.0  #: minimum time between two writes of the numbers, in seconds
 MOST_OTHERS = 8  #: maximum number of formats that pages have added to those of the command line
@@ -134,6 +141,7 @@ def _both_axes(name: str, rows: dict[tuple[str, str], dict[str, float]]) -> tupl
 def _prepare_process() -> None:
     """Lower the priority of the measuring process, and end it with the server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    obey()
     with contextlib.suppress(OSError):
         os.nice(PRIORITY)
     torch.set_num_threads(1)
@@ -147,16 +155,6 @@ def _prepare_process() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for a process that is started here, also while it imports its modules."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class Measurer:
     """A thread that keeps the measuring process busy until all tensors are measured.
 
@@ -165,6 +163,7 @@ class Measurer:
         numbers: table to which the results are added.
         formats: formats that are measured for every tensor.
         cache: folder of the cache; None if it cannot be written.
+        priority: tells the measuring process to wait while a view is drawn.
         in_process: measure on a thread of this process, for tests.
     """
 
@@ -175,9 +174,13 @@ class Measurer:
         formats: Sequence[str],
         *,
         cache: Path | None,
+        priority: Priority | None = None,
         in_process: bool = False,
     ):
         self.follower, self.numbers, self.cache = follower, numbers, cache
+        self._priority = priority or Priority()
+        #: A single thread, because each thread that measures keeps tables of its own.
+        self._asked = ThreadPoolExecutor(1, "asked")
         self._always = tuple(formats)
         self.formats: list[str] = [*formats]
         self._in_process = in_process
@@ -196,6 +199,15 @@ class Measurer:
         if self.cache is not None:
             self.numbers.load(self.cache)
         self._thread.start()
+
+    def _load_kernels(self) -> None:
+        """Measure a small tensor, so that the first tensor that a user opens need not wait."""
+        for dtype in (torch.bfloat16, torch.float32):
+            with contextlib.suppress(Exception):  # the same error would appear for a real tensor
+                shape = (64, 64)
+                matrix = matrix_view_of(shape, layer_type="linear", tensor_name="input")
+                groups = group_formats(self._always)
+                measure_tensor(torch.ones(shape, dtype=dtype), matrix, groups)
 
     def close(self) -> None:
         """Stop measuring, and save the results."""
@@ -222,14 +234,19 @@ class Measurer:
     def answer(self, catalog: Catalog, tensor: int, formats: Sequence[str]) -> Answer:
         """Return all statistics of one tensor, from the cache or measured now.
 
-        A tensor whose results are all in the cache does not wait for the measuring process.
+        A tensor that is measured here is not stored in the cache, where the measuring process may
+        hold the lock while it waits. That process measures it again, because it is visible.
         """
         if not self._allowed(catalog, np.array([tensor])):
             return Answer("", None, None, {}, LINKED)
         work = self._work_of(catalog, np.array([tensor]), tuple(formats))
         answers = cached(work)
         if answers is None:
-            answers = self._submit(measure, work, with_arrays=True)
+            work = replace(work, cache=None)
+            future = self._asked.submit(measure, work, with_arrays=True)
+            answers = future.result()
+            if self.cache is not None and answers[0].measured is not None:
+                return answers[0]
         answer: Answer = answers[0]
         self._add(catalog, [tensor], [answer])
         return answer
@@ -239,13 +256,16 @@ class Measurer:
             with self._lock:
                 executor = self._executor = self._executor or self._new_executor()
             try:
-                with _without_interrupts():
+                with blocked_signals():
                     future = executor.submit(function, work, **options)
+                for process in getattr(executor, "_processes", None) or {}:
+                    self._priority.add(process)
                 return future.result()
             except BrokenProcessPool:  # the process was killed, for example because memory ran out
                 with self._lock:
                     if self._executor is executor:
                         self._executor = None
+                self._priority.remove_all()
                 if attempt or self._stop.is_set():
                     raise
         raise AssertionError("unreachable")
@@ -257,6 +277,8 @@ class Measurer:
         return ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process)
 
     def _end_process(self) -> None:
+        self._priority.remove_all()
+        self._asked.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             executor, self._executor = self._executor, None
         if executor is not None:
@@ -292,6 +314,7 @@ class Measurer:
 
     def _work(self) -> None:
         """Measure batches until the server stops."""
+        has_kernels = self._in_process
         state: Any = None
         pending: NDArray[np.int64] = np.zeros(0, np.int64)
         while not self._stop.is_set():
@@ -304,6 +327,10 @@ class Measurer:
                 self._wake.wait(0.5)
                 self._wake.clear()
                 continue
+            self._priority.wait(self._stop)
+            if not has_kernels and not self.follower.reading:
+                has_kernels = True
+                self._asked.submit(self._load_kernels)
             batch, pending = pending[: self._size], pending[self._size :]
             self._measure(catalog, batch)
             self._save(SAVE_PERIOD)

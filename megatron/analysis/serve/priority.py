@@ -1,0 +1,87 @@
+"""Let the work in the background wait while a user looks at a new view.
+
+Reading an index and measuring tensors would otherwise take processor time from the server and from
+a browser on the same machine. Lower priority alone does not prevent this: Linux divides the time
+between terminal sessions before it looks at the niceness of their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+QUIET = 1.0  #: time that a browser may need to draw a view, in seconds
+LONGEST = 5.0  #: maximum time that a step of the work in the background waits, in seconds
+_SIGNAL = signal.SIGUSR1
+_STEP = 0.05
+
+
+class Priority:
+    """The time until which the work in the background waits."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._processes: set[int] = set()
+        self._lock = threading.Lock()
+
+    def request(self) -> None:
+        """Make the work in the background wait, because a user has asked for a view."""
+        with self._lock:
+            self._until = time.monotonic() + QUIET
+            for process in self._processes:
+                with contextlib.suppress(OSError):
+                    os.kill(process, _SIGNAL)
+
+    def wait(self, stop: threading.Event) -> None:
+        """Wait in a thread of the background until no view is being drawn, or for `LONGEST`."""
+        deadline = time.monotonic() + LONGEST
+        while not stop.is_set():
+            left = min(self._until, deadline) - time.monotonic()
+            if left <= 0:
+                return
+            stop.wait(left)
+
+    def add(self, process: int) -> None:
+        """Let a process wait, too; it must have called `obey`, or have the signal blocked."""
+        with self._lock:
+            self._processes.add(process)
+
+    def remove_all(self) -> None:
+        """Forget all processes, before they end."""
+        with self._lock:
+            self._processes.clear()
+
+
+def obey() -> None:
+    """Make this process wait whenever its server draws a view.
+
+    The process sleeps in the handler of a signal, which runs between two calls of a kernel. It
+    would not wake up after SIGSTOP if the server was killed in the meantime.
+    """
+    until = 0.0
+
+    def pause(*_: object) -> None:
+        nonlocal until
+        is_waiting = until > 0
+        until = time.monotonic() + QUIET
+        deadline = time.monotonic() + LONGEST
+        while not is_waiting and time.monotonic() < min(until, deadline):
+            time.sleep(_STEP)
+        until = until if is_waiting else 0.0
+
+    signal.signal(_SIGNAL, pause)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_SIGNAL})
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block signals for a process that is started here, also while it imports its modules."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, _SIGNAL})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
