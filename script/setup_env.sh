@@ -270,8 +270,6 @@ for item in tree["pins"](tree["RUNTIME"], tree["TEST"], tree["LINT"]).items():
 "$venv/bin/python" -I -c "$list" "$repo/setup.py" >"$venv/requirements.txt"
 
 say "Installing the pinned requirements into $venv (once; later calls need no network) ..."
-log=$venv/pip.log
-rm -f "$log"
 progress=(--quiet --progress-bar off)
 if [[ -t 2 ]]; then progress=(--progress-bar on); fi
 inside
@@ -281,17 +279,26 @@ if [[ ${PIP_NO_INDEX:-0} == 0 ]] && ! in_venv pip --require-virtualenv install -
   --quiet --upgrade pip; then
   say "[NOTE] pip could not be upgraded (the reason is above); installing with the present one"
 fi
-if ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-input --no-compile \
-  --prefer-binary "${progress[@]}" --log "$log" -r "$venv/requirements.txt"; then
-  if grep -qs 'No space left on device' "$log"; then
+# Show pip's messages, and keep them, because they tell why pip failed. pip's own log would have
+# 60 MB and take a sixth of the time.
+exec 4>&2
+if ! messages=$(
+  in_venv pip --require-virtualenv install --disable-pip-version-check --no-input --no-compile \
+    --prefer-binary "${progress[@]}" -r "$venv/requirements.txt" 2>&1 1>&4 4>&- |
+    while IFS= read -r line; do
+      say "$line"
+      printf '%s\n' "$line"
+    done
+); then
+  if grep -q 'No space left on device' <<<"$messages"; then
     die "the disk is full: pip needs about 2 GB for $venv and its cache (more with CUDA); free the" \
       "space, and run it again"
-  elif grep -qsE 'Max retries|NewConnection|connection broken|timed out|name resolution|SSLError' "$log"; then
+  elif grep -qE 'Max retries|NewConnection|connection broken|timed out|name resolution|SSLError' <<<"$messages"; then
     die "pip cannot reach its package index; check the network and the proxy, or name a mirror in" \
-      "PIP_INDEX_URL or a folder of wheels in PIP_FIND_LINKS, and run it again (log: $log)"
+      "PIP_INDEX_URL or a folder of wheels in PIP_FIND_LINKS, and run it again"
   fi
-  die "pip cannot install the requirements for Python $builder_version (its message is above, its log" \
-    "is $log); if no release fits, set LAB_PYTHON to Python 3.10 to 3.13, and run it again"
+  die "pip cannot install the requirements for Python $builder_version (its message is above); if no" \
+    "release fits, set LAB_PYTHON to Python 3.10 to 3.13, and run it again"
 fi
 
 # Python compiles a file when it is first imported, unless PYTHONDONTWRITEBYTECODE is set: imports
@@ -306,5 +313,5 @@ fi
 cp "$venv/requirements.txt" "$stamp.partial"
 mv "$stamp.partial" "$stamp"
 rm -f "$unfinished"
-venv_is_complete || die "$venv still lacks: $missing; delete it, and run it again (log: $log)"
+venv_is_complete || die "$venv still lacks: $missing; delete it, and run it again"
 found "$venv/bin/python"

@@ -241,7 +241,7 @@ def test_an_unreachable_index_is_explained_and_the_next_call_repairs(tree):
     result = tree.call(
         PIP_NO_INDEX="0",
         PIP_FIND_LINKS="",
-        PIP_RETRIES="0",
+        PIP_RETRIES="1",
         PIP_INDEX_URL=f"http://127.0.0.1:{free_port()}/simple",
     )
     check_error(result, "cannot reach its package index", "PIP_INDEX_URL", "PIP_FIND_LINKS")
