@@ -160,7 +160,7 @@ def _measure(
     """Measure the candidates in one pass, except those whose results are in `kept`."""
     outcome = _Outcome(int(of_pass.first.counter))
     try:
-        keys = {each.name: kept.key(of_pass, each, settings) for each in candidates}
+        keys = kept.keys(of_pass, candidates, settings)
         known = {name: rows for name, key in keys.items() if (rows := kept.get(key))}
         outcome.rows += known.values()
         rest = [each for each in candidates if each.name not in known]

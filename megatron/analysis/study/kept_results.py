@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,10 @@ class KeptResults:
             if _is_rows(rows):
                 self._rows[entry["key"]] = tuple(rows)
 
-    def key(self, of_pass: Pass, candidate: Candidate, settings: Settings) -> str:
-        """Return the key of the results of a candidate in a pass.
+    def keys(
+        self, of_pass: Pass, candidates: Sequence[Candidate], settings: Settings
+    ) -> dict[str, str]:
+        """Return the key of each candidate's results in a pass, by the candidate's name.
 
         Raises:
             OSError: if a file of the pass is missing.
@@ -66,8 +69,13 @@ class KeptResults:
                 files.append((row.path, stat.st_size, stat.st_mtime_ns))
         card = json.dumps([of_pass.card.get("arguments"), of_pass.card.get("quantization")])
         sources = (Path(__file__).parent, Path(__file__).parents[1] / "verification")
-        causes = [code_version(*sources), files, card, candidate.digest, astuple(settings)]
-        return hashlib.sha256(json.dumps(causes, default=str).encode()).hexdigest()[:32]
+        shared = [code_version(*sources), files, card]
+
+        def key(candidate: Candidate) -> str:
+            causes = [*shared, candidate.digest, astuple(settings)]
+            return hashlib.sha256(json.dumps(causes, default=str).encode()).hexdigest()[:32]
+
+        return {each.name: key(each) for each in candidates}
 
     def get(self, key: str) -> Rows | None:
         """Return the results with this key, or None if there are none."""
