@@ -6,6 +6,7 @@ drawn again only if a part of the URL on which it depends changes, or if there a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from html import escape as html_escape
@@ -40,6 +41,10 @@ TICK = 2000  #: time between two polls of the server, in milliseconds
 #: Panels to draw again when there are new statistics, training data, or choices for selectors.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
+#: Panels that need no statistics. Those of a small tensor are answered after its statistics are
+#: known, because the browser draws one panel at a time and should begin with the histogram.
+_LATER = ("image", "channels", "tokens", "scales", "attention")
+SMALL = 8 << 20  #: size of a tensor that is measured in a fraction of a second, in bytes
 _FOLLOWS_CHOICES = ("controls", "heading")
 _NAMES = {MAP: "Map", TRAINING: "Training", RUNS: "Runs"}
 _STORES = {"type": "panel-address", "name": ALL}
@@ -246,6 +251,9 @@ class _Views:
                 return tensor_page.heading(explorer, subject)
             explorer.priority.request()
             explorer.look_at(np.array([subject.tensor]), "")
+            if name in _LATER and explorer.catalog.nbytes[subject.tensor] <= SMALL:
+                with contextlib.suppress(NotShownError):
+                    subject.answer()
             return tensor_page.tensor_panel(name, subject, search)
         if name == "controls":
             return [map_page.controls(explorer, address)]

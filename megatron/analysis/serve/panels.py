@@ -519,11 +519,13 @@ def _image_figure(picture: Image, title: str, *, magnitudes: bool) -> Figure:
         "dx": picture.step[1],
         "y0": picture.y0,
         "dy": picture.step[0],
-        "customdata": array(values),
-        "hovertemplate": "row %{y:.0f}, column %{x:.0f}: %{customdata:.4g}<extra></extra>",
+        "hovertemplate": "row %{y:.0f}, column %{x:.0f}: %{z:.4g}<extra></extra>",
         "hoverongaps": False,
         **colors,
     }
+    if shown is not values:
+        trace["customdata"] = array(values)
+        trace["hovertemplate"] = trace["hovertemplate"].replace("z:", "customdata:")
     return {
         "data": [trace],
         "layout": layout(
