@@ -8,6 +8,8 @@ no time, and the factors of a block need not be copied to each of its columns.
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
@@ -16,16 +18,17 @@ from megatron.fake_quant.fused.numba_bits import (
     as_float,
     kernel,
     magnitude,
-    narrow,
     nearest,
     widen,
     with_sign,
 )
 from megatron.fake_quant.fused.numba_blocks import Tile, fill_special
 from megatron.fake_quant.fused.numba_compile import inlined
+from megatron.fake_quant.fused.numba_elementwise import HALF_16, HIGH_16
 from megatron.fake_quant.fused.numba_scales import block_scales
 
 CHUNK = 128  #: number of values in a chunk, enough for several vector registers
+LOW_16 = np.int32(0xFFFF)  #: mask of the low half of a word
 
 
 @inlined
@@ -37,14 +40,48 @@ def chunk_maximum(chunk: Any) -> Any:
     return widen(largest)
 
 
+def in_words(values: Any) -> Any:
+    """Return an array as int32 words; a word has one float32 value or two bfloat16 values."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(in_words, inline="always", strict=False)
+def _in_words(values: Any) -> Any:
+    if values.dtype == types.int16:
+        return lambda values: values.view(np.int32)
+    return lambda values: values
+
+
 @inlined
-def quantize_chunk(src: Any, dst: Any, down: Any, up: Any, decode: Any, element: Any) -> Any:
-    """Quantize the values of a chunk, which have the same factors."""
-    for j in range(CHUNK):
-        bits = widen(src[j])
-        rounded = nearest(as_float(bits) * down, element)
-        value = np.float32(np.float32(rounded * up) * decode)
-        dst[j] = narrow(with_sign(value, bits, element), dst[j])
+def quantized(bits: Any, down: Any, up: Any, decode: Any, element: Any) -> Any:
+    """Return the float32 bits of the quantized value of `bits`."""
+    rounded = nearest(as_float(bits) * down, element)
+    return with_sign(np.float32(np.float32(rounded * up) * decode), bits, element)
+
+
+@inlined
+def rounded_16(bits: Any) -> Any:
+    """Return a number whose high half is the bfloat16 value nearest to `bits`, ties to even."""
+    return np.int32(np.int32(bits + HALF_16) + np.int32((bits >> 16) & 1))
+
+
+@inlined
+def quantize_words(src: Any, dst: Any, down: Any, up: Any, decode: Any, element: Any) -> Any:
+    """Quantize the words of a chunk, which have the same factors.
+
+    bfloat16 values stay in the halves of their words, because it takes many operations to move the
+    values of a vector register to two registers and back.
+    """
+    if len(src) == CHUNK:
+        for j in range(CHUNK):
+            dst[j] = quantized(src[j], down, up, decode, element)
+    else:
+        for j in range(CHUNK // 2):
+            word = src[j]
+            low = quantized(np.int32(word << 16), down, up, decode, element)
+            high = quantized(np.int32(word & HIGH_16), down, up, decode, element)
+            low_half = np.int32(np.int32(rounded_16(low) >> 16) & LOW_16)
+            dst[j] = np.int32(low_half | np.int32(rounded_16(high) & HIGH_16))
 
 
 @kernel
@@ -58,7 +95,8 @@ def wide_blocks(
     """
     outers, n, inner = src.shape
     read = src.reshape(outers, n, inner // CHUNK, CHUNK)
-    written = dst.reshape(outers, n, inner // CHUNK, CHUNK)
+    words = in_words(src).reshape(outers, n, inner // CHUNK, -1)
+    written = in_words(dst).reshape(outers, n, inner // CHUNK, -1)
     height, width, span = tiling.height, tiling.width, tiling.columns
     limit, together = (span + width - 1) // width, width // CHUNK
     bands = (n + height - 1) // height
@@ -77,16 +115,18 @@ def wide_blocks(
             maxima[:count] = ZERO
             for i in range(first, last):
                 row = read[outer, i, from_chunk : from_chunk + chunks]
-                for c in range(len(row)):
-                    block = c // together
-                    maxima[block] = max(maxima[block], chunk_maximum(row[c]))
+                for b in range(count):
+                    largest = maxima[b]
+                    for c in range(b * together, min((b + 1) * together, chunks)):
+                        largest = max(largest, chunk_maximum(row[c]))
+                    maxima[b] = largest
             block_scales(maxima, encode, decode, ratio, down, up, count, element, rule)
             for i in range(first, last):
-                row = read[outer, i, from_chunk : from_chunk + chunks]
+                row = words[outer, i, from_chunk : from_chunk + chunks]
                 out = written[outer, i, from_chunk : from_chunk + chunks]
-                for c in range(len(row)):
-                    block = c // together
-                    quantize_chunk(row[c], out[c], down[block], up[block], last_factor, element)
+                for b in range(count):
+                    for c in range(b * together, min((b + 1) * together, chunks)):
+                        quantize_words(row[c], out[c], down[b], up[b], last_factor, element)
             tile = Tile(first, last, left, right, count)
             for b in range(count):
                 if maxima[b] >= INFINITY:
