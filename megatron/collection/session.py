@@ -19,7 +19,7 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -43,6 +43,11 @@ from megatron.collection.training_clock import clock, need_clock
 logger = logging.getLogger(__name__)
 
 UNNAMED = ModuleIdentity("", -1)  #: identity of a layer that is not part of a model
+RING_WITHOUT_LOSSES = (
+    "a ring of iterations (--collect-ring) needs the loss of each iteration; call "
+    "megatron.core.tensor_saver.observe(loss, grad_norm) after each iteration, or leave "
+    "--collect-ring out"
+)
 #: A module's identity and the names of the module's tensors.
 NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
 
@@ -195,11 +200,7 @@ def begin_iteration(number: int | None = None) -> None:
     clock.iteration = clock.iteration + 1 if number is None else number
     if _collector is not None:
         if _collector.has_ring and clock.completed > _observed:
-            raise ValueError(
-                "a ring of iterations (collect_ring) waits for the numbers of each iteration; call "
-                "megatron.core.tensor_saver.observe(loss, grad_norm) after each, or leave "
-                "collect_ring out"
-            )
+            raise ValueError(RING_WITHOUT_LOSSES)
         with signals_deferred:
             _collector.begin_iteration()
     if _statistics is not None:
@@ -425,12 +426,23 @@ def close_at_exit() -> None:
         return
     error = getattr(sys, "last_value", None)  # the exception that ends the program
     why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-    nothing = None if error is not None else _reason_for_nothing()
-    if nothing is not None and _collector is not None:
-        _collector.give_up(nothing)
+    if error is None and (nothing := _reason_for_nothing()) is not None:
+        end_with_error(nothing)
     close(why, interrupted=not isinstance(error, Exception))
-    if nothing is not None:
-        exit_with_error(nothing)
+
+
+def end_with_error(reason: str) -> NoReturn:
+    """End the collection as failed, and the program with status 1, when Python exits."""
+    if _collector is not None:
+        _collector.give_up(reason)
+    close()
+    exit_with_error(reason)
+
+
+def ring_without_losses() -> str | None:
+    """Return an error message if a ring buffer has got no loss in this run; None otherwise."""
+    ring = _collector is not None and _collector.has_ring
+    return RING_WITHOUT_LOSSES if ring and clock.completed and not _observed else None
 
 
 def _reason_for_nothing() -> str | None:
@@ -446,6 +458,8 @@ def _reason_for_nothing() -> str | None:
             "nothing was collected: no training iteration ran in megatron-core's pipeline "
             "schedules or in `with megatron.core.tensor_saver.training_iteration(n):`"
         )
+    if (message := ring_without_losses()) is not None:
+        return message
     if _collector is None or _collector.may_be_empty or _collector.outcome()["tensors"]:
         return None
     return (

@@ -81,6 +81,7 @@ def _import_core(sources: Sources) -> None:
             raise
         advice = f"; or check out a supported release in {sources.core}" if sources.core else ""
         _refuse(f"{error}{advice}")
+    _collecting().leave_exit_to_launcher()
 
 
 def _check_collection(request: Request) -> None:

@@ -191,6 +191,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
+    model = model.to(config.params_dtype)  # as a trainer does
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 

@@ -113,7 +113,7 @@ def build(options: argparse.Namespace) -> list[torch.nn.Module]:
                 post_process=parallel_state.is_pipeline_last_stage(**here),
                 position_embedding_type="rope",
                 **({"vp_stage": stage} if options.vpp else {}),
-            )
+            ).to(dtype)  # as a trainer does; with torch 2.6, a norm in float32 returns float32
         )
     return chunks
 

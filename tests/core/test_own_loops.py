@@ -4,10 +4,11 @@ Each program trains tiny models of `foreign_models` in a process of its own.
 """
 
 import json
+import sys
 
 import pytest
 
-from tests import forks
+from tests import forks, subprocesses
 from tests.core.gpt_runs import PRELUDE
 from tests.subprocesses import REPO, environment
 
@@ -191,6 +192,70 @@ def test_a_collection_without_an_iteration_fails(tmp_path):
     assert "[ERROR] nothing was collected: no training iteration ran" in done.stderr
     (card,) = tmp_path.glob("run_*.json")
     assert json.loads(card.read_text())["status"] == "failed"
+
+
+BUILT = """
+import os
+model, loss = built()
+if "fork" in sys.argv and not os.fork():
+    os._exit(0)
+if "compiled" in sys.argv:
+    torch.compile(lambda: loss(model), backend="eager")()
+if "failing" in sys.argv:
+    raise RuntimeError("the program fails")
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "variables", "message"),
+    [
+        ("", {"CUSTOM_QUANT_TYPE": "mxfp8"}, "format mxfp8 was requested"),
+        ("", {"TENSOR_SAVE_ENABLED": "true"}, "tensor collection was requested"),
+        ("fork", {"CUSTOM_QUANT_TYPE": "mxfp8"}, None),
+        ("", {}, None),
+    ],
+)
+def test_a_program_that_builds_a_model_and_runs_none_fails(word, variables, message):
+    """A fork may run the model in place of the program."""
+    done = run(BUILT, word, **variables)
+    assert done.returncode == (0 if message is None else 1), done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("[ERROR]")]
+    text = "and the program built a model but ran none; run it, or switch the format and the"
+    assert errors == ([] if message is None else [f"[ERROR] {message}, {text} collection off"])
+
+
+def test_a_model_in_a_compiled_function_counts_as_run():
+    env = environment(PYTHONPATH=REPO, CUSTOM_QUANT_TYPE="mxfp8", TORCHDYNAMO_DISABLE="0")
+    done = subprocesses.run([sys.executable, "-c", START + BUILT, "compiled"], env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_a_program_that_runs_no_model_is_the_only_one():
+    done = run(BUILT, "failing", CUSTOM_QUANT_TYPE="mxfp8")
+    assert done.returncode == 1
+    assert "RuntimeError: the program fails" in done.stderr
+    assert "[ERROR]" not in done.stderr
+
+
+RING = """
+model, loss = built()
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], collect_ring=2)
+for number in range(1, int(sys.argv[2]) + 1):
+    with training_iteration(number):
+        value = step(model, loss)
+    if len(sys.argv) > 3:
+        tensor_saver.observe(value, None)
+"""
+
+
+def test_a_ring_without_losses_is_refused(tmp_path):
+    message = "a ring of iterations (--collect-ring) needs the loss of each iteration; call meg"
+    for iterations in ("1", "2"):
+        done = run(RING, tmp_path / iterations, iterations)
+        assert (done.returncode, message in done.stderr) == (1, True)
+        (card,) = (tmp_path / iterations).glob("run_*.json")
+        assert json.loads(card.read_text())["status"] != "finished"
+    assert run(RING, tmp_path / "observed", "2", "observe").returncode == 0
 
 
 CHANGED = """

@@ -31,11 +31,18 @@ _names: WeakValueDictionary[str, Identified] = WeakValueDictionary()
 _named_at = 0  #: iteration in which the layers of `_names` were named
 _hook: Any = None  #: handle of the global hook; None while the hook is removed
 _calls = 0  #: number of calls of the hook since a layer was built
+_any_built = False  #: whether a layer was built
+_ran_unseen = False  #: whether torch.compile traced a module, or a layer ran that no module called
 
 
 def register(layer: Identified) -> None:
     """Note that a layer was built, so that the outermost module of its model names it."""
-    global _calls
+    global _any_built, _calls
+    if not _any_built:
+        from megatron.core.low_precision import reach_check  # it needs the layers
+
+        _any_built = True
+        reach_check.check_at_exit()
     expect_name(layer)
     _calls = 0
     watch()
@@ -54,9 +61,12 @@ def watch() -> None:
 
 
 def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
-    global _calls, _hook
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-        return  # torch.compile traces it, or the backward pass recomputes a part of a model
+    global _calls, _hook, _ran_unseen
+    if torch.compiler.is_compiling():
+        _ran_unseen = True
+        return
+    if torch._C._current_graph_task_id() != -1:
+        return  # the backward pass recomputes a part of a model
     from megatron.core.low_precision import reach_check  # it needs the layers, which need this file
 
     _calls += 1
@@ -67,6 +77,11 @@ def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
     except ValueError:  # refuse the next call, too
         watch()
         raise
+
+
+def ran_unseen() -> bool:
+    """Return whether a layer may have run in a model that `reach_check.enter` has not seen."""
+    return _ran_unseen
 
 
 def layers_without_name() -> bool:
@@ -128,6 +143,8 @@ def _names_taken(layers: Iterable[Identified]) -> bool:
 
 def name_alone(layer: Identified) -> None:
     """Name a layer that runs outside of every model that was found."""
+    global _ran_unseen
+    _ran_unseen = True
     if layer in _unnamed:
         name_layers(layer)
 

@@ -4,11 +4,13 @@ The check runs before the first training step of each model, under every trainer
 schedules call `prepare`, and in other loops the hook of `model_roots` calls `enter`. A model with
 no layer to quantize or collect is refused. Modules that are not reached are named in the log and in
 the run card. After the first forward pass, the operations that ran are compared with the audit; see
-`first_forward`. If a program ends although its models were never reached, it exits with status 1.
+`first_forward`. If a program ends although its models were never reached or never ran, it exits
+with status 1.
 """
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +20,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from megatron.collection import session
-from megatron.collection.exit_status import exit_with_error
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock, need_clock
 from megatron.core import parallel_state, tensor_saver
@@ -50,6 +51,8 @@ _missed: set[str] = set()  #: models that ran and have no layer to quantize or c
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 _reached = False  #: whether a model with a layer to quantize or collect has run
+_forked = False  #: whether a fork was started, which may run the model
+_left_to_launcher = False  #: whether a launcher reports that no model ran
 
 
 def collecting() -> bool:
@@ -378,8 +381,51 @@ def _report(findings: Findings) -> None:
 
 
 def a_model_ran() -> bool:
-    """Return whether a model that can be checked has run in this process."""
-    return bool(_reached or _missed)
+    """Return whether a model, or a layer of megatron-core, has run in this process."""
+    return bool(_reached or _missed or model_roots.ran_unseen())
+
+
+def check_at_exit() -> None:
+    """Let the program end with status 1 if a request is made and no model runs.
+
+    Called when the first layer is built: a program without layers may be a tool that only inherits
+    the environment variables.
+    """
+    if _left_to_launcher:
+        return
+    atexit.register(_exit_if_no_model_ran, os.getpid())
+    os.register_at_fork(after_in_parent=_note_fork)
+
+
+def leave_exit_to_launcher() -> None:
+    """Let a launcher report that no model ran. Called before the first layer is built."""
+    global _left_to_launcher
+    _left_to_launcher = True
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+def _exit_if_no_model_ran(owner: int) -> None:
+    """End the program with status 1 if it built a model, and none ran.
+
+    A trainer that passes the format audit to `configure` reports its own end. A collection that
+    was configured reports that no iteration ran.
+
+    Args:
+        owner: ID of the process that built the model; its forks may end without running it.
+    """
+    if os.getpid() != owner or _forked or getattr(sys, "last_value", None) is not None:
+        return
+    requested = request()
+    if requested is None or a_model_ran() or session.audited() or session.enabled():
+        return
+    session.end_with_error(
+        f"{requested} was requested, and the program built a model but ran none; run it, or switch "
+        "the format and the collection off"
+    )
 
 
 def _exit_if_nothing_was_reached() -> None:
@@ -387,6 +433,8 @@ def _exit_if_nothing_was_reached() -> None:
     if getattr(sys, "last_value", None) is not None or request() is None:
         return
     if not _reached:
-        exit_with_error(f"{request()} reached no layer of {', '.join(sorted(_missed))}")
+        session.end_with_error(f"{request()} reached no layer of {', '.join(sorted(_missed))}")
     if enabled_by_environment() and not session.configured():
-        exit_with_error("TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran")
+        session.end_with_error(
+            "TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran"
+        )
