@@ -176,7 +176,7 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
 def check_unchanged() -> None:
     """Check models with replaced modules again, at the start of an iteration.
 
-    The search for replaced modules takes about a millisecond per 5,000 modules.
+    The search for replaced modules takes a millisecond for a GPT of 126 layers (2,151 modules).
 
     Raises:
         ValueError: if a module inside a transformer layer is no longer reached.
