@@ -104,6 +104,17 @@ def patch_the_wheel() -> None:
 
     mappings._AllToAll.forward = staticmethod(with_lists)
 
+    scatter = mappings._reduce_scatter_along_first_dim
+
+    def of_unequal_parts(tensor, group, sizes=None, use_global_buffer=False):
+        """Sum parts of unequal size, for which gloo of torch 2.6 has no function."""
+        if sizes is None:
+            return scatter(tensor, group, sizes, use_global_buffer)
+        whole = mappings._reduce(tensor.clone(), group)
+        return whole.split(sizes)[torch.distributed.get_rank(group)].contiguous()
+
+    mappings._reduce_scatter_along_first_dim = of_unequal_parts
+
 
 def config_of(options: argparse.Namespace):
     from megatron.core.transformer.transformer_config import MLATransformerConfig

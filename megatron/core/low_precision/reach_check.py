@@ -52,7 +52,7 @@ _missed: set[str] = set()  #: models that ran and have no layer to quantize or c
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 _reached = False  #: whether a model with a layer to quantize or collect has run
 _forked = False  #: whether a fork was started, which may run the model
-_left_to_launcher = False  #: whether a launcher reports that no model ran
+_left_to_launcher = False  #: whether a launcher decides how a program ends in which no model ran
 
 
 def collecting() -> bool:
@@ -391,14 +391,12 @@ def check_at_exit() -> None:
     Called when the first layer is built: a program without layers may be a tool that only inherits
     the environment variables.
     """
-    if _left_to_launcher:
-        return
     atexit.register(_exit_if_no_model_ran, os.getpid())
     os.register_at_fork(after_in_parent=_note_fork)
 
 
 def leave_exit_to_launcher() -> None:
-    """Let a launcher report that no model ran. Called before the first layer is built."""
+    """Let a launcher, or a program that only shows the formats, decide how the program ends."""
     global _left_to_launcher
     _left_to_launcher = True
 
@@ -417,7 +415,9 @@ def _exit_if_no_model_ran(owner: int) -> None:
     Args:
         owner: ID of the process that built the model; its forks may end without running it.
     """
-    if os.getpid() != owner or _forked or getattr(sys, "last_value", None) is not None:
+    if _left_to_launcher or _forked or os.getpid() != owner:
+        return
+    if getattr(sys, "last_value", None) is not None:
         return
     requested = request()
     if requested is None or a_model_ran() or session.audited() or session.enabled():
