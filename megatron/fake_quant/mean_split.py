@@ -37,9 +37,12 @@ class SplitMatrix(NamedTuple):
     #: dtype of the tensors that the GEMM multiplies; None for that of `values`, which may be wider
     dtype: torch.dtype | None = None
 
-    @property
-    def unrounded(self) -> bool:
-        """True if the matrix has more precision than a tensor of its dtype; see `unrounded.py`."""
+    def is_unrounded(self) -> bool:
+        """Return whether the matrix has more precision than its dtype; see `unrounded.py`.
+
+        The method is no property, because torch.compile of torch 2.6 cannot trace properties of a
+        named tuple.
+        """
         return self.scale is not None or self.dtype not in (None, self.values.dtype)
 
     def t(self) -> "SplitMatrix":
@@ -70,9 +73,9 @@ class SplitMatrix(NamedTuple):
     def dense(self) -> Tensor:
         """Return the matrix as one tensor, in float32 if it is unrounded or else in its dtype."""
         if self.column is None or self.row is None:
-            return self.scaled() if self.unrounded else self.values
+            return self.scaled() if self.is_unrounded() else self.values
         total = self.scaled() + self.column * self.row
-        return total if self.unrounded else total.to(self.values.dtype)
+        return total if self.is_unrounded() else total.to(self.values.dtype)
 
 
 def split_mean(x: Tensor) -> SplitMatrix:

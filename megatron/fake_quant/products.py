@@ -47,7 +47,7 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
 
     `plain` multiplies operands that are tensors of their dtype.
     """
-    if not (a.unrounded or b.unrounded):
+    if not (a.is_unrounded() or b.is_unrounded()):
         return plain(a.values, b.values, alpha)
     dtype = product_dtype(a, b)
     with no_autocast(a.values.device.type):
