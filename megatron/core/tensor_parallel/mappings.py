@@ -37,9 +37,7 @@ def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_b
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
-def _reduce_scatter_along_first_dim(
-    input_, group, input_split_sizes=None, use_global_buffer=False
-):
+def _reduce_scatter_along_first_dim(input_, group, input_split_sizes=None, use_global_buffer=False):
     """Return this rank's part of the sum over `group`; the parts may have unequal sizes."""
     try:
         return _wheels_reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
