@@ -15,8 +15,9 @@ import torch
 from megatron.analysis.serve.application import _Views, create
 from megatron.analysis.serve.charts import plain
 from megatron.analysis.serve.contents import NotShownError
-from megatron.analysis.serve.pages import tensor_page
+from megatron.analysis.serve.pages import tensor_page, training_page
 from megatron.analysis.serve.pixels import Region, reduce
+from megatron.analysis.serve.training import Series
 from megatron.fake_quant import fake_quantize
 from tests.analysis.fake_dump import RUNS, records, values, write_dump, write_tensor
 from tests.analysis.serve.conftest import opened_explorer, wait_for
@@ -154,6 +155,14 @@ def test_numbers_are_downloaded_as_csv(explorer):
         assert len(pd.read_csv(io.StringIO(answer.text))), name
     assert client.get("/csv?panel=../../x").status_code == 404
     assert client.get(f"/csv?v=tensor&t={'0' * 16}&panel=facts").status_code == 404
+
+
+@pytest.mark.parametrize(("last", "dtick"), [(2, 1), (300, None)])
+def test_the_iterations_of_a_short_run_are_whole_numbers(last, dtick):
+    series = Series("run")
+    series.values = {"lm loss": {1: 7.5, last: 7.0}}
+    figure = training_page._curve([series], "lm loss", {"run": "#000000"})
+    assert figure["layout"]["xaxis"].get("dtick") == dtick
 
 
 def test_the_page_needs_no_other_machine(explorer):

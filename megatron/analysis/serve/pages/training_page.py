@@ -167,6 +167,7 @@ def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
                     "hovertemplate": "%{x}: not finite<extra></extra>",
                 }
             )
+    longest = max(max(own.values[name]) - min(own.values[name]) for own in series)
     wide = lowest > 0 and highest > 30 * lowest
     y_axis = charts.log_axis("", lowest, highest) if wide else axis("")
     return {
@@ -175,7 +176,7 @@ def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
             240,
             showlegend=len(series) > 1,
             margin={"t": 10 if len(series) == 1 else 40},
-            xaxis=axis("iteration"),
+            xaxis=axis("iteration", **({"dtick": 1} if longest <= 8 else {})),
             yaxis=y_axis,
             uirevision=name,
         ),
