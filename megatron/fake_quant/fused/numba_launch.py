@@ -250,7 +250,7 @@ def _elements(
         work = functools.partial(
             numba_elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, random
         )
-    numba_threads.run(work, len(src), LEAST)
+    numba_threads.run(work, len(src), LEAST, backwards=True)
 
 
 #: Float16 with its range extended to 2^16, the magnitude at which a result becomes Inf.

@@ -41,12 +41,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def run(work: Work, count: int, least: int = 1) -> list[Any]:
+def run(work: Work, count: int, least: int = 1, *, backwards: bool = False) -> list[Any]:
     """Split `range(count)` into parts, and call `work(start, stop)` for each on several threads.
 
     Every part has at least `least` items, unless `count` is smaller. At most as many threads are
     used as torch is configured to use. Return the results in the order of the parts. If a part
     raises an error, raise that error.
+
+    backwards: whether the last part is begun first. A second pass over a tensor then finds the
+        values that the first pass read last in the cache.
     """
     pieces = max(1, count // least)
     threads = min(torch.get_num_threads(), pieces)
@@ -54,7 +57,8 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
         return [work(0, count)]
     pieces = min(threads * PARTS, pieces)
     edges = [count * i // pieces for i in range(pieces + 1)]
-    waiting, results, errors = deque(range(pieces)), [None] * pieces, deque[BaseException]()
+    order = range(pieces)[::-1] if backwards else range(pieces)
+    waiting, results, errors = deque(order), [None] * pieces, deque[BaseException]()
 
     def body() -> None:
         while waiting and not errors:
