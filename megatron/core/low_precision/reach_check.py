@@ -52,7 +52,7 @@ _missed: set[str] = set()  #: models that ran and have no layer to quantize or c
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 _reached = False  #: whether a model with a layer to quantize or collect has run
 _forked = False  #: whether a fork was started, which may run the model
-_left_to_launcher = False  #: whether a launcher decides how a program ends in which no model ran
+_left_to_launcher = False  #: whether the caller decides how a program ends in which no model ran
 
 
 def collecting() -> bool:
@@ -396,7 +396,7 @@ def check_at_exit() -> None:
 
 
 def leave_exit_to_launcher() -> None:
-    """Let a launcher, or a program that only shows the formats, decide how the program ends."""
+    """Let a launcher, or a program that may build a model without running it, decide how it ends."""
     global _left_to_launcher
     _left_to_launcher = True
 
