@@ -1,6 +1,8 @@
 """Run parts of the project in new processes, as a user would start them."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -32,10 +34,15 @@ def environment(**changes: str | Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that no process listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """Return a port of this machine that no process uses.
+
+    The system gives connections ports from 32768 on, so none of them takes this one meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def run(
