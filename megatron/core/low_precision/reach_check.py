@@ -396,7 +396,7 @@ def check_at_exit() -> None:
 
 
 def leave_exit_to_launcher() -> None:
-    """Let a launcher, or a program that may build a model without running it, decide how it ends."""
+    """Let a launcher, or a trainer that may run none of its models, decide how a run ends."""
     global _left_to_launcher
     _left_to_launcher = True
 
