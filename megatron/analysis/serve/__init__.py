@@ -11,7 +11,7 @@ The modules, from the files to the browser:
     training      loss, gradient norm and tensor statistics that a run writes
     contents      one tensor: histograms, codes, scales, channels, tokens, pixels, attention
     address       the state of the page as the query of its URL
-    charts, maps, panels      figures as JSON for Plotly
+    charts, maps, panels/     figures as JSON for Plotly
     pages/        the parts of the page
     application   the Dash application and its callbacks
     gate          access control by token, cookie and Host header

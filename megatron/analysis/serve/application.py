@@ -1,12 +1,12 @@
 """Create the Dash application: callbacks show a view, draw a panel, and follow the run.
 
 The URL is the only state. A selector changes the URL, and the view is then updated. A panel is
-drawn again only if a part of the URL on which it depends changes, or if there are new numbers.
+drawn again only if a part of the URL on which it depends changes, or if there are new numbers. A
+panel that is far from the window is drawn when the user scrolls to it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from html import escape as html_escape
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from dash import ALL, MATCH, Dash, Input, Output, State, no_update
+from dash import ALL, MATCH, ClientsideFunction, Dash, Input, Output, State, no_update
 from flask import Response, request
 from werkzeug.exceptions import HTTPException
 
@@ -41,10 +41,6 @@ TICK = 2000  #: time between two polls of the server, in milliseconds
 #: Panels to draw again when there are new statistics, training data, or choices for selectors.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
-#: Panels that need no statistics. Those of a small tensor are answered after its statistics are
-#: known, because the browser draws one panel at a time and should begin with the histogram.
-_LATER = ("image", "channels", "tokens", "scales", "attention")
-SMALL = 8 << 20  #: size of a tensor that is measured in a fraction of a second, in bytes
 _FOLLOWS_CHOICES = ("controls", "heading")
 _NAMES = {MAP: "Map", TRAINING: "Training", RUNS: "Runs"}
 _STORES = {"type": "panel-address", "name": ALL}
@@ -89,10 +85,18 @@ def create(explorer: Explorer) -> Dash:
         State(_STORES, "id"),
         State(_STORES, "data"),
     )(views.show)
+    app.clientside_callback(
+        ClientsideFunction("explorer", "request"),
+        Output({"type": "panel-request", "name": MATCH}, "data"),
+        Input({"type": "panel-address", "name": MATCH}, "data"),
+        Input({"type": "panel-near", "name": MATCH}, "data"),
+        State({"type": "panel-address", "name": MATCH}, "id"),
+    )
     app.callback(
         Output({"type": "panel", "name": MATCH}, "children"),
-        Input({"type": "panel-address", "name": MATCH}, "data"),
-        State({"type": "panel-address", "name": MATCH}, "id"),
+        Input({"type": "panel-request", "name": MATCH}, "data"),
+        State({"type": "panel-request", "name": MATCH}, "id"),
+        prevent_initial_call=True,
     )(views.panel)
     app.callback(
         Output("status", "children"),
@@ -251,9 +255,6 @@ class _Views:
                 return tensor_page.heading(explorer, subject)
             explorer.priority.request()
             explorer.look_at(np.array([subject.tensor]), "")
-            if name in _LATER and explorer.catalog.nbytes[subject.tensor] <= SMALL:
-                with contextlib.suppress(NotShownError):
-                    subject.answer()
             return tensor_page.tensor_panel(name, subject, search)
         if name == "controls":
             return [map_page.controls(explorer, address)]

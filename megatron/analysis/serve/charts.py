@@ -122,6 +122,16 @@ def power_ticks(low: float, high: float, most: int = 9) -> dict[str, Any]:
     return {"tickvals": exponents, "ticktext": [power(2, e) for e in exponents]}
 
 
+def color_bar(title: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a thin color bar with its title beside it, and further properties such as ticks."""
+    return {
+        "title": {"text": title, "side": "right", "font": {"size": 12}},
+        "thickness": 12,
+        "outlinewidth": 0,
+        **(more or {}),
+    }
+
+
 def number(value: float, statistic: Statistic | None = None) -> str:
     """Return a statistic as short text."""
     if value is None or math.isnan(value):
@@ -173,22 +183,10 @@ def color_values(
         "zmax": high,
         "colorscale": DIVERGING if statistic.scale == AROUND_ZERO else MAGNITUDES,
         "reversescale": False,
-        "colorbar": {
-            "title": {
-                "text": plain(
-                    f"{statistic.label} ({statistic.unit})" if statistic.unit else statistic.label
-                ),
-                "side": "right",
-                "font": {"size": 12},
-            },
-            "thickness": 12,
-            "outlinewidth": 0,
-            "lenmode": "pixels",
-            "len": 190,
-            "y": 1,
-            "yanchor": "top",
-            **ticks,
-        },
+        "colorbar": color_bar(
+            plain(f"{statistic.label} ({statistic.unit})" if statistic.unit else statistic.label),
+            {"lenmode": "pixels", "len": 190, "y": 1, "yanchor": "top", **ticks},
+        ),
     }
     return shown, scale
 

@@ -145,7 +145,42 @@
     if (cursor) frame(at, ...cursor);
   }
 
+  /* A panel is requested when it is near the window: a figure takes the browser a tenth of a second. */
+  const near = new Map(); // by the name of the panel; unknown until the page has a layout
+  const seen = new WeakSet();
+  let changes = 0;
+
+  function note(name, isNear) {
+    if (near.get(name) === isNear) return;
+    near.set(name, isNear);
+    changes += 1;
+    if (isNear) window.dash_clientside.set_props({ type: "panel-near", name }, { data: changes });
+  }
+
+  const window_observer = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (target.isConnected) note(target.dataset.panel, isIntersecting);
+      else if (!document.querySelector(`[data-panel="${target.dataset.panel}"]`)) near.delete(target.dataset.panel);
+    }
+  }, { rootMargin: "300px" });
+
+  window.addEventListener("beforeprint", () => {
+    for (const section of document.querySelectorAll("[data-panel]")) note(section.dataset.panel, true);
+  });
+
+  window.dash_clientside = Object.assign({}, window.dash_clientside, {
+    explorer: {
+      request(address, atOnce, { name }) {
+        const isNear = near.has(name) ? near.get(name) : atOnce === true;
+        return isNear ? address : window.dash_clientside.no_update;
+      },
+    },
+  });
+
   const observer = new MutationObserver(() => {
+    for (const section of document.querySelectorAll("[data-panel]")) {
+      if (!seen.has(section)) { seen.add(section); window_observer.observe(section); }
+    }
     for (const plot of document.querySelectorAll("[data-rows] .js-plotly-plot, [data-zoom] .js-plotly-plot")) watch(plot);
     restore();
   });

@@ -55,18 +55,28 @@ def panel_search(name: str, address: Address) -> str:
     return address.but(**changes).search()
 
 
-def panel(name: str, label: str, data: dict[str, Any], *, wide: bool = False) -> Part:
+def panel(
+    name: str, label: str, data: dict[str, Any], *, wide: bool = False, at_once: bool = True
+) -> Part:
     """Return a section whose content is loaded separately, so that no panel waits for another.
 
     The section stays when its content changes, so that the keyboard focus is not lost.
+
+    Args:
+        name: name of the panel.
+        label: name for screen readers.
+        data: part of the URL on which the panel depends, and its version.
+        wide: use the whole width of the page.
+        at_once: load the content with the page; otherwise when the section comes near the window.
     """
+    loading = html.P("Loading …", className="message loading")
     return html.Section(
         [
-            html.Div(message("Loading …"), id={"type": "panel", "name": name}, className="body"),
-            dcc.Store(id={"type": "panel-address", "name": name}, data=data),
+            html.Div(loading, id={"type": "panel", "name": name}, className="body"),
+            *_stores(name, data, at_once=at_once),
         ],
         className=f"panel panel-{name}{' wide' if wide else ''}",
-        **{"aria-label": label},
+        **{"aria-label": label, "data-panel": name},
     )
 
 
@@ -75,10 +85,22 @@ def bare_panel(name: str, data: dict[str, Any], content: Part) -> Part:
     return html.Div(
         [
             html.Div(content, id={"type": "panel", "name": name}),
-            dcc.Store(id={"type": "panel-address", "name": name}, data=data),
+            *_stores(name, data, at_once=True),
         ],
         className="bare wide",
     )
+
+
+def _stores(name: str, data: dict[str, Any], *, at_once: bool) -> list[Part]:
+    """Return what the browser knows about a panel.
+
+    The script of the page copies the address to the request, and the server then answers with the
+    content, when the panel is near the window.
+    """
+    stored = {"panel-address": data, "panel-near": at_once, "panel-request": None}
+    return [
+        dcc.Store(id={"type": kind, "name": name}, data=value) for kind, value in stored.items()
+    ]
 
 
 def select(

@@ -91,7 +91,13 @@ def page(
         panel("facts", "Facts", data["facts"], wide=True),
     ]
     panels += [
-        panel(name, title, data[name], wide=name in ("image", "attention"))
+        panel(
+            name,
+            title,
+            data[name],
+            wide=name in ("image", "attention"),
+            at_once=name in ("histogram", "errors"),
+        )
         for name, title in TITLES.items()
         if name != "attention" or has_attention
     ]
