@@ -232,8 +232,10 @@ class _Views:
         data = [self._data(name, address) for name in names]
         return [new if new != old else no_update for new, old in zip(data, stored, strict=True)]
 
-    def panel(self, data: dict[str, Any], identity: dict[str, str]) -> Any:
+    def panel(self, data: dict[str, Any] | None, identity: dict[str, str]) -> Any:
         """Return the content of a panel, or a message that states what is wrong with a file."""
+        if data is None:
+            return no_update
         name, search = identity["name"], str(data.get("search", ""))
         try:
             return self._panel(name, search)

@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -128,6 +129,15 @@ def _answer(
     return Answer(tensor.row.path, None, None, {}, why or "its files cannot be read")
 
 
+def load_kernels(formats: Sequence[str]) -> None:
+    """Measure small tensors, so that the first tensor that a user opens need not wait."""
+    for dtype in (torch.bfloat16, torch.float32):
+        with contextlib.suppress(Exception):  # the same error would appear for a real tensor
+            shape = (64, 64)
+            matrix = matrix_view_of(shape, layer_type="linear", tensor_name="input")
+            measure_tensor(torch.ones(shape, dtype=dtype), matrix, group_formats(formats))
+
+
 def _both_axes(name: str, rows: dict[tuple[str, str], dict[str, float]]) -> tuple[float, ...]:
     found: tuple[float, ...] = ()
     for axis in AXES:
@@ -194,20 +204,23 @@ class Measurer:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="measurer", daemon=True)
 
+    def fork(self) -> None:
+        """Start the measuring process as a copy of this one, which must not have threads yet.
+
+        A copy shares the memory of the imported modules, and need not import them again. Without
+        this call, or if the process is killed, a new process is started when it is needed.
+        """
+        if sys.platform == "linux" and not self._in_process:
+            context = multiprocessing.get_context("fork")
+            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process)
+            with blocked_signals():
+                self._executor.submit(load_kernels, self._always)
+
     def start(self) -> None:
         """Read the results of an earlier server, and start to measure."""
         if self.cache is not None:
             self.numbers.load(self.cache)
         self._thread.start()
-
-    def _load_kernels(self) -> None:
-        """Measure a small tensor, so that the first tensor that a user opens need not wait."""
-        for dtype in (torch.bfloat16, torch.float32):
-            with contextlib.suppress(Exception):  # the same error would appear for a real tensor
-                shape = (64, 64)
-                matrix = matrix_view_of(shape, layer_type="linear", tensor_name="input")
-                groups = group_formats(self._always)
-                measure_tensor(torch.ones(shape, dtype=dtype), matrix, groups)
 
     def close(self) -> None:
         """Stop measuring, and save the results."""
@@ -330,7 +343,7 @@ class Measurer:
             self._priority.wait(self._stop)
             if not has_kernels and not self.follower.reading:
                 has_kernels = True
-                self._asked.submit(self._load_kernels)
+                self._asked.submit(load_kernels, self._always)
             batch, pending = pending[: self._size], pending[self._size :]
             self._measure(catalog, batch)
             self._save(SAVE_PERIOD)

@@ -63,17 +63,20 @@ def serve(options: Options) -> int:
         logs=options.logs,
         study=options.study,
     )
-    server = _listen(options, token, create(explorer).server)
-    # A name such as localhost may stand for several addresses.
-    port = int(getattr(server, "effective_port", 0) or server.effective_listen[0][1])
     try:
-        explorer.start()
-        _announce(options, port, token)
-        server.run()
+        explorer.measurer.fork()  # before the web server starts its threads
+        server = _listen(options, token, create(explorer).server)
+        try:
+            # A name such as localhost may stand for several addresses.
+            port = int(getattr(server, "effective_port", 0) or server.effective_listen[0][1])
+            explorer.start()
+            _announce(options, port, token)
+            server.run()
+        finally:
+            server.close()
     except KeyboardInterrupt:
         pass
     finally:
-        server.close()
         explorer.close()
     return 0
 
