@@ -33,6 +33,7 @@ from megatron.analysis.serve.pages.parts import (
     not_shown,
     panel_search,
 )
+from megatron.analysis.serve.pages.static import static
 from megatron.analysis.serve.statistics import BY_NAME
 from megatron.analysis.text_table import csv_cell, shown
 from megatron.bounded_files import printable
@@ -87,16 +88,16 @@ def create(explorer: Explorer) -> Dash:
     )(views.show)
     app.clientside_callback(
         ClientsideFunction("explorer", "request"),
-        Output({"type": "panel-request", "name": MATCH}, "data"),
-        Input({"type": "panel-address", "name": MATCH}, "data"),
-        Input({"type": "panel-near", "name": MATCH}, "data"),
-        State({"type": "panel-address", "name": MATCH}, "id"),
+        Input(_STORES, "data"),
+        Input({"type": "panel-near", "name": ALL}, "data"),
+        State(_STORES, "id"),
+        State({"type": "panel-request", "name": ALL}, "data"),
+        State({"type": "panel-request", "name": ALL}, "id"),
     )
     app.callback(
         Output({"type": "panel", "name": MATCH}, "children"),
         Input({"type": "panel-request", "name": MATCH}, "data"),
         State({"type": "panel-request", "name": MATCH}, "id"),
-        prevent_initial_call=True,
     )(views.panel)
     app.callback(
         Output("status", "children"),
@@ -207,12 +208,14 @@ class _Views:
     def _page(self, address: Address, data: dict[str, dict[str, Any]]) -> Part:
         explorer = self.explorer
         if address.view == TENSOR:
-            return tensor_page.page(explorer, address, explorer.subject(address), data)
-        if address.view == TRAINING:
-            return training_page.page(explorer, data)
-        if address.view == RUNS:
-            return runs_page.page(explorer)
-        return map_page.page(explorer, address, data)
+            page = tensor_page.page(explorer, address, explorer.subject(address), data)
+        elif address.view == TRAINING:
+            page = training_page.page(explorer, data)
+        elif address.view == RUNS:
+            page = runs_page.page(explorer)
+        else:
+            page = map_page.page(explorer, address, data)
+        return static(page)
 
     def _data(self, name: str, address: Address) -> dict[str, Any]:
         """Return a panel's part of the URL and a version; it is drawn again if either changes."""
@@ -232,17 +235,16 @@ class _Views:
         data = [self._data(name, address) for name in names]
         return [new if new != old else no_update for new, old in zip(data, stored, strict=True)]
 
-    def panel(self, data: dict[str, Any] | None, identity: dict[str, str]) -> Any:
+    def panel(self, data: dict[str, Any], identity: dict[str, str]) -> Any:
         """Return the content of a panel, or a message that states what is wrong with a file."""
-        if data is None:
-            return no_update
         name, search = identity["name"], str(data.get("search", ""))
         try:
-            return self._panel(name, search)
+            content: Part = self._panel(name, search)
         except NotShownError as error:
-            return not_shown(error)
+            content = not_shown(error)
         except Exception as error:  # no content of a file may stop the server
-            return message(_failure(f"{name} {search}", error), alarm=True)
+            content = message(_failure(f"{name} {search}", error), alarm=True)
+        return static(content)
 
     def _panel(self, name: str, search: str) -> list[Part]:
         explorer, address = self.explorer, Address.parse(search)
@@ -286,7 +288,7 @@ class _Views:
         ]
         return self._status(), no_update if key == stale else key, changed
 
-    def _status(self) -> list[Part]:
+    def _status(self) -> Part:
         explorer, measurer = self.explorer, self.explorer.measurer
         catalog = explorer.catalog
         texts = [f"{len(catalog):,} tensors"]
@@ -306,7 +308,7 @@ class _Views:
             share = measurer.done / max(measurer.total, 1)
             bar = html.Div(style={"width": f"{100 * share:.1f}%"})
             parts.append(html.Div(bar, className="bar", **{"aria-hidden": "true"}))
-        return parts
+        return static(parts)
 
     def open_cell(self, pick: dict[str, Any] | None, search: str | None) -> Any:
         """Return the address of the tensor behind a cell of the map."""
@@ -380,7 +382,7 @@ def _training_panel(name: str, explorer: Explorer, address: Address, search: str
     return training_page.events(explorer)
 
 
-def _links(address: Address) -> list[Part]:
+def _links(address: Address) -> Part:
     """Return the links to the views; the current one is marked."""
     parts = []
     for view, name in _NAMES.items():
@@ -389,7 +391,7 @@ def _links(address: Address) -> list[Part]:
         if BY_NAME[target.statistic].of_format is False and view != MAP:
             target = target.but(statistic=Address().statistic)
         parts.append(link(name, target, name="current" if current else ""))
-    return parts
+    return static(parts)
 
 
 def _csv(table: pd.DataFrame) -> str:

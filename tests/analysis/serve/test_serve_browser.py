@@ -76,6 +76,10 @@ class Visit:
     def see(self, selector):
         self.tab.wait_for_selector(selector)
 
+    def scroll_to(self, selector):
+        """Show a part of the page; panels far from the window are not drawn."""
+        self.tab.locator(selector).scroll_into_view_if_needed()
+
     def faults(self):
         """Return the serious faults that axe-core finds."""
         from axe_playwright_python.sync_playwright import Axe
@@ -118,15 +122,16 @@ def test_a_user_looks_at_every_view(explorer, browser):
         tab.keyboard.press("Enter")
         visit.see("h2.name:text('L0 core query')")
         for name in PANELS:
+            visit.scroll_to(f".panel-{name}")
             visit.see(f".panel-{name} .js-plotly-plot .plot-container")
         assert visit.faults() == []
+        visit.scroll_to(".panel-image")
         tab.select_option("select[data-param=img]", "errors")
         visit.see(".panel-image .cbtitle text:text('error in mxfp4')")
         tab.select_option("select[data-param=head]", "1")
         wait_for(lambda: "head=1" in tab.url)
-        area = tab.locator(".panel-image .nsewdrag")
-        area.scroll_into_view_if_needed()
-        box = area.bounding_box()
+        visit.scroll_to(".panel-image .nsewdrag")
+        box = tab.locator(".panel-image .nsewdrag").bounding_box()
         tab.mouse.move(box["x"] + 20, box["y"] + 20)
         tab.mouse.down()
         tab.mouse.move(box["x"] + 200, box["y"] + 120, steps=4)
@@ -147,6 +152,9 @@ def test_a_user_looks_at_every_view(explorer, browser):
         assert all(url.startswith((home, "data:", "blob:")) for url in visit.addresses)
     with served(explorer, port):  # after a restart, the same address shows the same view
         tab.goto(here)
+        visit.scroll_to(".panel-attention")
+        visit.see("select[data-param=head]")
+        visit.scroll_to(".panel-image")
         visit.see(".panel-image button:text('Whole tensor')")
         assert tab.input_value("select[data-param=head]") == "1"
         assert tab.input_value("select[data-param=img]") == "errors"

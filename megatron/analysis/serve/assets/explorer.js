@@ -3,10 +3,20 @@
   "use strict";
   const parameters = () => new URLSearchParams(window.location.search);
 
+  const open = (search) => window.dash_clientside.set_props("url", { search });
+
   function go(query) {
     const text = query.toString();
-    window.dash_clientside.set_props("url", { search: text ? `?${text}` : "" });
+    open(text ? `?${text}` : "");
   }
+
+  /* Elements that no callback changes: texts, or [tag, properties, ...children]. */
+  function element(tree) {
+    if (!Array.isArray(tree)) return tree;
+    const [tag, properties, ...children] = tree;
+    return window.React.createElement(tag, properties, ...children.map(element));
+  }
+  window.explorer_components = { Static: ({ tree }) => element(tree) };
 
   function set(name, value, clears) {
     const query = parameters();
@@ -26,6 +36,12 @@
     if (button) set(button.dataset.param, button.dataset.value, "");
     const download = event.target.closest("button[data-download]");
     if (download) save(download);
+    const anchor = event.target.closest("a[data-view]");
+    if (anchor && !(event.ctrlKey || event.metaKey || event.shiftKey || event.altKey)) {
+      event.preventDefault();
+      open(anchor.getAttribute("href").replace(/^\?$/, ""));
+      window.scrollTo(0, 0);
+    }
   });
 
   function save(button) {
@@ -170,9 +186,16 @@
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     explorer: {
-      request(address, atOnce, { name }) {
-        const isNear = near.has(name) ? near.get(name) : atOnce === true;
-        return isNear ? address : window.dash_clientside.no_update;
+      request(addresses, nears, ids, requests, requestIds) {
+        const { set_props: setProps } = window.dash_clientside;
+        const requested = new Map(requestIds.map(({ name }, i) => [name, JSON.stringify(requests[i])]));
+        ids.forEach(({ name }, i) => {
+          const isNear = near.has(name) ? near.get(name) : nears[i] === true;
+          if (!isNear || JSON.stringify(addresses[i]) === requested.get(name)) return;
+          const id = { type: "panel-request", name }, data = addresses[i];
+          if (!requested.has(name)) setProps({ type: "panel-slot", name }, { children: { type: "Store", namespace: "dash_core_components", props: { id } } });
+          setProps(id, { data });
+        });
       },
     },
   });

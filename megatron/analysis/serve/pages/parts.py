@@ -94,12 +94,15 @@ def bare_panel(name: str, data: dict[str, Any], content: Part) -> Part:
 def _stores(name: str, data: dict[str, Any], *, at_once: bool) -> list[Part]:
     """Return what the browser knows about a panel.
 
-    The script of the page copies the address to the request, and the server then answers with the
-    content, when the panel is near the window.
+    Dash requests the content from the server when the store of the request appears or changes. The
+    script of the page adds that store when the panel comes near the window, and from then on copies
+    the address to it.
     """
-    stored = {"panel-address": data, "panel-near": at_once, "panel-request": None}
+    request = dcc.Store(id={"type": "panel-request", "name": name}, data=data)
     return [
-        dcc.Store(id={"type": kind, "name": name}, data=value) for kind, value in stored.items()
+        dcc.Store(id={"type": "panel-address", "name": name}, data=data),
+        dcc.Store(id={"type": "panel-near", "name": name}, data=at_once),
+        html.Div(request if at_once else None, id={"type": "panel-slot", "name": name}),
     ]
 
 
@@ -159,7 +162,7 @@ def link(text: Part, address: Address, *, key: str = "", name: str = "") -> Part
         key: key on the keyboard that opens the link.
         name: class of the link.
     """
-    anchor = dcc.Link(text, href=address.search(), refresh=False, className=name)
+    anchor = html.A(text, href=address.search(), className=name, **{"data-view": ""})
     return html.Span(anchor, **{"data-key": key}) if key else anchor
 
 
