@@ -39,6 +39,7 @@ from megatron.analysis.text_table import csv_cell, shown
 from megatron.bounded_files import printable
 
 TICK = 2000  #: time between two polls of the server, in milliseconds
+QUICK_TICK = 500  #: the same, while the visible tensors are being read or measured
 #: Panels to draw again when there are new statistics, training data, or choices for selectors.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
@@ -88,6 +89,7 @@ def create(explorer: Explorer) -> Dash:
     )(views.show)
     app.clientside_callback(
         ClientsideFunction("explorer", "request"),
+        Output("requested", "data"),  # Dash calls a function with an output for a new page, too
         Input(_STORES, "data"),
         Input({"type": "panel-near", "name": ALL}, "data"),
         State(_STORES, "id"),
@@ -102,6 +104,7 @@ def create(explorer: Explorer) -> Dash:
     app.callback(
         Output("status", "children"),
         Output("stale", "data"),
+        Output("tick", "interval"),
         Output(_STORES, "data", allow_duplicate=True),
         Input("tick", "n_intervals"),
         State("stale", "data"),
@@ -127,10 +130,11 @@ def _layout(name: str) -> Part:
         [
             html.A("Skip to the content", href="#view", className="skip"),
             dcc.Location(id="url", refresh=False),
-            dcc.Interval(id="tick", interval=TICK),
+            dcc.Interval(id="tick", interval=QUICK_TICK),
             dcc.Store(id="pick"),
             dcc.Store(id="shown"),
             dcc.Store(id="stale"),
+            dcc.Store(id="requested"),
             html.Header(
                 [
                     html.H1(name),
@@ -275,8 +279,8 @@ class _Views:
         search: str | None,
         ids: list[dict[str, str]],
         stored: list[Any],
-    ) -> tuple[Any, Any, list[Any]]:
-        """Return what is new since the last poll."""
+    ) -> tuple[Any, Any, int, list[Any]]:
+        """Return what is new since the last poll, and the time until the next one."""
         address = self.explorer.resolved(search)
         key = self._key(address)
         names = [entry["name"] for entry in ids]
@@ -286,7 +290,10 @@ class _Views:
             data if name in following else no_update
             for name, data in zip(names, changed, strict=True)
         ]
-        return self._status(), no_update if key == stale else key, changed
+        explorer = self.explorer
+        is_awaited = explorer.follower.reading or explorer.measurer.visible_left
+        tick = QUICK_TICK if is_awaited else TICK
+        return self._status(), no_update if key == stale else key, tick, changed
 
     def _status(self) -> Part:
         explorer, measurer = self.explorer, self.explorer.measurer

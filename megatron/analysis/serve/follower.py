@@ -83,6 +83,7 @@ class Follower:
         #: numbers of records, ignored indexes and run cards in the catalog
         self._shown = (0, 0, 0)
         self.reading = True  #: whether the first search is still in progress
+        self.reading_index = True  #: whether an index has lines that were not read yet
         self._problems: dict[str, str] = {}
         self._indexes: dict[str, _Index] = {}
         self._cards_read: dict[str, tuple[int, int]] = {}
@@ -142,6 +143,7 @@ class Follower:
             more = False
             for index in [*self._indexes.values()]:
                 more |= self._read_index(index)
+            self.reading_index = more
             if not more and self._check_unlisted:
                 self._find_unlisted()
             if not more and self._unlisted:

@@ -198,6 +198,7 @@ class Measurer:
         self._visible: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._size = 4
         self.done = self.total = 0  #: number of measured tensors, and of all
+        self.visible_left = 0  #: number of visible tensors that are not measured yet
         self.rate = 0.0  #: tensors per second
         self._saved = (0, 0.0)  #: version of the numbers in the file, and time of writing
         self._lock = threading.Lock()
@@ -212,7 +213,9 @@ class Measurer:
         """
         if sys.platform == "linux" and not self._in_process:
             context = multiprocessing.get_context("fork")
-            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process)
+            self._executor = ProcessPoolExecutor(
+                1, mp_context=context, initializer=_prepare_process
+            )
             with blocked_signals():
                 self._executor.submit(load_kernels, self._always)
 
@@ -241,7 +244,7 @@ class Measurer:
             for name in forgotten:
                 self.numbers.forget(name)
         if not np.array_equal(ids, self._visible):
-            self._visible = ids
+            self._visible, self.visible_left = ids, len(ids)
         self._wake.set()
 
     def answer(self, catalog: Catalog, tensor: int, formats: Sequence[str]) -> Answer:
@@ -331,6 +334,10 @@ class Measurer:
         state: Any = None
         pending: NDArray[np.int64] = np.zeros(0, np.int64)
         while not self._stop.is_set():
+            if self.follower.reading_index:  # the visible tensors change with every step
+                self._wake.wait(0.1)
+                self._wake.clear()
+                continue
             catalog, visible = self.follower.catalog, self._visible
             now = (catalog.version, id(visible), tuple(self.formats))
             if now != state:
@@ -341,11 +348,12 @@ class Measurer:
                 self._wake.clear()
                 continue
             self._priority.wait(self._stop)
-            if not has_kernels and not self.follower.reading:
+            if not has_kernels:
                 has_kernels = True
                 self._asked.submit(load_kernels, self._always)
             batch, pending = pending[: self._size], pending[self._size :]
             self._measure(catalog, batch)
+            self.visible_left = max(self.visible_left - len(batch), 0)
             self._save(SAVE_PERIOD)
 
     def _pending(self, catalog: Catalog, visible: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -358,6 +366,7 @@ class Measurer:
         pending = np.flatnonzero(lacking)
         self.total, self.done = len(catalog), len(catalog) - len(pending)
         hidden = ~np.isin(catalog.ids[pending], visible)
+        self.visible_left = len(pending) - int(hidden.sum())
         order = np.lexsort((-catalog.iteration[pending], ~catalog.operand[pending], hidden))
         return pending[order]
 

@@ -121,6 +121,9 @@ def test_a_user_looks_at_every_view(explorer, browser):
         wait_for(lambda: "core query" in tab.text_content("#say"))
         tab.keyboard.press("Enter")
         visit.see("h2.name:text('L0 core query')")
+        visit.see(".panel-histogram .plot-container")
+        tab.wait_for_timeout(500)
+        assert tab.locator(".panel-codes .loading").count() == 1  # far below the window
         for name in PANELS:
             visit.scroll_to(f".panel-{name}")
             visit.see(f".panel-{name} .js-plotly-plot .plot-container")
@@ -142,6 +145,10 @@ def test_a_user_looks_at_every_view(explorer, browser):
         with tab.expect_download() as download:
             tab.click(".panel-codes a:text('CSV')")
         assert download.value.suggested_filename == "codes.csv"
+        visit.scroll_to(".panel-scales")
+        tab.select_option("#select-t-tensor", label="qkv weight")
+        visit.see("h2.name:text('L0 qkv weight')")
+        visit.see(".panel-scales h2 ~ div .heatmaplayer image")
         tab.keyboard.press("Escape")
         visit.see(MAP)
         for view in ("Training", "Runs"):

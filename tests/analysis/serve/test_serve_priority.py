@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -44,6 +46,7 @@ def cpu_time(process: int) -> int:
 def test_the_measuring_process_waits_while_a_view_is_drawn(tmp_path):
     write_dump(tmp_path, layers=8, iterations=8)
     explorer = Explorer(tmp_path, FORMATS, cache=None)
+    explorer.measurer.fork()
     explorer.start()
     try:
         measurer = explorer.measurer
@@ -61,5 +64,12 @@ def test_the_measuring_process_waits_while_a_view_is_drawn(tmp_path):
         answer = measurer.answer(explorer.catalog, tensor, FORMATS)  # does not need the process
         assert answer.arrays is not None
         wait_for(lambda: measurer.done == measurer.total)  # it has continued
+        os.kill(process, signal.SIGKILL)  # as if memory ran out: another process takes its place
+        write_dump(tmp_path / "later", layers=1, run_id="later")
+        explorer.follower._walked = -1e9
+        wait_for(lambda: "later" in {run["id"] for run in explorer.catalog.runs})
+        wait_for(lambda: measurer.done == measurer.total == len(explorer.catalog))
+        assert explorer.priority._processes.isdisjoint({process})
+        assert not explorer.numbers.failures
     finally:
         explorer.close()

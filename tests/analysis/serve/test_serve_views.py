@@ -16,6 +16,8 @@ from megatron.analysis.serve.application import _Views, create
 from megatron.analysis.serve.charts import plain
 from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.pages import tensor_page, training_page
+from megatron.analysis.serve.pages.parts import dcc, html
+from megatron.analysis.serve.pages.static import Static, static
 from megatron.analysis.serve.pixels import Region, reduce
 from megatron.analysis.serve.training import Series
 from megatron.fake_quant import fake_quantize
@@ -45,6 +47,26 @@ def of_tensor(explorer, name, more=""):
 
 def panel(explorer, name, search):
     return shown_text(_Views(explorer).panel({"search": search}, {"type": "panel", "name": name}))
+
+
+def test_plain_parts_are_one_component_with_literal_texts():
+    cells = [
+        html.Tr([html.Td("<b>x</b>"), html.Td(html.A("y", href="?v=map", **{"data-view": ""}))])
+    ]
+    found = static([html.Div([html.H2("t"), html.Table(cells)]), html.Div([dcc.Graph(), "z"])])
+    rows = [
+        "tr",
+        {},
+        ["td", {}, "<b>x</b>"],
+        ["td", {}, ["a", {"href": "?v=map", "data-view": ""}, "y"]],
+    ]
+    assert isinstance(found[0], Static)
+    assert found[0].tree == ["div", {}, ["h2", {}, "t"], ["table", {}, rows]]
+    assert isinstance(found[1].children[0], dcc.Graph)
+    assert found[1].children[1] == "z"
+    slot = html.Div(html.P("kept"), id={"type": "panel", "name": "x"})
+    assert static(slot) is slot  # a callback replaces its children
+    assert isinstance(slot.children, Static)
 
 
 def test_every_view_names_its_panels(explorer):

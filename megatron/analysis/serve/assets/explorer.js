@@ -161,19 +161,28 @@
     if (cursor) frame(at, ...cursor);
   }
 
-  /* A panel is requested when it is near the window: a figure takes the browser a tenth of a second. */
+  /* Below the first figures, a panel is requested when it is near the window, and not before these
+     figures are drawn: each takes the browser a tenth of a second. */
   const near = new Map(); // by the name of the panel; unknown until the page has a layout
   const seen = new WeakSet();
   let changes = 0;
+  const LOADING = "[data-at-once] :is(.loading, [data-dash-is-loading=true])";
+  const MOST_STEPS = 40; // of 50 ms, in case one of the first figures is slow
 
   function note(name, isNear) {
     if (near.get(name) === isNear) return;
     near.set(name, isNear);
-    changes += 1;
-    if (isNear) window.dash_clientside.set_props({ type: "panel-near", name }, { data: changes });
+    if (isNear) announce(name, MOST_STEPS);
   }
 
-  const window_observer = new IntersectionObserver((entries) => {
+  function announce(name, steps) {
+    if (!near.get(name)) return;
+    if (steps && document.querySelector(LOADING)) { setTimeout(() => announce(name, steps - 1), 50); return; }
+    changes += 1;
+    window.dash_clientside.set_props({ type: "panel-near", name }, { data: changes });
+  }
+
+  const visibility = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       if (target.isConnected) note(target.dataset.panel, isIntersecting);
       else if (!document.querySelector(`[data-panel="${target.dataset.panel}"]`)) near.delete(target.dataset.panel);
@@ -190,19 +199,21 @@
         const { set_props: setProps } = window.dash_clientside;
         const requested = new Map(requestIds.map(({ name }, i) => [name, JSON.stringify(requests[i])]));
         ids.forEach(({ name }, i) => {
-          const isNear = near.has(name) ? near.get(name) : nears[i] === true;
-          if (!isNear || JSON.stringify(addresses[i]) === requested.get(name)) return;
+          const isFar = near.has(name) ? !near.get(name) : nears[i] === false;
+          if (isFar || JSON.stringify(addresses[i]) === requested.get(name)) return;
+          if (nears[i] === false) { announce(name, MOST_STEPS); return; } // the element of another page, used again
           const id = { type: "panel-request", name }, data = addresses[i];
           if (!requested.has(name)) setProps({ type: "panel-slot", name }, { children: { type: "Store", namespace: "dash_core_components", props: { id } } });
           setProps(id, { data });
         });
+        return window.dash_clientside.no_update;
       },
     },
   });
 
   const observer = new MutationObserver(() => {
     for (const section of document.querySelectorAll("[data-panel]")) {
-      if (!seen.has(section)) { seen.add(section); window_observer.observe(section); }
+      if (!seen.has(section)) { seen.add(section); visibility.observe(section); }
     }
     for (const plot of document.querySelectorAll("[data-rows] .js-plotly-plot, [data-zoom] .js-plotly-plot")) watch(plot);
     restore();

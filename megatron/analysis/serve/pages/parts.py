@@ -76,7 +76,7 @@ def panel(
             *_stores(name, data, at_once=at_once),
         ],
         className=f"panel panel-{name}{' wide' if wide else ''}",
-        **{"aria-label": label, **({} if at_once else {"data-panel": name})},
+        **{"aria-label": label, ("data-at-once" if at_once else "data-panel"): name},
     )
 
 
