@@ -87,7 +87,7 @@ def create(explorer: Explorer) -> Dash:
         State(_STORES, "id"),
         State(_STORES, "data"),
     )(views.show)
-    app.clientside_callback(
+    app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("explorer", "request"),
         Output("requested", "data"),  # Dash calls a function with an output for a new page, too
         Input(_STORES, "data"),

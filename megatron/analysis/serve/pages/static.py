@@ -5,6 +5,8 @@ changes. With a component per table cell and per choice of a selector, opening a
 half a second longer.
 """
 
+# ruff: noqa: RUF012  # Dash reads these lists from the class, and declares them for instances
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +16,7 @@ from dash.development.base_component import Component
 from megatron.analysis.serve.pages.parts import Part, html
 
 
-class Static(Component):  # type: ignore[misc]  # Dash has no type hints
+class Static(Component):
     """Elements of HTML that no callback changes; `assets/explorer.js` draws them.
 
     Args:
@@ -22,17 +24,17 @@ class Static(Component):  # type: ignore[misc]  # Dash has no type hints
             literally.
     """
 
-    _children_props: tuple[str, ...] = ()
-    _base_nodes: tuple[str, ...] = ()
+    _children_props: list[str] = []
+    _base_nodes: list[str] = []
     _namespace = "explorer_components"
     _type = "Static"
-    _prop_names = ("tree",)
-    available_properties = ("tree",)
-    _valid_wildcard_attributes: tuple[str, ...] = ()
-    available_wildcard_properties: tuple[str, ...] = ()
+    _prop_names: list[str] = ["tree"]
+    available_properties: list[str] = ["tree"]
+    _valid_wildcard_attributes: list[str] = []
+    available_wildcard_properties: list[str] = []
 
     def __init__(self, tree: Any):
-        super().__init__(tree=tree)
+        super().__init__(tree=tree)  # type: ignore[no-untyped-call]
 
 
 def static(part: Part) -> Part:
@@ -63,7 +65,8 @@ def _is_plain(part: Part) -> bool:
 def _tree(part: Part) -> Any:
     if not isinstance(part, Component):
         return "" if part is None else str(part)
-    properties = dict(part.to_plotly_json()["props"])
+    plain: Any = part  # Dash has few type hints
+    properties = dict(plain.to_plotly_json()["props"])
     children = properties.pop("children", None)
     children = children if isinstance(children, (list, tuple)) else [children]
     return [part._type.lower(), properties, *map(_tree, children)]
