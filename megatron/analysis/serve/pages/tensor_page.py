@@ -37,6 +37,8 @@ from megatron.analysis.serve.pages.parts import (
     table,
 )
 from megatron.analysis.serve.panels import PANELS, Subject
+from megatron.analysis.serve.statistics import BY_NAME
+from megatron.analysis.serve.statistics import VALUES as STATISTICS_OF_VALUES
 
 TITLES = {
     "histogram": "Values by magnitude",
@@ -68,12 +70,12 @@ _FIELDS = {
 }
 #: Numbers of a format in the table, with their headings and whether they are shares.
 _ERRORS = (
-    ("sqnr_db", "SQNR", False),
+    ("sqnr_db", "SQNR (dB)", False),
     ("gain", "gain", True),
     ("relative_bias", "bias", True),
     ("underflow", "underflow", True),
     ("saturated", "clipped", True),
-    ("headroom", "headroom", False),
+    ("headroom", "headroom (binades)", False),
 )
 
 
@@ -223,21 +225,16 @@ def _shape(catalog: Catalog, tensor: int, row: Any) -> str:
 
 def _values_table(subject: Subject, own: Sequence[int]) -> Part:
     """Return a table of the statistics of the values."""
-    from megatron.analysis.serve.statistics import VALUES as NAMES
-
     answers = [subject.answer(number) for number in own]
     columns = []
     for answer in answers:
         assert answer.measured is not None
-        columns.append(dict(zip(NAMES, answer.measured.values, strict=True)))
+        columns.append(dict(zip(STATISTICS_OF_VALUES, answer.measured.values, strict=True)))
     rows = []
-    for name in NAMES:
-        share = name == "zero_share"
-        cells = [
-            f"{100 * numbers[name]:.3g} %" if share else charts.number(float(numbers[name]))
-            for numbers in columns
-        ]
-        rows.append([name.replace("_", " "), *cells])
+    for name in STATISTICS_OF_VALUES:
+        statistic = BY_NAME[name]
+        cells = [charts.with_unit(float(numbers[name]), statistic) for numbers in columns]
+        rows.append([statistic.label, *cells])
     head = ["", "value", "second"][: len(own) + 1]
     return table(head, rows, label="Statistics of the values")
 
@@ -264,7 +261,7 @@ def _error(value: float, share: bool) -> str:
         return charts.UNKNOWN
     if math.isinf(value):
         return "exact" if value > 0 else "-∞"
-    return f"{100 * value:.3g} %" if share else f"{value:.2f}"
+    return f"{100 * value:.3g} %" if share else f"{value:.2f}".replace("-0.00", "0.00")
 
 
 def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:
