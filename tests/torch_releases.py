@@ -1,0 +1,10 @@
+"""Limits of the releases of torch with which the tests run."""
+
+import pytest
+import torch
+
+#: Whether torch.compile traces names of formats with variants, formats of the user's own and
+#: quantized matmuls in one graph. torch 2.6 does not; it names what it cannot trace.
+TRACES_ALL = torch.torch_version.TorchVersion(torch.__version__) >= "2.7"
+
+traces_all = pytest.mark.skipif(not TRACES_ALL, reason="torch 2.6 cannot trace this in one graph")
