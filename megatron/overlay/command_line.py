@@ -7,6 +7,7 @@ like one of these flags.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.collection.flags import FLAGS, Flag
@@ -170,6 +171,7 @@ def parse(words: Sequence[str]) -> Request:
     """
     parser = _parser()
     count = _before_script(parser, words)
+    given = _given(parser, words[:count])
     options = parser.parse_args(words[:count])
     rest = list(words[count:])
     if rest[:1] == ["--"]:
@@ -177,7 +179,8 @@ def parse(words: Sequence[str]) -> Request:
     if not rest:
         what = "module" if options.is_module else "script"
         parser.error(f"no {what} is given after the flags")
-    _check_collection(parser, options)
+    _check_collection(parser, options, given)
+    _make_absolute(options)
     return Request(tuple(words[:count]), rest[0], options.is_module, tuple(rest[1:]), options)
 
 
@@ -194,7 +197,41 @@ def _before_script(parser: ArgumentParser, words: Sequence[str]) -> int:
     return min(position, len(words))
 
 
-def _check_collection(parser: ArgumentParser, options: argparse.Namespace) -> None:
+def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
+    """Return the names of the parsed options that are given.
+
+    Exit with a message if a flag is given twice, because the first one would be ignored, or if its
+    value is empty, as from a shell variable that is not set.
+    """
+    known = parser._option_string_actions
+    given: set[str] = set()
+    position = 0
+    while position < len(words):
+        name, equals, value = words[position].partition("=")
+        action = known.get(name) or known[hyphenated(name)]
+        position += 1
+        if action.nargs != 0 and not equals:
+            value = words[position] if position < len(words) else name  # argparse reports the lack
+            position += 1
+        if action.nargs != 0 and not value.strip():
+            parser.error(f"{name} is empty; give a value, or leave the flag out")
+        if action.dest in given:
+            flags = " or ".join(action.option_strings)
+            parser.error(f"{flags} is given twice; give it once")
+        given.add(action.dest)
+    return given
+
+
+def _make_absolute(options: argparse.Namespace) -> None:
+    """Make the folders of the collection absolute, because the script may change its folder."""
+    for name in ("save_tensors", "tensor_save_dir"):
+        if getattr(options, name) is not None:
+            setattr(options, name, str(Path(getattr(options, name)).absolute()))
+
+
+def _check_collection(
+    parser: ArgumentParser, options: argparse.Namespace, given_names: set[str]
+) -> None:
     """Exit with a message if a flag of the collection has no effect."""
     if options.save_tensors is not None and options.tensor_save_dir is not None:
         parser.error("--save-tensors names the folder already; remove --tensor-save-dir")
@@ -203,9 +240,7 @@ def _check_collection(parser: ArgumentParser, options: argparse.Namespace) -> No
     given = [
         flag.option
         for flag in FLAGS
-        if flag.name not in _OWN
-        and flag.name != "tensor_statistics"
-        and getattr(options, flag.name) != flag.default
+        if flag.name not in _OWN and flag.name != "tensor_statistics" and flag.name in given_names
     ]
     if options.tensor_save_dir is not None and options.tensor_statistics is None:
         given.append("--tensor-save-dir")

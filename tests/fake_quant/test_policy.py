@@ -191,6 +191,10 @@ def test_the_type_that_environment_and_settings_file_set(capsys, monkeypatch, tm
         ("TENSOR_SAVE_ENABLE", "TENSOR_SAVE_ENABLED"),
         ("QUANT_RECIPES", "QUANT_RECIPE"),
         ("PV_QUANT_TYPES", "PV_QUANT_TYPE"),
+        ("custom_quant_type", "CUSTOM_QUANT_TYPE"),
+        ("LINEAR_QUANT", "LINEAR_QUANT_TYPE"),
+        ("QUANT_RECIPE_FILE", "QUANT_RECIPE"),
+        ("TENSOR_SAVE", "TENSOR_SAVE_ENABLED"),
     ],
 )
 def test_a_misspelled_variable_is_refused(name, meant):
@@ -202,3 +206,12 @@ def test_a_misspelled_variable_is_refused(name, meant):
 def test_a_variable_with_the_beginning_of_ours_is_refused():
     with pytest.raises(ValueError, match="TENSOR_SAVE_EVERYTHING is unknown; choose from CUSTOM_"):
         resolve({}, {"TENSOR_SAVE_EVERYTHING": "1"})
+
+
+@pytest.mark.parametrize(
+    "name", ["custom_quant_type", "linear", "qk", "pv", "recipe", "accumulate"]
+)
+def test_an_empty_flag_is_refused(name):
+    """It usually comes from a shell variable that is not set."""
+    with pytest.raises(ValueError, match="is empty; give a value, or leave the flag out"):
+        resolve({name: " "}, {})

@@ -34,6 +34,7 @@ from typing import TypeVar
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy.accumulators import (
+    ACCUMULATE_FLAG,
     ACCUMULATE_VARIABLE,
     AccumulatorChoice,
     chosen,
@@ -303,12 +304,13 @@ def resolve(
 
     Raises:
         ValueError: if an environment variable is misspelled, if a value is not a quantization type,
-            format or recipe (the message names its source), or if flags would override the given
-            recipe in every layer.
+            format or recipe (the message names its source), if a flag is empty, or if flags would
+            override the given recipe in every layer.
     """
     flags = {} if flags is None else flags
     environ = os.environ if environ is None else environ
     check_names(environ, VARIABLES)
+    _check_given(flags, type_flag)
     by_flags = _level(
         flags.get("custom_quant_type"),
         flags,
@@ -339,6 +341,16 @@ def resolve(
     policy = replace(policy, accumulator=_accumulator(flags.get("accumulate"), environ, policy))
     policy._check_accumulator()
     return policy
+
+
+def _check_given(flags: Mapping[str, str | None], type_flag: str) -> None:
+    """Raise ValueError if a flag is given with an empty value, as from an unset shell variable."""
+    names = {"custom_quant_type": type_flag, "recipe": "--quant-recipe"}
+    names["accumulate"] = ACCUMULATE_FLAG
+    for key, value in flags.items():
+        if value is not None and not value.strip():
+            flag = names.get(key, f"--{key}-quant")
+            raise ValueError(f"flag {flag} is empty; give a value, or leave the flag out")
 
 
 def _accumulator(
@@ -381,6 +393,7 @@ def canonical_type(name: str) -> str:
 
 
 _current: Policy | None = None
+_environment: dict[str, str | None] = {}  #: variables from which `_current` was resolved
 
 
 def configure(
@@ -401,11 +414,27 @@ def configure(
     Raises:
         ValueError: see `resolve`.
     """
-    global _current
+    global _current, _environment
     flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
     given = {**flags, "recipe": recipe, "accumulate": accumulate}
     _current = resolve(given, type_flag=type_flag)
+    _environment = {name: os.environ.get(name) for name in VARIABLES}
     return _current
+
+
+def check_environment() -> None:
+    """Raise ValueError if a variable was set after the formats of this process were chosen.
+
+    A program that sets the variable too late would otherwise train without the format.
+    """
+    for name, before in _environment.items():
+        now = os.environ.get(name)
+        if (now or None) != (before or None):
+            raise ValueError(
+                f"environment variable {name} was {before or 'not set'} when the formats of this "
+                f"run were chosen, and is now {now or 'not set'}; set it before the program "
+                "starts, or call megatron.fake_quant.policy.configure() afterward"
+            )
 
 
 def current() -> Policy:

@@ -5,12 +5,12 @@ collect nothing.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 TENSOR_SAVE = ("TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "TENSOR_SAVE_LAUNCH")
 OF_SCRIPTS = ("QUANT_TYPE",)  #: variables that only the shell scripts read
 #: Beginnings of names that no other program uses.
-_OWN = ("CUSTOM_QUANT", "TENSOR_SAVE_")
+_OWN = ("CUSTOM_QUANT", "TENSOR_SAVE")
 _SIMILAR = 0.88  #: least similarity of a misspelled name, as `difflib` measures it
 
 
@@ -25,7 +25,24 @@ def check_names(environ: Mapping[str, str], known: tuple[str, ...]) -> None:
     for name, value in environ.items():
         if not value or name in names:
             continue
-        similar = difflib.get_close_matches(name, names, 1, _SIMILAR)
-        if similar or name.startswith(_OWN):
-            meant = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(names)}"
-            raise ValueError(f"environment variable {name} is unknown; {meant}")
+        meant = _meant(name.upper(), names)
+        if meant is not None or name.upper().startswith(_OWN):
+            advice = (
+                f"choose from {', '.join(names)}" if meant is None else f"did you mean {meant}?"
+            )
+            raise ValueError(f"environment variable {name} is unknown; {advice}")
+
+
+def _meant(name: str, names: Sequence[str]) -> str | None:
+    """Return the variable that a misspelled name stands for; None if it resembles none.
+
+    A name resembles a variable if it is similar, or if words are missing at its end or follow it,
+    as in LINEAR_QUANT and QUANT_RECIPE_FILE.
+    """
+    if similar := difflib.get_close_matches(name, names, 1, _SIMILAR):
+        return similar[0]
+    for variable in names:
+        shorter = "_" in name and variable.startswith(f"{name}_")
+        if shorter or (name.startswith(f"{variable}_") and variable not in OF_SCRIPTS):
+            return variable
+    return None
