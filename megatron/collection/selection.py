@@ -60,9 +60,11 @@ class Selection:
             modules: all modules of the model, each with the names of its tensors.
 
         Raises:
-            ValueError: if a glob matches no module, or no selected module has a requested tensor;
-                the message names the glob or the tensors.
+            ValueError: if a selected layer does not exist, a glob matches no module, or no selected
+                module has a requested tensor; the message names the layers, glob or tensors.
         """
+        modules = list(modules)
+        self._check_layers({identity.layer_idx for identity, _ in modules} - {-1})
         available = [
             (identity.name, names)
             for identity, names in modules
@@ -88,6 +90,16 @@ class Selection:
             raise ValueError(
                 f"--collect-tensors {' '.join(lost)}: the selected modules have no such tensor"
                 f"{hint}; theirs are {_listed(reached) or 'none'}"
+            )
+
+    def _check_layers(self, existing: set[int]) -> None:
+        """Raise ValueError if a selected layer is not one of the model's layers."""
+        missing = sorted((self.layers.numbers or frozenset()) - existing)
+        if missing:
+            known = ", ".join(map(str, sorted(existing))) or "none"
+            raise ValueError(
+                f"--collect-layers: the model has no layer {', '.join(map(str, missing[:8]))}; its "
+                f"layers are {known}"
             )
 
     @classmethod

@@ -421,14 +421,20 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
 
 
 def close_at_exit() -> None:
-    """End the collection when Python exits, if the training loop has not called `close`."""
+    """End the collection when Python exits, if the training loop has not called `close`.
+
+    If the collection is not complete, the program ends with status 1.
+    """
     if os.getpid() != _owner:  # a forked process has no writer threads
         return
     error = getattr(sys, "last_value", None)  # the exception that ends the program
     why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-    if error is None and (nothing := _reason_for_nothing()) is not None:
+    if error is None and (nothing := reason_for_nothing()) is not None:
         end_with_error(nothing)
-    close(why, interrupted=not isinstance(error, Exception))
+    lacking = None if error is not None else lacking_iterations()
+    failure = close(why, interrupted=not isinstance(error, Exception)) or lacking
+    if error is None and not _audited and failure is not None:
+        exit_with_error(f"the collection is not complete: {failure}")
 
 
 def end_with_error(reason: str) -> NoReturn:
@@ -445,7 +451,7 @@ def ring_without_losses() -> str | None:
     return RING_WITHOUT_LOSSES if ring and clock.completed and not _observed else None
 
 
-def _reason_for_nothing() -> str | None:
+def reason_for_nothing() -> str | None:
     """Return why this run has collected nothing, at its end; None if this is no error.
 
     A run that waits for an event (a ring buffer or a flag file) may end without one. A trainer that
@@ -460,9 +466,33 @@ def _reason_for_nothing() -> str | None:
         )
     if (message := ring_without_losses()) is not None:
         return message
-    if _collector is None or _collector.may_be_empty or _collector.outcome()["tensors"]:
+    if _statistics is not None and not (_statistics.measured or _statistics.failure):
+        return (
+            f"nothing was measured in {clock.completed} iteration(s) up to {clock.iteration}: "
+            f"--tensor-statistics {_statistics.settings.every} measures the iterations that this "
+            "number divides"
+        )
+    if _collector is None or _collector.may_be_empty:
+        return None
+    outcome = _collector.outcome()
+    if outcome["tensors"]:
+        return None
+    if (cause := outcome["error"] or outcome["limit"]) is not None:
+        return f"nothing was collected: {cause}"
+    return (
+        f"nothing was collected in {clock.completed} iteration(s) up to {clock.iteration}: none of "
+        "them was selected, or none ran a selected module"
+    )
+
+
+def lacking_iterations() -> str | None:
+    """Return an error message if fewer iterations than requested were collected; None otherwise."""
+    if _audited or _collector is None or _collector.has_ring or _collector.settings.flag_file:
+        return None
+    wanted, collected = _collector.settings.control_iter, _collector.collected
+    if collected >= wanted:
         return None
     return (
-        f"nothing was collected in {clock.completed} iteration(s): none of them ran a selected "
-        "module, or the collection failed"
+        f"{wanted} iteration(s) were to be collected (--control-iter, --collect-iterations), and "
+        f"the run ended at iteration {clock.iteration} with {collected}"
     )

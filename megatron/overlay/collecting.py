@@ -17,7 +17,7 @@ from megatron.collection.limits import gib
 from megatron.collection.plan import Planner, make_plan, planned_iterations
 from megatron.collection.plan_report import report
 from megatron.collection.run_card import collection_folder, rank_coordinates
-from megatron.collection.settings import read_settings
+from megatron.collection.settings import enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings
 from megatron.collection.training_clock import clock
 from megatron.core import tensor_saver
@@ -53,7 +53,9 @@ def configure_later(request: Request) -> None:
     """
     if request.options.save_tensors is not None:
         os.environ["TENSOR_SAVE_ENABLED"] = "true"
-        os.environ["TENSOR_SAVE_DIR"] = request.options.save_tensors
+    if request.collects or enabled_by_environment():  # the script may change its folder
+        folder = collection_folder(request.collection["save_dir"])
+        os.environ["TENSOR_SAVE_DIR"] = str(folder.absolute())
     if request.options.collect_plan:
         os.environ["TENSOR_SAVE_ENABLED"] = "true"
     after = _stop_after_plan if request.options.collect_plan else None
@@ -158,6 +160,8 @@ def finish(request: Request) -> str | None:
     if request.options.collect_plan:
         return None if tensor_saver.current() is None else "no iteration of the plan has run"
     limits = tensor_saver.settle()
+    unreached = session.reason_for_nothing()
+    lacking = session.lacking_iterations()
     saver = tensor_saver.current()
     if saver is not None:
         tensors = sum(rank["tensors"] for rank in saver.ranks)
@@ -165,11 +169,13 @@ def finish(request: Request) -> str | None:
         lines = [f"saved {tensors} tensors, {size}, to {saver.settings.directory}"]
         lines += [f"the collection is not complete: {line}" for line in limits]
         _report(lines)
-    unobserved = session.ring_without_losses()
+    if unreached is not None and saver is not None:
+        saver.give_up(unreached)
     failure = tensor_saver.close()
-    if failure is not None:
-        return f"the collection is not complete: {failure}"
-    return unobserved
+    if unreached is not None:
+        return unreached
+    incomplete = failure or lacking
+    return None if incomplete is None else f"the collection is not complete: {incomplete}"
 
 
 def leave_exit_to_launcher() -> None:
@@ -177,6 +183,21 @@ def leave_exit_to_launcher() -> None:
     from megatron.core.low_precision import reach_check
 
     reach_check.leave_exit_to_launcher()
+
+
+def requested(request: Request) -> str | None:
+    """Return what the command line or the environment requests; None if they request nothing."""
+    from megatron.core.low_precision import reach_check
+
+    return reach_check.request() or ("tensor collection" if request.collects else None)
+
+
+def end_without_atexit() -> None:
+    """Do what is registered with `atexit`, in a process that ends without it."""
+    from megatron.core.low_precision import reach_check
+
+    session.close_at_exit()
+    reach_check.check_end()
 
 
 def _nothing_ran() -> str | None:

@@ -130,6 +130,7 @@ class TensorStatistics:
         """
         self.settings = settings
         self.failure: str | None = None  #: why the files are incomplete, or None
+        self.measured = False  #: whether an iteration has been measured on this rank
         #: operands of the current iteration and their sums, in the order of the matmuls
         self.latest: list[tuple[Place, Sums]] = []
         self.coordinates = dict(coordinates)  #: rank and size of each parallel group
@@ -213,6 +214,7 @@ class TensorStatistics:
         """Move the statistics of the iteration from the device to the rows to write."""
         if not self._pending:
             return
+        self.measured = True
         rows = torch.stack([measured for _, _, measured in self._pending]).tolist()
         self.latest = [
             (place, Sums(values, *row))
