@@ -214,14 +214,16 @@ def training_iteration(number: int) -> Iterator[None]:
     """
     if explicit_iteration.active():
         raise ValueError("training_iteration is inside of another one; end the first one before")
+    from megatron.core.low_precision import reach_check  # it needs this module
+
+    if clock.seed is None:  # the first iteration of the process
+        reach_check.check_same_formats()
     begin_run(())
     if isinstance(number, bool) or not isinstance(number, int) or number <= clock.iteration:
         raise ValueError(
             f"training_iteration({number!r}) follows iteration {clock.iteration}; give integers "
             "that rise from 1, and one block to all micro-batches of an iteration"
         )
-    from megatron.core.low_precision import reach_check  # it needs this module
-
     reach_check.check_unchanged()
     begin_iteration(number)
     iteration = explicit_iteration.ExplicitIteration(number)

@@ -18,7 +18,7 @@ from megatron.overlay.command_line import Request, parse
 
 #: environment variable with the command line of the launcher, for the processes of the script
 VARIABLE = "MEGATRON_OVERLAY_COMMAND"
-_started = False  #: whether this process has started another one by `fork` or multiprocessing
+_started = False  #: whether this process has started another one that is not a fork
 CHILD = Path(__file__).with_name("child_main.py")
 
 
@@ -26,7 +26,7 @@ def prepare_children(request: Request) -> None:
     """Set up all processes that this one starts by multiprocessing from now on."""
     script = request.script if request.is_module else str(Path(request.script).absolute())
     os.environ[VARIABLE] = json.dumps([*request.words, script])
-    os.register_at_fork(after_in_parent=_note_start, after_in_child=_forget_start)
+    os.register_at_fork(after_in_child=_forget_start)
     original = spawn.get_preparation_data
 
     @functools.wraps(original)
@@ -50,7 +50,10 @@ def _forget_start() -> None:
 
 
 def any_started() -> bool:
-    """Return whether this process has started another one, which may run the model."""
+    """Return whether this process has started another one, which may run the model.
+
+    Forks are left out: they tell this process whether they have run a model.
+    """
     return _started
 
 

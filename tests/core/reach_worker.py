@@ -68,6 +68,7 @@ def refusal(train, *args) -> str | None:
     try:
         train(*args)
     except ValueError as error:
+        reach_check.forget_refusals()
         return str(error)
     return None
 

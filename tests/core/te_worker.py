@@ -118,6 +118,7 @@ def refusal(function, **formats) -> str | None:
     try:
         function()
     except ValueError as error:
+        reach_check.forget_refusals()
         return str(error)
     finally:
         policy.configure()

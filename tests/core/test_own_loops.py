@@ -18,6 +18,7 @@ import json, logging
 import foreign_models
 from foreign_models import BATCH, SEQ, HIDDEN
 from megatron.core import tensor_parallel
+from megatron.core.low_precision import reach_check
 from megatron.core.tensor_saver import training_iteration
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -25,6 +26,7 @@ def refusal(function):
     try:
         function()
     except ValueError as error:
+        reach_check.forget_refusals()
         return str(error)
 
 def step(model, loss):
@@ -197,8 +199,12 @@ def test_a_collection_without_an_iteration_fails(tmp_path):
 BUILT = """
 import os
 model, loss = built()
-if "fork" in sys.argv and not os.fork():
+if "fork" in sys.argv[-1] and not os.fork():
+    if "training" in sys.argv[-1]:
+        step(model, loss)
     os._exit(0)
+if "fork" in sys.argv[-1]:
+    os.wait()
 if "compiled" in sys.argv:
     torch.compile(lambda: loss(model), backend="eager")()
 if "failing" in sys.argv:
@@ -211,12 +217,13 @@ if "failing" in sys.argv:
     [
         ("", {"CUSTOM_QUANT_TYPE": "mxfp8"}, "format mxfp8 was requested"),
         ("", {"TENSOR_SAVE_ENABLED": "true"}, "tensor collection was requested"),
-        ("fork", {"CUSTOM_QUANT_TYPE": "mxfp8"}, None),
+        ("fork", {"CUSTOM_QUANT_TYPE": "mxfp8"}, "format mxfp8 was requested"),
+        ("training fork", {"CUSTOM_QUANT_TYPE": "mxfp8"}, None),
         ("", {}, None),
     ],
 )
 def test_a_program_that_builds_a_model_and_runs_none_fails(word, variables, message):
-    """A fork may run the model in place of the program."""
+    """A fork may run the model in place of the program; most forks read data."""
     done = run(BUILT, word, **variables)
     assert done.returncode == (0 if message is None else 1), done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("[ERROR]")]
@@ -306,6 +313,119 @@ def test_a_model_that_changed_after_it_was_built_is_compared_with_the_audit():
     )
     assert results["skipped"] is None
     assert "not called: decoder.layers.1.self_attention.core_attention, " in results["log"]
+
+
+HANDLED = (
+    CHANGED[: CHANGED.index("for change in")]
+    + """
+model, loss = built("gpt")
+globals()[sys.argv[1]](model)
+for number in (1, 2, 3):
+    try:
+        with training_iteration(number):
+            step(model, loss)
+    except ValueError:
+        results[number] = True
+assert len(results) == 3, results
+"""
+)
+
+
+@pytest.mark.parametrize("change", ["own_linear", "replaced"])
+def test_a_program_that_handles_a_refusal_is_refused_again_and_fails(change):
+    done = run(HANDLED, change, CUSTOM_QUANT_TYPE="mxfp8")
+    assert done.returncode == 1, done.stderr
+    assert "[ERROR] the program has handled this error and went on: format mxfp8" in done.stderr
+
+
+FUNCTIONAL = """
+class Functional(foreign_models.Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x)[0] if CALLED else torch.nn.functional.linear(x, block.weight))
+        return self.readout(x)
+
+model = Functional()
+for number, CALLED in enumerate(map(int, sys.argv[1]), start=1):
+    with training_iteration(number):
+        model(torch.randn(SEQ, BATCH, HIDDEN)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("called", "status"), [("00", 1), ("01", 0), ("10", 0)])
+def test_a_model_that_never_calls_its_layers_fails(called, status):
+    done = run(FUNCTIONAL, called, CUSTOM_QUANT_TYPE="mxfp8")
+    assert done.returncode == status, done.stderr
+    text = "[ERROR] format mxfp8 reached nothing: the forward passes of Functional called none of"
+    assert (text in done.stderr) == bool(status)
+
+
+ADAPTER = """
+model, loss = built("gpt")
+layer = model.decoder.layers[0].mlp.linear_fc1
+
+class Adapted(type(layer)):
+    def forward(self, x, weight=None, **options):
+        output, bias = super().forward(x, weight, **options)
+        return output + (x @ self.down) @ self.up, bias
+
+layer.__class__ = Adapted
+layer.down = torch.nn.Parameter(torch.zeros(HIDDEN, 2))
+layer.up = torch.nn.Parameter(torch.zeros(2, len(layer.weight)))
+step(model, loss)
+"""
+
+
+def test_matmuls_that_a_subclass_adds_to_a_layer_are_named():
+    done = run(ADAPTER, CUSTOM_QUANT_TYPE="mxfp8")
+    assert done.returncode == 0, done.stderr
+    name = "decoder.layers.0.mlp.linear_fc1 (Adapted)"
+    assert f"outside of the audit, in high precision: {name}: matmul x2\n" in done.stderr
+
+
+LATE_VARIABLE = """
+import os
+from megatron.fake_quant import policy
+model, loss = built()
+policy.configure()
+os.environ["CUSTOM_QUANT_TYPE"] = "mxfp8"
+results = {"late": refusal(lambda: step(model, loss))}
+policy.configure()
+results["again"] = refusal(lambda: step(model, loss))
+print(json.dumps(results))
+"""
+
+
+def test_a_variable_that_is_set_too_late_is_refused():
+    results = report(LATE_VARIABLE)
+    assert "CUSTOM_QUANT_TYPE was not set when the formats of this run were" in results["late"]
+    assert results["again"] is None
+
+
+LACKING = """
+model, loss = built()
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], **json.loads(sys.argv[2]))
+for number in (1, 2):
+    with training_iteration(number):
+        step(model, loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"collect_iterations": "1,9"}, "the run ended at iteration 2 with 1"),
+        ({"collect_iterations": "9"}, "nothing was collected in 2 iteration(s) up to 2: none"),
+        ({"control_iter": 3}, "3 iteration(s) were to be collected"),
+        ({"tensor_statistics": 9}, "--tensor-statistics 9 measures the iterations that"),
+        ({"collect_layers": "0,9"}, "--collect-layers: the model has no layer 9; its layers are"),
+        ({"collect_iterations": "2-"}, None),
+    ],
+)
+def test_a_run_that_collects_less_than_requested_fails(tmp_path, flags, message):
+    done = run(LACKING, tmp_path, json.dumps(flags))
+    assert done.returncode == (0 if message is None else 1), done.stderr
+    assert message is None or message in done.stderr
 
 
 LATER = """

@@ -58,6 +58,8 @@ class Findings:
     outside: dict[str, Counter[str]] = field(default_factory=dict)
     #: names of modules inside transformer layers that ran fused attention outside of our layers
     foreign_attention: list[str] = field(default_factory=list)
+    #: whether a layer that can be quantized or collected was called
+    any_called: bool = False
     keys: int = 1  #: largest number of keys of an attention layer; 1 without attention
 
 
@@ -141,7 +143,10 @@ class FirstForward:
         for handle in self._handles:
             handle.remove()
         self._visited.clear()
-        findings = Findings(keys=self._keys)
+        layers = [layer for layer in self._model.modules() if isinstance(layer, Collected)]
+        quantized = any(name in QUANTIZED for kinds in self._outside.values() for name in kinds)
+        called = any(layer in self._called for layer in layers)
+        findings = Findings(keys=self._keys, any_called=called or quantized)
         for layer in self._model.modules():
             if isinstance(layer, Quantized):
                 self._compare(layer, findings)
@@ -169,6 +174,11 @@ class FirstForward:
         expected = sum(formats is not None for formats in plans)
         quantized = sum(count * operations[name] for name, count in QUANTIZED.items())
         others = sum(count for name, count in operations.items() if name not in QUANTIZED)
+        allowed = (len(plans) - expected) * (quantized // expected if expected else 0)
+        if expected and quantized >= expected and others > allowed:  # such as a low-rank adapter
+            text = f"{layer.identity.name} ({type(layer).__name__})"
+            plain = {name: count for name, count in operations.items() if name not in QUANTIZED}
+            findings.outside[text] = Counter(plain)
         if quantized < expected and others:
             findings.without_format.append(f"{layer.identity.name} ({type(layer).__name__})")
         elif operations[FUSED_ATTENTION]:

@@ -4,15 +4,17 @@ The check runs before the first training step of each model, under every trainer
 schedules call `prepare`, and in other loops the hook of `model_roots` calls `enter`. A model with
 no layer to quantize or collect is refused. Modules that are not reached are named in the log and in
 the run card. After the first forward pass, the operations that ran are compared with the audit; see
-`first_forward`. If a program ends although its models were never reached or never ran, it exits
-with status 1.
+`first_forward`. If a program ends although its models were never reached, never ran or were
+refused, it exits with status 1, also if it handles the errors of this module as its own.
 """
 
 import atexit
+import contextlib
 import logging
+import mmap
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from megatron.collection import session
+from megatron.collection.collectives import from_all_ranks
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock, need_clock
 from megatron.core import parallel_state, tensor_saver
@@ -51,7 +54,15 @@ _missed: set[str] = set()  #: models that ran and have no layer to quantize or c
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 _reached = False  #: whether a model with a layer to quantize or collect has run
-_forked = False  #: whether a fork was started, which may run the model
+#: Last refusal of each model, by its `id`, and the function that refused it; the program may have
+#: handled the error.
+_refused: dict[tuple[int, str], str] = {}
+#: Names of models whose forward passes have called none of their layers, by the `id` of the model.
+_idle: dict[int, str] = {}
+_any_called = False  #: whether a model in training has called a layer to quantize or collect
+#: Byte that this process shares with its forks: whether one of them, or it, has run a model. It is
+#: made with the first layer, so that programs of one fork server do not share it.
+_ran_in_family: mmap.mmap | None = None
 _left_to_launcher = False  #: whether the caller decides how a program ends in which no model ran
 
 
@@ -74,6 +85,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     Raises:
         ValueError: if the model trains and is refused; see `prepare`.
     """
+    policy.check_environment()
     if request() is None:
         return
     if module in _observed and not model_roots.layers_without_name():
@@ -98,6 +110,8 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     first = module not in _observed
     _observed.add(module)
     observer = FirstForward(module, inputs) if first and not is_compiled(module) else None
+    if first and observer is None:
+        _note_call(module)
     _after_this_call(module, partial(_end_first_forward, module, observer))
 
 
@@ -144,6 +158,31 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
         ValueError: if a module of a transformer layer is not reached, if no layer of any model is
             reached, or if a rule or a selection does not fit the model.
     """
+    policy.check_environment()
+    with _remembered(chunks, "prepare"):
+        _prepare(chunks, seq_length)
+
+
+@contextlib.contextmanager
+def _remembered(models: Sequence[torch.nn.Module], where: str) -> Iterator[None]:
+    """Remember a refusal of the models until the exit, or until the block has no error."""
+    keys = [(id(model), where) for model in models]
+    try:
+        yield
+    except ValueError as error:
+        _refused.update(dict.fromkeys(keys, str(error)))
+        _check_reach_at_exit()
+        raise
+    for key in keys:
+        _refused.pop(key, None)
+
+
+def forget_refusals() -> None:
+    """Let the program end normally although it has handled a refusal, which it expected."""
+    _refused.clear()
+
+
+def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
     requested = request()
     for chunk in chunks:
         if requested is not None:
@@ -181,14 +220,16 @@ def check_unchanged() -> None:
     Raises:
         ValueError: if a module inside a transformer layer is no longer reached.
     """
+    policy.check_environment()
     if request() is None:
         return
     for model in list(_prepared):
         if _checked_modules.get(model) == (now := _hash_of_modules(model)):
             continue
-        transformer_engine.attach(model)
-        name_model(model)
-        check_coverage(model, collecting=collecting())
+        with _remembered([model], "check_unchanged"):
+            transformer_engine.attach(model)
+            name_model(model)
+            check_coverage(model, collecting=collecting())
         _checked_modules[model] = now
         missed = unreached(model)
         session.add_to_card("not_reached", missed)
@@ -198,6 +239,23 @@ def check_unchanged() -> None:
             type(model).__name__,
             clock.iteration,
             ", ".join(missed) or "none",
+        )
+
+
+def check_same_formats() -> None:
+    """Raise ValueError on all ranks if their formats differ. Must be called on all ranks.
+
+    An environment variable may be missing on one of several machines.
+    """
+    types = from_all_ranks(policy.current().quant_type)
+    if len(set(types)) > 1:
+        ranks = "; ".join(
+            f"{kind} on rank(s) {', '.join(str(n) for n, of in enumerate(types) if of == kind)}"
+            for kind in dict.fromkeys(types)
+        )
+        raise ValueError(
+            f"the ranks have different formats: {ranks}; set the same flags and environment "
+            "variables on every machine"
         )
 
 
@@ -239,12 +297,19 @@ def _note_reach(model: torch.nn.Module) -> bool:
         )
     else:
         reached = bool(layers)
-    if not (_missed or _reached):
-        atexit.register(_exit_if_nothing_was_reached)
+    _check_reach_at_exit()
     _reached |= reached
+    if _ran_in_family is not None:
+        _ran_in_family[0] = 1
     if not reached:
         _missed.add(type(model).__name__)
     return reached
+
+
+def _check_reach_at_exit() -> None:
+    """Let the program end with status 1 if its models were not reached or refused."""
+    atexit.unregister(_exit_if_nothing_was_reached)
+    atexit.register(_exit_if_nothing_was_reached)
 
 
 def check_recipe_and_selection(*, at_end: bool) -> None:
@@ -340,10 +405,29 @@ def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, fa
     findings = observer.end()
     if failed:
         return
+    if findings.any_called:
+        _note_call(model)
+    elif not _any_called and model_roots.layers_of(model):  # the next forward pass may call one
+        _idle[id(model)] = type(model).__name__
+        _observed.discard(model)
+        model_roots.watch()
     if not session.audited() and _sizes_of_parts() == 1:
         _keys[model] = findings.keys
         session.set_audit(_audit(list(_keys), max(_keys.values()), alone=True))
-    _report(findings)
+    try:
+        with _remembered([model], "_report"):
+            _report(findings)
+    except ValueError:  # refuse the next forward pass, too
+        _observed.discard(model)
+        model_roots.watch()
+        raise
+
+
+def _note_call(model: torch.nn.Module) -> None:
+    """Note that a model in training has called a layer."""
+    global _any_called
+    _any_called = True
+    _idle.pop(id(model), None)
 
 
 def _report(findings: Findings) -> None:
@@ -381,8 +465,9 @@ def _report(findings: Findings) -> None:
 
 
 def a_model_ran() -> bool:
-    """Return whether a model, or a layer of megatron-core, has run in this process."""
-    return bool(_reached or _missed or model_roots.ran_unseen())
+    """Return whether a model, or a layer, has run in this process or in a fork of it."""
+    fork_ran = _ran_in_family is not None and _ran_in_family[0]
+    return bool(_reached or _missed or model_roots.ran_unseen() or fork_ran)
 
 
 def check_at_exit() -> None:
@@ -391,19 +476,22 @@ def check_at_exit() -> None:
     Called when the first layer is built: a program without layers may be a tool that only inherits
     the environment variables.
     """
+    _watch_forks()
     atexit.register(_exit_if_no_model_ran, os.getpid())
-    os.register_at_fork(after_in_parent=_note_fork)
 
 
 def leave_exit_to_launcher() -> None:
     """Let a launcher, or a trainer that may run none of its models, decide how a run ends."""
     global _left_to_launcher
     _left_to_launcher = True
+    _watch_forks()
 
 
-def _note_fork() -> None:
-    global _forked
-    _forked = True
+def _watch_forks() -> None:
+    """Let forks of this process tell it that they have run a model."""
+    global _ran_in_family
+    if _ran_in_family is None:
+        _ran_in_family = mmap.mmap(-1, 1)
 
 
 def _exit_if_no_model_ran(owner: int) -> None:
@@ -415,7 +503,7 @@ def _exit_if_no_model_ran(owner: int) -> None:
     Args:
         owner: ID of the process that built the model; its forks may end without running it.
     """
-    if _left_to_launcher or _forked or os.getpid() != owner:
+    if _left_to_launcher or os.getpid() != owner:
         return
     if getattr(sys, "last_value", None) is not None:
         return
@@ -428,13 +516,26 @@ def _exit_if_no_model_ran(owner: int) -> None:
     )
 
 
+def check_end() -> None:
+    """End the program with status 1 if a request has reached nothing, as Python's exit does."""
+    _exit_if_nothing_was_reached()
+
+
 def _exit_if_nothing_was_reached() -> None:
     """End the program with status 1 if its models ran and a request reached none of them."""
     if getattr(sys, "last_value", None) is not None or request() is None:
         return
-    if not _reached:
+    if not _reached and _missed:
         session.end_with_error(f"{request()} reached no layer of {', '.join(sorted(_missed))}")
-    if enabled_by_environment() and not session.configured():
+    if _refused:
+        refusal = next(iter(_refused.values()))
+        session.end_with_error(f"the program has handled this error and went on: {refusal}")
+    if _idle and not _any_called:
+        session.end_with_error(
+            f"{request()} reached nothing: the forward passes of {', '.join(_idle.values())} "
+            "called none of its layers; call them as modules"
+        )
+    if enabled_by_environment() and not session.configured() and (_reached or _missed):
         session.end_with_error(
             "TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran"
         )

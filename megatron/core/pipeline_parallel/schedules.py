@@ -138,6 +138,7 @@ def _iteration(run, model, seq_length):
     global _training, _steps, _checked
     if not _checked:
         chunks = model if isinstance(model, list) else [model] if model is not None else []
+        reach_check.check_same_formats()
         tensor_saver.begin_run(chunks)
         _check_schedule_of_recipe()
         if not tensor_saver.configured():
