@@ -1,9 +1,12 @@
 """Set up a process as the command line requests, and then run the script in it."""
 
+import contextlib
+import functools
 import importlib
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -12,6 +15,7 @@ import torch
 
 from megatron import cpu_backend
 from megatron.fake_quant import policy
+from megatron.fake_quant.policy.variables import OF_SCRIPTS
 from megatron.overlay import children, execution, module_sources, replacements
 from megatron.overlay.command_line import Request, parse
 from megatron.overlay.missing_packages import missing_packages
@@ -62,6 +66,9 @@ def _set_up(request: Request, sources: Sources) -> None:
         script = [] if request.is_module else [Path(request.script).resolve().parent]
         cpu_backend.activate_for_scripts(*script, *sources.trees())
     children.prepare_children(request)
+    for name in OF_SCRIPTS:
+        if os.environ.get(name):
+            _refuse(f"environment variable {name} is not read here; set {policy.TYPE_VARIABLE}")
     try:
         policy.configure(**request.formats)
     except ValueError as error:
@@ -98,10 +105,50 @@ def _collecting() -> ModuleType:
 def _run(request: Request) -> None:
     """Run the script until it ends normally; any other end is raised."""
     try:
-        execution.execute(request)
+        with _watching_ends(request):
+            execution.execute(request)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+
+
+@contextlib.contextmanager
+def _watching_ends(request: Request) -> Iterator[None]:
+    """Check the result also if the script ends by `os._exit(0)`, and refuse `os.exec`.
+
+    Python runs no further code of this process after either of them.
+    """
+    owner, leave, replacing = os.getpid(), os._exit, (os.execv, os.execve)
+
+    def leave_checked(status: int) -> NoReturn:
+        if os.getpid() == owner and status == 0:
+            if (failure := _collecting().finish(request)) is not None:
+                _report(f"[ERROR] {failure}")
+                leave(RUN_ERROR)
+            _collecting().end_without_atexit()
+        leave(status)
+
+    def refusing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @functools.wraps(replace)
+        def replace_checked(path: Any, *arguments: Any) -> NoReturn:
+            requested = _collecting().requested(request)
+            if os.getpid() == owner and requested is not None:
+                raise ValueError(
+                    f"{requested} is requested, and the script replaces itself by {path} "
+                    "(os.exec), which would run without it; start that program with `python -m "
+                    "megatron.overlay`"
+                )
+            replace(path, *arguments)
+
+        return replace_checked
+
+    os._exit = leave_checked
+    os.execv, os.execve = map(refusing, replacing)
+    try:
+        yield
+    finally:
+        os._exit = leave
+        os.execv, os.execve = replacing
 
 
 def _announce(request: Request, sources: Sources) -> None:

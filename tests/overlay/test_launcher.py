@@ -4,6 +4,7 @@ The folder `tree` holds the script and its own `megatron.training`, as Megatron-
 """
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -147,6 +148,10 @@ def test_a_process_of_a_fork_server_has_the_same_set_up():
         (["--save-tensors", "a", "--tensor-save-dir", "b"], "remove --tensor-save-dir"),
         (["--save-tensors", "a", "--collect-layers", "x"], "'x' is not understood"),
         (["--save-tensors", "a", "--control-iter", "-1"], "--control-iter is -1"),
+        (["--quant", ""], "--quant is empty; give a value"),
+        (["--save-tensors="], "--save-tensors is empty; give a value"),
+        (["--quant", "mxfp8", "--custom-quant-type", "mxfp4"], "is given twice; give it once"),
+        (["--collect-micro-batches", "1"], "has no effect without --save-tensors DIR"),
     ],
 )
 def test_a_wrong_command_line_is_refused(flags, message):
@@ -165,6 +170,13 @@ def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
     result = overlay("--do", "show", flags=["--save-tensors", tmp_path / "dump"])
     assert result.returncode == 1
     assert "the script ran no training iteration" in result.stderr
+
+
+def test_a_relative_folder_is_in_the_folder_where_the_run_was_started(tmp_path):
+    """The script changes its folder before it trains."""
+    relative = os.path.relpath(tmp_path / "dump", TREE)
+    assert len(iterations(overlay("--do", "move", flags=["--save-tensors", relative]))) == 2
+    assert len(TensorStore(tmp_path / "dump").select()) > 0
 
 
 def test_a_plan_is_printed_and_the_script_ends_before_the_first_update(tmp_path):
@@ -262,3 +274,38 @@ def test_a_checkout_with_an_unsupported_core_is_refused(tmp_path):
     assert f"megatron-core 0.9.0 is behind this tree, in {core}" in result.stderr
     assert f"or check out a supported release in {core}" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "message"),
+    [
+        ("os._exit(0)", ["--quant", "mxfp8"], "but the script ran no model of megatron-core"),
+        ("os._exit(0)", ["--save-tensors", "dump"], "the script ran no training iteration"),
+        (
+            "os.execvp(sys.executable, [sys.executable, '-c', ''])",
+            ["--quant", "mxfp8"],
+            "format mxfp8 is requested, and the script replaces itself",
+        ),
+        ("os.fork() or os._exit(0)", ["--quant", "mxfp8"], "but the script ran no model"),
+    ],
+)
+def test_a_script_that_leaves_python_reaches_nothing_and_fails(tmp_path, code, flags, message):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys\n{code}\n")
+    result = overlay(flags=flags, script=script, libraries_only=True)
+    assert result.returncode == 1, result.stderr
+    assert message in result.stderr
+
+
+def test_a_collection_is_complete_if_the_script_leaves_python(tmp_path):
+    output(overlay("--do", "leave", flags=["--save-tensors", tmp_path / "dump"]))
+    [card] = (tmp_path / "dump").glob("run*.json")
+    assert json.loads(card.read_text())["status"] == "finished"
+    assert not verify(TensorStore(tmp_path / "dump")).errors
+
+
+def test_a_variable_of_the_shell_scripts_is_refused():
+    env = environment(PYTHONPATH=REPO, QUANT_TYPE="mxfp8")
+    result = forks.run("-m", "megatron.overlay", SCRIPT, cwd=TREE, env=env)
+    assert result.returncode == 2
+    assert "QUANT_TYPE is not read here; set CUSTOM_QUANT_TYPE" in result.stderr

@@ -1,6 +1,7 @@
 """Script of another source tree: it trains, or shows how Python has started it (`--do`)."""
 
 import multiprocessing
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -65,6 +66,17 @@ def configure_and_run() -> None:
     run()
 
 
+def move_and_run() -> None:
+    os.chdir("/")
+    run()
+
+
+def run_and_leave() -> None:
+    run()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def fail() -> None:
     raise RuntimeError("the script fails")
 
@@ -75,5 +87,5 @@ if __name__ == "__main__":
     else:
         initialize()
         actions = {"train": run, "show": show, "exit": lambda: sys.exit(7), "fail": fail}
-        actions["configure"] = configure_and_run
+        actions |= {"configure": configure_and_run, "move": move_and_run, "leave": run_and_leave}
         actions[get_args().do]()
