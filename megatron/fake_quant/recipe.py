@@ -118,6 +118,19 @@ class Recipe:
                 free = [(low, high) for low, high in pieces if low <= high and low < math.inf]
         return tuple(applicable)
 
+    def check_in_run(self, train_iters: int | None) -> None:
+        """Raise ValueError if the recipe sets no format before the run ends.
+
+        Args:
+            train_iters: last iteration of the run, if known.
+        """
+        starts = [rule.iterations[0] for rule in self.rules if any(rule.config.values())]
+        if train_iters and starts and min(starts) > train_iters:
+            raise ValueError(
+                f"recipe {self.path} sets its first format in iteration {min(starts):.0f}, and the "
+                f"run ends at iteration {train_iters}; raise --train-iters, or change the recipe"
+            )
+
     def changes(self) -> list[int]:
         """Return the iterations, from 2 on, at which a rule starts to apply or stops applying."""
         ends = {

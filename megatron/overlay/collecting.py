@@ -21,6 +21,7 @@ from megatron.collection.settings import enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings
 from megatron.collection.training_clock import clock
 from megatron.core import tensor_saver
+from megatron.fake_quant import policy
 from megatron.overlay import children, script_arguments
 from megatron.overlay.command_line import Request
 
@@ -68,6 +69,8 @@ def _configuration(request: Request) -> dict[str, Any]:
         multiprocessing.util.Finalize(None, session.close_at_exit, exitpriority=0)
     args = script_arguments.current()
     done = int(args.get("iteration") or 0)
+    if (recipe := policy.current().recipe) is not None:
+        recipe.check_in_run(args.get("train_iters"))
     if request.options.collect_plan:  # count an iteration that is selected
         done = _planned(request, done)[0] - 1
     return {"args": args | request.for_run_card, "iteration": done, **request.collection}

@@ -54,7 +54,9 @@ def check_collection(args: argparse.Namespace) -> None:
         and not (measured and flag.name == "tensor_save_dir")
     ]
     try:
-        StatisticsSettings.parse(tensor_statistics=args.tensor_statistics)
+        StatisticsSettings.parse(
+            tensor_statistics=args.tensor_statistics, train_iters=args.train_iters
+        )
         asked = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
         if given and not asked:
             raise ValueError(

@@ -33,6 +33,8 @@ def configure_formats(args: argparse.Namespace) -> None:
             recipe=args.quant_recipe,
             accumulate=args.quant_accumulate,
         )
+        if formats.recipe is not None and not args.quant_audit:
+            formats.recipe.check_in_run(args.train_iters)
         collecting = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
     except ValueError as error:
         raise UserError(str(error)) from error

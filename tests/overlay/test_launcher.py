@@ -166,6 +166,17 @@ def test_a_missing_script_is_refused():
     assert (result.returncode, "give the path of a Python file" in result.stderr) == (2, True)
 
 
+def test_a_recipe_after_the_last_iteration_is_refused(tmp_path):
+    path = tmp_path / "late.yaml"
+    matcher = "{config: mxfp8, type: glob, pattern: '*', iterations: 100-, enabled: true}"
+    path.write_text(f"matchers:\n  late: {matcher}\n")
+    result = overlay(flags=["--quant-recipe", path])
+    assert result.returncode == 1
+    assert (
+        "sets its first format in iteration 100, and the run ends at iteration 2" in result.stderr
+    )
+
+
 def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
     result = overlay("--do", "show", flags=["--save-tensors", tmp_path / "dump"])
     assert result.returncode == 1

@@ -207,3 +207,15 @@ def test_a_recipe_that_is_not_there_is_an_error_of_one_line(tmp_path):
     assert done.status != 0
     assert "absent.yaml: it cannot be read: No such file" in done.errors
     assert "Traceback" not in done.errors
+
+
+def test_a_recipe_or_statistics_after_the_last_iteration_are_refused(tmp_path):
+    path = tmp_path / "late.yaml"
+    matcher = "{config: mxfp8, type: glob, pattern: '*', iterations: 100-, enabled: true}"
+    path.write_text(f"matchers:\n  late: {matcher}\n")
+    done = train("--mock-data", "--quant-recipe", path)
+    assert done.status != 0
+    assert "sets its first format in iteration 100, and the run ends at iteration 6" in done.errors
+    done = train("--mock-data", "--tensor-statistics", "7")
+    assert done.status != 0
+    assert "--tensor-statistics 7 measures no iteration of a run to --train-iters 6" in done.errors

@@ -69,22 +69,33 @@ class StatisticsSettings:
 
     @classmethod
     def parse(
-        cls, *, directory: str | None = None, tensor_statistics: int | None = None
+        cls,
+        *,
+        directory: str | None = None,
+        tensor_statistics: int | None = None,
+        train_iters: int | None = None,
     ) -> "StatisticsSettings | None":
         """Create the settings from the flags; return None without `--tensor-statistics`.
 
         Args:
             directory: folder of the collection; None for the default.
             tensor_statistics: value of the flag.
+            train_iters: last iteration of the run, if known.
 
         Raises:
-            ValueError: if the number of iterations is not positive, or pyarrow is not installed.
+            ValueError: if the number of iterations is not positive, if the run ends before it, or
+                if pyarrow is not installed.
         """
         if tensor_statistics is None:
             return None
         if tensor_statistics < 1:
             raise ValueError(
                 f"--tensor-statistics is {tensor_statistics}; give 1 or more, or leave it out"
+            )
+        if train_iters and tensor_statistics > train_iters:
+            raise ValueError(
+                f"--tensor-statistics {tensor_statistics} measures no iteration of a run to "
+                f"--train-iters {train_iters}; lower it, or raise --train-iters"
             )
         check_installed("pyarrow", "--tensor-statistics")
         return cls(tensor_statistics, collection_folder(directory) / FOLDER)
