@@ -244,6 +244,23 @@ def test_an_error_of_a_program_that_runs_no_model_is_the_only_one():
     assert "[ERROR]" not in done.stderr
 
 
+FULL = """
+import resource
+model, loss = built()
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+with training_iteration(1):
+    step(model, loss)
+"""
+
+
+def test_a_collection_that_cannot_write_fails_at_the_end(tmp_path):
+    """Nothing but the environment requests it, so no trainer closes it."""
+    done = run(FULL, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert f"cannot write to {tmp_path}: [Errno 27]" in done.stderr
+    assert "[ERROR]" in done.stderr
+
+
 RING = """
 model, loss = built()
 tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], collect_ring=2)
@@ -400,6 +417,24 @@ def test_a_variable_that_is_set_too_late_is_refused():
     results = report(LATE_VARIABLE)
     assert "CUSTOM_QUANT_TYPE was not set when the formats of this run were" in results["late"]
     assert results["again"] is None
+
+
+RANKS = """
+import os
+if os.environ["RANK"] == "1":
+    os.environ["CUSTOM_QUANT_TYPE"] = "mxfp8"
+"""
+
+
+def test_ranks_with_different_formats_are_refused(tmp_path):
+    """The variable is set on one of two machines."""
+    script = tmp_path / "script.py"
+    train = "model, loss = built()\nwith training_iteration(1): step(model, loss)\n"
+    script.write_text(RANKS + START + train)
+    done = forks.run(script, ranks=2, env=environment(PYTHONPATH=REPO))
+    assert done.returncode == 1
+    message = "the ranks have different formats: bf16 on rank(s) 0; mxfp8 on rank(s) 1; set the"
+    assert message in done.stderr
 
 
 LACKING = """
