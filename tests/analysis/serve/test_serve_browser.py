@@ -168,6 +168,56 @@ def test_a_user_looks_at_every_view(explorer, browser):
     tab.close()
 
 
+def test_back_forward_and_reload_keep_the_position_in_a_page(explorer, browser):
+    visit = Visit(browser, viewport={"width": 1400, "height": 400})
+    tab = visit.tab
+
+    def position():
+        return tab.evaluate("window.scrollY")
+
+    def scroll(to):
+        tab.mouse.move(5, 200)  # beside the figures
+        tab.mouse.wheel(0, to - position())
+        wait_for(lambda: abs(position() - to) < 2)
+        tab.wait_for_timeout(400)
+
+    with served(explorer) as port:
+        tab.goto(f"http://127.0.0.1:{port}/?format=mxfp4")
+        visit.see(MAP)
+        visit.see(".panel-worst td")
+        scroll(240)
+        tab.focus("[data-grid=map]")
+        tab.keyboard.press("ArrowRight")
+        tab.keyboard.press("Enter")
+        visit.see("h2.name")
+        wait_for(lambda: position() == 0)
+        visit.see(".panel-histogram .plot-container")
+        scroll(900)
+        tab.select_option("select[data-param=format]", "mxfp8")
+        wait_for(lambda: "format=mxfp8" in tab.url)
+        assert abs(position() - 900) < 2
+        tab.go_back()
+        wait_for(lambda: tab.input_value("select[data-param=format]") == "mxfp4")
+        assert abs(position() - 900) < 2
+        tab.reload()
+        visit.see("h2.name")
+        wait_for(lambda: abs(position() - 900) < 2)
+        tab.go_back()
+        visit.see(MAP)
+        wait_for(lambda: abs(position() - 240) < 2)
+        tab.go_forward()
+        visit.see("h2.name")
+        wait_for(lambda: abs(position() - 900) < 2)
+        tab.keyboard.press("Escape")
+        visit.see(MAP)
+        wait_for(lambda: position() == 0)
+        tab.go_back()
+        visit.see("h2.name")
+        wait_for(lambda: abs(position() - 900) < 2)
+    assert visit.errors == []
+    tab.close()
+
+
 def test_a_phone_shows_everything_without_overflow(explorer, browser):
     visit = Visit(browser, viewport={"width": 390, "height": 800}, color_scheme="dark")
     tab = visit.tab

@@ -3,11 +3,50 @@
   "use strict";
   const parameters = () => new URLSearchParams(window.location.search);
 
-  const open = (search) => window.dash_clientside.set_props("url", { search });
+  function open(search, top) {
+    keep();
+    leaving = "";
+    const { pathname, hash } = window.location;
+    window.history.pushState({ scroll: top ? 0 : window.scrollY }, "", pathname + search + hash);
+    if (top) window.scrollTo(0, 0);
+    window.dispatchEvent(new PopStateEvent("popstate")); // Dash reads the address
+  }
+
+  /* A page gets its height after the browser has tried to restore the position in it. Therefore,
+     each entry of the history keeps its position, which is restored while the page grows. */
+  const PATIENCE = 4000; // in milliseconds; the user's own scrolling ends the restoring earlier
+  let goal = null, deadline = 0, timer = 0;
+  let leaving = ""; // address of the map in which the user has clicked a cell
+
+  function keep() {
+    if (goal === null) window.history.replaceState({ ...window.history.state, scroll: window.scrollY }, "");
+  }
+
+  function restorePosition(state) {
+    goal = state && Number.isFinite(state.scroll) ? state.scroll : null;
+    deadline = performance.now() + PATIENCE;
+    scroll();
+  }
+
+  function scroll() {
+    if (leaving && window.location.href !== leaving) { leaving = ""; window.scrollTo(0, 0); }
+    if (goal === null) return;
+    if (performance.now() > deadline) goal = null;
+    else if (document.documentElement.scrollHeight - window.innerHeight >= goal) window.scrollTo(0, goal);
+  }
+
+  window.history.scrollRestoration = "manual";
+  restorePosition(window.history.state);
+  window.addEventListener("popstate", (event) => { if (event.isTrusted) { leaving = ""; restorePosition(event.state); } });
+  window.addEventListener("scroll", () => { clearTimeout(timer); timer = setTimeout(keep, 200); }, { passive: true });
+  window.addEventListener("pagehide", keep);
+  for (const name of ["wheel", "touchstart", "pointerdown", "keydown"]) {
+    document.addEventListener(name, () => { goal = null; }, { capture: true, passive: true });
+  }
 
   function go(query) {
     const text = query.toString();
-    open(text ? `?${text}` : "");
+    open(text ? `?${text}` : "", false);
   }
 
   /* Elements that no callback changes: texts, or [tag, properties, ...children]. */
@@ -39,8 +78,7 @@
     const anchor = event.target.closest("a[data-view]");
     if (anchor && !(event.ctrlKey || event.metaKey || event.shiftKey || event.altKey)) {
       event.preventDefault();
-      open(anchor.getAttribute("href").replace(/^\?$/, ""));
-      window.scrollTo(0, 0);
+      open(anchor.getAttribute("href").replace(/^\?$/, ""), true);
     }
   });
 
@@ -62,6 +100,8 @@
 
   function pick(grid, row, column) {
     count += 1;
+    keep();
+    leaving = window.location.href;
     window.dash_clientside.set_props("pick", { data: { grid: grid.dataset.grid, row, column, count } });
   }
 
@@ -217,6 +257,7 @@
     }
     for (const plot of document.querySelectorAll("[data-rows] .js-plotly-plot, [data-zoom] .js-plotly-plot")) watch(plot);
     restore();
+    scroll();
   });
   observer.observe(document.documentElement, { childList: true, subtree: true, attributes: true, attributeFilter: ["class"] });
 })();
