@@ -140,10 +140,10 @@ def number(value: float, statistic: Statistic | None = None) -> str:
         exact = statistic is not None and statistic.unit == "dB" and value > 0
         return "exact" if exact else ("∞" if value > 0 else "-∞")
     if statistic is not None and statistic.percent:
-        value *= 100
+        value = 100 * value + 0.0  # the sum has no negative zero
         return f"{value:.3g}" if abs(value) >= 1e-3 or not value else f"{value:.1e}"
     if statistic is not None and statistic.unit == "dB":
-        return f"{value:.1f}"
+        return f"{round(value, 1) + 0.0:.1f}"
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:.3g}"

@@ -149,6 +149,7 @@ class Explorer:
         if tensor is None:
             return None
         beside = catalog.find(address.beside) if address.beside else None
+        beside = None if beside == tensor else beside
         formats = tuple(dict.fromkeys([*self.formats, address.format]))
         formats = tuple(name for name in formats if name)
         return Subject(catalog, self.contents, tensor, beside, address, formats)

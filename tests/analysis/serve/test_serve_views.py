@@ -12,6 +12,7 @@ import plotly.utils
 import pytest
 import torch
 
+from megatron.analysis.serve import charts
 from megatron.analysis.serve.application import _Views, create
 from megatron.analysis.serve.charts import plain
 from megatron.analysis.serve.contents import NotShownError
@@ -19,6 +20,7 @@ from megatron.analysis.serve.pages import tensor_page, training_page
 from megatron.analysis.serve.pages.parts import dcc, html
 from megatron.analysis.serve.pages.static import Static, static
 from megatron.analysis.serve.pixels import Region, reduce
+from megatron.analysis.serve.statistics import BY_NAME
 from megatron.analysis.serve.training import Series
 from megatron.fake_quant import fake_quantize
 from tests.analysis.fake_dump import RUNS, records, values, write_dump, write_tensor
@@ -185,6 +187,23 @@ def test_the_iterations_of_a_short_run_are_whole_numbers(last, dtick):
     series.values = {"lm loss": {1: 7.5, last: 7.0}}
     figure = training_page._curve([series], "lm loss", {"run": "#000000"})
     assert figure["layout"]["xaxis"].get("dtick") == dtick
+    assert figure["layout"]["yaxis"]["exponentformat"] == "power"  # not 800µ for 0.0008
+
+
+def test_no_number_is_a_negative_zero():
+    assert charts.number(-0.04, BY_NAME["sqnr_db"]) == "0.0"
+    assert charts.number(-0.06, BY_NAME["sqnr_db"]) == "-0.1"
+    assert charts.number(-0.0, BY_NAME["relative_bias"]) == "0"
+    assert tensor_page._error(-0.004, share=False) == "0.00"
+    assert tensor_page._error(-0.006, share=False) == "-0.01"
+    assert tensor_page._error(-0.0, share=True) == "0 %"
+
+
+def test_a_tensor_is_not_compared_with_itself(explorer):
+    own = explorer.catalog.id_of(find(explorer, "query"))
+    subject = explorer.subject(explorer.resolved(f"?v=tensor&t={own}&beside={own}"))
+    assert subject.beside is None
+    assert f'"value": "{own}"' not in shown_text(tensor_page._controls(explorer, subject)[-1])
 
 
 def test_the_page_needs_no_other_machine(explorer):

@@ -31,6 +31,7 @@ from megatron.analysis.serve.pages.parts import (
 from megatron.analysis.serve.statistics import BY_NAME, OUTPUT_SQNR, STATISTICS
 
 WORST = 12  #: number of tensors in the list of the worst ones
+CELL = 31  #: minimum width of a cell, in which a number of four characters fits
 MOST_TEXTS = 200_000  #: maximum number of cells with a text of their own
 
 
@@ -268,7 +269,7 @@ def _grid(name: str, found: Map, scale: dict[str, Any]) -> Part:
     figure = charts.heat_map(
         found.rows, found.columns, found.values, found.statistic, hover=hover, scale=scale
     )
-    width = 44 + 80 + 26 * min(len(found.columns), 60)
+    width = 44 + 80 + CELL * min(len(found.columns), 60)
     label = f"{found.statistic.label} by layer. Arrow keys move, Enter opens the tensor."
     return html.Div(
         html.Div(graph(name, figure, label), style={"minWidth": f"min({width}px, 250vw)"}),

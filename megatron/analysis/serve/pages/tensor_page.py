@@ -261,7 +261,9 @@ def _error(value: float, share: bool) -> str:
         return charts.UNKNOWN
     if math.isinf(value):
         return "exact" if value > 0 else "-∞"
-    return f"{100 * value:.3g} %" if share else f"{value:.2f}".replace("-0.00", "0.00")
+    if share:
+        return f"{100 * value + 0.0:.3g} %"
+    return f"{round(value, 2) + 0.0:.2f}"  # the sum has no negative zero
 
 
 def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:

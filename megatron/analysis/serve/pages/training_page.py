@@ -169,7 +169,7 @@ def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
             )
     longest = max(max(own.values[name]) - min(own.values[name]) for own in series)
     wide = lowest > 0 and highest > 30 * lowest
-    y_axis = charts.log_axis("", lowest, highest) if wide else axis("")
+    y_axis = charts.log_axis("", lowest, highest) if wide else axis("", exponentformat="power")
     return {
         "data": data,
         "layout": layout(

@@ -100,5 +100,7 @@ def codes(subject: Subject) -> Shown:
             yaxis=axis("% of the values", rangemode="tozero"),
         ),
     }
-    note = f"{int((counts > 0).sum())} of {len(order)} codes are used; red: never used."
+    used = int((counts > 0).sum())
+    legend = "; red: never used" if used < len(order) else ""
+    note = f"{used} of {len(order)} codes are used{legend}."
     return Shown(figure, note, pd.DataFrame({"code": order, "number": values, "count": counts}))
