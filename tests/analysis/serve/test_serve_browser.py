@@ -194,7 +194,7 @@ def test_back_forward_and_reload_keep_the_position_in_a_page(explorer, browser):
         visit.see(".panel-histogram .plot-container")
         scroll(900)
         tab.select_option("select[data-param=format]", "mxfp8")
-        wait_for(lambda: "format=mxfp8" in tab.url)
+        tab.wait_for_selector(".panel-facts b:text('mxfp8')", state="attached")
         assert abs(position() - 900) < 2
         tab.go_back()
         wait_for(lambda: tab.input_value("select[data-param=format]") == "mxfp4")
