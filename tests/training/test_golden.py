@@ -33,6 +33,7 @@ from megatron.analysis.verification.verify import verify
 from megatron.core._overlay import SUPPORTED, installed_release
 from tests import forks
 from tests.subprocesses import REPO, environment, run
+from tests.torch_releases import reads_new_checkpoints
 from tests.training.golden import (
     CLOSE,
     DENSE,
@@ -109,6 +110,7 @@ def newest_core() -> Path:
     return Path(result.stdout.strip()).parents[1] / "core"
 
 
+@reads_new_checkpoints
 def test_the_newest_megatron_core_gives_the_losses_of_the_file(newest_core, steps, tmp_path):
     """The run loads a checkpoint of the installed release, and collects tensors."""
     out, dump = tmp_path / "steps.json", tmp_path / "dump"

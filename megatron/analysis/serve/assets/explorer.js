@@ -53,8 +53,14 @@
   function element(tree) {
     if (!Array.isArray(tree)) return tree;
     const [tag, properties, ...children] = tree;
-    return window.React.createElement(tag, properties, ...children.map(element));
+    const ref = tag === "select" ? (field) => choose(field) : undefined; // a new function is called again
+    return window.React.createElement(tag, { ...properties, ref }, ...children.map(element));
   }
+  const choose = (field) => { if (field) field.value = field.dataset.chosen; };
+  /* A selector may show a choice for which the user did not wait. Events of scripts are not trusted. */
+  window.addEventListener("popstate", (event) => {
+    if (event.isTrusted) document.querySelectorAll("select[data-chosen]").forEach(choose);
+  });
   window.explorer_components = { Static: ({ tree }) => element(tree) };
 
   function set(name, value, clears) {

@@ -129,12 +129,12 @@ def select(
         first = min(max(chosen - MOST_OPTIONS // 2, 0), len(options) - MOST_OPTIONS)
         options = options[first : first + MOST_OPTIONS]
         label = f"{label} (some of many)"
-    choices = [html.Option(text, value=key, selected=key == value) for key, text in options]
+    choices = [html.Option(text, value=key) for key, text in options]
+    keys = [key for key, _ in options]
+    chosen_key = value if value in keys else (keys or [""])[0]
+    attributes = {"data-param": parameter, "data-clears": clears, "data-chosen": chosen_key}
     return html.Div(
-        [
-            html.Label(label, htmlFor=name),
-            html.Select(choices, id=name, **{"data-param": parameter, "data-clears": clears}),
-        ],
+        [html.Label(label, htmlFor=name), html.Select(choices, id=name, **attributes)],
         className="field",
     )
 
