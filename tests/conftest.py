@@ -125,6 +125,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_teardown():
+    """Let the next test set environment variables of its own; see `policy.check_environment`."""
+    if (policy := sys.modules.get("megatron.fake_quant.policy")) is not None:
+        policy._environment = {}
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--quick",

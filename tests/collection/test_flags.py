@@ -13,7 +13,7 @@ from megatron.collection.loss_spikes import Jumps
 from tests.subprocesses import REPO
 
 #: Parameters of the readers that are no flags.
-OTHER_PARAMETERS = {"num_layers", "world_size", "directory"}
+OTHER_PARAMETERS = {"num_layers", "world_size", "directory", "train_iters"}
 
 
 def parameters(reader: Reader) -> dict[str, inspect.Parameter]:
