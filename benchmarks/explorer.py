@@ -11,7 +11,9 @@ iterations. The browser runs on the same machine. Times are those that a user se
                 tensors are measured in the background meanwhile
     memory      of the server and its measuring process; memory that they share counts once
 
-Needs Chromium (in PATH, or named by CHROMIUM) and playwright.
+Needs Chromium (in PATH, or named by CHROMIUM) and playwright. For example:
+
+    python benchmarks/explorer.py enhanced_tensor_logs/mxfp8 --clicks 16
 """
 
 from __future__ import annotations
@@ -184,20 +186,20 @@ def measure(folder: Path, cache: Path, browser: Any, clicks: int) -> Times:
         tab.goto(address)
         tab.wait_for_selector(MAP)
         found.steps["again"] = time.monotonic() - opened
+        options = "select[data-param=it] option"
+        tab.wait_for_selector(options, state="attached")
+        iterations = tab.eval_on_selector_all(options, "all => all.map(option => option.value)")
         for number in range(clicks):
-            found.clicks.append(click(tab, address, number))
+            iteration = iterations[(7 * number + 3) % len(iterations)]
+            found.clicks.append(click(tab, f"{address}?it={iteration}", number))
         found.memory = memory(pid)
         tab.close()
     return found
 
 
 def click(tab: Any, address: str, number: int) -> dict[str, float]:
-    """Open a map that was not shown before, click a cell, and return the seconds per part."""
-    iterations = tab.eval_on_selector_all(
-        "select[data-param=it] option", "all => all.map(o => o.value)"
-    )
-    iteration = iterations[(7 * number + 3) % len(iterations)]
-    tab.goto(f"{address}?it={iteration}&format={FORMATS[number % len(FORMATS)]}")
+    """Open the map at an address, click one of its cells, and return the seconds per part."""
+    tab.goto(f"{address}&format={FORMATS[number % len(FORMATS)]}")
     tab.wait_for_selector(MAP)
     time.sleep(1.5)  # a user looks at the map before clicking
     grid = tab.locator("[data-grid=map]")

@@ -55,7 +55,7 @@ def test_a_browser_measures_the_explorer(tmp_path, monkeypatch, capsys):
     if find_browser() is None:
         pytest.skip("no Chromium on the PATH (nor in CHROMIUM)")
     write_dump(tmp_path / "dump", layers=2, iterations=2)
-    arguments = ["--records", "200", "--layers", "3", "--clicks", "1"]
+    arguments = ["--records", "200", "--layers", "3", "--clicks", "2"]
     monkeypatch.setattr(sys, "argv", ["explorer.py", str(tmp_path / "dump"), *arguments])
     explorer.main()
     text = capsys.readouterr().out
