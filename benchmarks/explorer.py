@@ -226,9 +226,9 @@ def page(found: Times) -> str:
             )
     sizes = f"{found.start_memory / 1e6:.0f} MB at first, {found.memory / 1e6:.0f} MB at the end"
     table = results_page.table(("step", "measured"), [*rows, ("memory", sizes)])
-    head = (
-        f"# Speed of the explorer\n\n`{results_page.quoted('explorer.py')}`, {os.cpu_count()} cores"
-    )
+    words = [Path(word).name if Path(word).is_dir() else word for word in sys.argv[1:]]
+    command = results_page.quoted("explorer.py", words)
+    head = f"# Speed of the explorer\n\n`{command}`, {os.cpu_count()} cores"
     return f"{head}, {found.records:,} records, {len(found.clicks)} clicks.\n\n{table}\n"
 
 
