@@ -244,7 +244,8 @@ class Measurer:
             for name in forgotten:
                 self.numbers.forget(name)
         if not np.array_equal(ids, self._visible):
-            self._visible, self.visible_left = ids, len(ids)
+            self.visible_left = len(ids)  # before `_visible`, for which the thread counts again
+            self._visible = ids
         self._wake.set()
 
     def answer(self, catalog: Catalog, tensor: int, formats: Sequence[str]) -> Answer:

@@ -78,23 +78,13 @@ def _image_figure(picture: Image, title: str, *, magnitudes: bool) -> Figure:
         limit = float(np.quantile(np.abs(finite), 0.999)) if finite.size else 1.0
         limit = limit or largest or 1.0
         shown = values
-        colors = {"zmin": -limit, "zmax": limit, "colorscale": charts.DIVERGING}
-        colors["colorbar"] = color_bar(title)
+        colors = _around_zero(limit, color_bar(title))
     region = picture.region
-    trace = {
-        "type": "heatmap",
-        "z": array(shown),
-        "x0": picture.x0,
-        "dx": picture.step[1],
-        "y0": picture.y0,
-        "dy": picture.step[0],
-        "hovertemplate": "row %{y:.0f}, column %{x:.0f}: %{z:.4g}<extra></extra>",
-        "hoverongaps": False,
-        **colors,
-    }
+    hover = "row %{y:.0f}, column %{x:.0f}: %{z:.4g}<extra></extra>"
+    trace = _heat_map(picture, shown, hovertemplate=hover, **colors)
     if shown is not values:
         trace["customdata"] = array(values)
-        trace["hovertemplate"] = trace["hovertemplate"].replace("z:", "customdata:")
+        trace["hovertemplate"] = hover.replace("z:", "customdata:")
     return {
         "data": [trace],
         "layout": layout(
@@ -116,11 +106,12 @@ def attention(subject: Subject) -> Shown:
     relative = found.probabilities * visible
     region = Region.within(relative.shape[0], relative.shape[1])
     first = reduce(relative, region, width=WIDTH, height=WIDTH)
-    figures = [_square(_attention_trace(first), relative.shape[0])]
+    size, second = relative.shape[0], None
     if found.change is not None:
-        second = reduce(found.change, region, width=WIDTH, height=WIDTH)
-        figures.append(_square(_change_trace(second, first.values > 0), relative.shape[0]))
-    return Shown(figures[0], _attention_note(found), _image_table(first), [*figures, None][1])
+        change = reduce(found.change, region, width=WIDTH, height=WIDTH)
+        second = _square(_change_trace(change, first.values > 0), size)
+    figure = _square(_attention_trace(first), size)
+    return Shown(figure, _attention_note(found), _image_table(first), second)
 
 
 def _square(trace: dict[str, Any], size: int) -> Figure:
@@ -155,38 +146,41 @@ def _attention_trace(picture: Image) -> dict[str, Any]:
         "tickvals": [-5, -3, -1, 0, 1, 3, 5],
         "ticktext": ["1/32", "1/8", "1/2", "1", "2", "8", "32"],
     }
-    return {
-        "type": "heatmap",
-        "z": array(shown),
-        "customdata": array(values),
-        "x0": picture.x0,
-        "dx": picture.step[1],
-        "y0": picture.y0,
-        "dy": picture.step[0],
-        "zmin": -limit,
-        "zmax": limit,
-        "colorscale": charts.DIVERGING,
-        "colorbar": color_bar("times uniform", ticks),
-        "hovertemplate": "query %{y:.0f}, key %{x:.0f}: %{customdata:.3g}<extra></extra>",
-        "hoverongaps": False,
-    }
+    return _heat_map(
+        picture,
+        shown,
+        customdata=array(values),
+        hovertemplate="query %{y:.0f}, key %{x:.0f}: %{customdata:.3g}<extra></extra>",
+        **_around_zero(limit, color_bar("times uniform", ticks)),
+    )
 
 
 def _change_trace(picture: Image, visible: NDArray[np.bool_]) -> dict[str, Any]:
     values = picture.values.astype(float)
     finite = np.abs(values[np.isfinite(values)])
     limit = (float(np.quantile(finite, 0.999)) if finite.size else 1.0) or 1e-12
+    return _heat_map(
+        picture,
+        np.where(visible, values, np.nan),
+        hovertemplate="query %{y:.0f}, key %{x:.0f}: %{z:.3g}<extra></extra>",
+        **_around_zero(limit, color_bar("change of the probability")),
+    )
+
+
+def _heat_map(picture: Image, values: NDArray[Any], **more: Any) -> dict[str, Any]:
+    """Return a heat map of `values`, one per pixel, at the positions of the picture."""
     return {
         "type": "heatmap",
-        "z": array(np.where(visible, values, np.nan)),
+        "z": array(values),
         "x0": picture.x0,
         "dx": picture.step[1],
         "y0": picture.y0,
         "dy": picture.step[0],
-        "zmin": -limit,
-        "zmax": limit,
-        "colorscale": charts.DIVERGING,
-        "colorbar": color_bar("change of the probability"),
-        "hovertemplate": "query %{y:.0f}, key %{x:.0f}: %{z:.3g}<extra></extra>",
         "hoverongaps": False,
+        **more,
     }
+
+
+def _around_zero(limit: float, bar: dict[str, Any]) -> dict[str, Any]:
+    """Return colors from `-limit` to `limit` with a color bar."""
+    return {"zmin": -limit, "zmax": limit, "colorscale": charts.DIVERGING, "colorbar": bar}
