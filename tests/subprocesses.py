@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
+NO_SETTINGS = REPO / "tests" / "data" / "no_settings.json"
 TIMEOUT = 300  #: seconds; a hanging rank fails the test instead of the whole run
 _OURS = (
     "PYTHONPATH",
@@ -27,9 +28,7 @@ def environment(**changes: str | Path) -> dict[str, str]:
     """Return the environment without variables of this project, and with `changes`."""
     clean = {key: value for key, value in os.environ.items() if key not in _OURS}
     clean["OMP_NUM_THREADS"] = "1"
-    clean["QUANT_SETTINGS_FILE"] = (
-        os.devnull + ".none"
-    )  # ignores the settings file of the developer
+    clean["QUANT_SETTINGS_FILE"] = str(NO_SETTINGS)  # ignores the settings file of the developer
     return clean | {key: str(value) for key, value in changes.items()}
 
 

@@ -144,9 +144,12 @@ class Collector:
     def may_be_empty(self) -> bool:
         """True if a run may rightly end without a tensor on this rank.
 
-        This is so if the rank is not selected, or if tensors wait for an event.
+        This is so if the rank is not selected, if tensors wait for an event, or if only other ranks
+        have the selected modules, such as those of another pipeline stage.
         """
-        return self.has_ring or self._flag is not None or not self._writes
+        others = self.coordinates["world_size"] > 1 and self.collected > 0
+        elsewhere = others and not any(self._wanted.values())
+        return self.has_ring or self._flag is not None or not self._writes or elsewhere
 
     def begin_iteration(self) -> None:
         """Prepare for a new iteration. With `--collect-flag-file`, all ranks must call this."""
@@ -265,6 +268,8 @@ class Collector:
     def give_up(self, why: str) -> None:
         """Stop the collection on this rank for the reason `why`; training continues."""
         self._writer.fail(why)
+        own = self.coordinates["world"]
+        self.ranks = [self.outcome() if rank["rank"] == own else rank for rank in self.ranks]
 
     def _take(
         self, part: torch.Tensor, scales: dict[str, torch.Tensor], fields: dict[str, Any]

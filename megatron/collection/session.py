@@ -56,6 +56,7 @@ _statistics: TensorStatistics | None = None  #: statistics of this rank; None if
 _configured = False
 _audited = False  #: whether the trainer has passed the format audit to `configure`
 _owner = 0  #: ID of the process that started the collection
+_knows_end = False  #: whether the trainer has passed its last iteration to `configure`
 _observed = 0  #: number of completed iterations at the last call of `observe`
 
 
@@ -103,11 +104,12 @@ def configure(
     Raises:
         ValueError: if any rank finds an invalid setting or cannot write; raised on all ranks.
     """
-    global _audited, _collector, _configured, _observed, _owner, _statistics
+    global _audited, _collector, _configured, _knows_end, _observed, _owner, _statistics
     close()
     _configured, _observed, _audited = True, 0, quantization is not None
     clock.reset(iteration)
     args = {} if args is None else args
+    _knows_end = bool(args.get("train_iters"))
 
     def requested() -> Settings | None:
         if not (plan or save_tensors or enabled_by_environment()):
@@ -178,6 +180,11 @@ def configured() -> bool:
 def audited() -> bool:
     """Return whether the trainer has printed the format audit and passed it to `configure`."""
     return _audited
+
+
+def knows_last_iteration() -> bool:
+    """Return whether the trainer has passed its last iteration, `train_iters`, to `configure`."""
+    return _knows_end
 
 
 def add_to_card(name: str, value: list[Any] | dict[str, Any]) -> None:

@@ -36,8 +36,9 @@ from megatron.collection.session import (
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
-from megatron.core.low_precision import explicit_iteration, model_roots
+from megatron.core.low_precision import explicit_iteration, model_roots, same_formats
 from megatron.core.low_precision.quantized_module import Collected
+from megatron.fake_quant import policy
 
 __all__ = [
     "begin_iteration",
@@ -117,6 +118,8 @@ def configure(
             transformer_engine.attach(chunk)
         reach_check.name_model(chunk)
     modules = _modules(model) if model else None
+    if (recipe := policy.current().recipe) is not None:
+        recipe.check_in_run((args or {}).get("train_iters"))
     session.configure(args, modules=modules, coordinates=coordinates(), **options)
     model_roots.watch()
 
@@ -217,7 +220,7 @@ def training_iteration(number: int) -> Iterator[None]:
     from megatron.core.low_precision import reach_check  # it needs this module
 
     if clock.seed is None:  # the first iteration of the process
-        reach_check.check_same_formats()
+        same_formats.check_same_formats()
     begin_run(())
     if isinstance(number, bool) or not isinstance(number, int) or number <= clock.iteration:
         raise ValueError(

@@ -118,17 +118,23 @@ class Recipe:
                 free = [(low, high) for low, high in pieces if low <= high and low < math.inf]
         return tuple(applicable)
 
+    @property
+    def first_iteration(self) -> float:
+        """First iteration in which a rule sets a format; infinite if no rule does."""
+        starts = [rule.iterations[0] for rule in self.rules if any(rule.config.values())]
+        return min(starts, default=math.inf)
+
     def check_in_run(self, train_iters: int | None) -> None:
         """Raise ValueError if the recipe sets no format before the run ends.
 
         Args:
             train_iters: last iteration of the run, if known.
         """
-        starts = [rule.iterations[0] for rule in self.rules if any(rule.config.values())]
-        if train_iters and starts and min(starts) > train_iters:
+        if train_iters and train_iters < self.first_iteration < math.inf:
             raise ValueError(
-                f"recipe {self.path} sets its first format in iteration {min(starts):.0f}, and the "
-                f"run ends at iteration {train_iters}; raise --train-iters, or change the recipe"
+                f"recipe {self.path} sets its first format in iteration {self.first_iteration:.0f},"
+                f" and the run ends at iteration {train_iters}; raise --train-iters, or change the "
+                "recipe"
             )
 
     def changes(self) -> list[int]:

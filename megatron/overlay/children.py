@@ -6,10 +6,15 @@ it unpickles its task. This module puts `child_main.py` in the place of the pare
 the script. The same holds for the `forkserver` method. A forked process needs none of this.
 """
 
+import atexit
 import functools
 import json
+import multiprocessing.util
 import os
 import runpy
+import shutil
+import sys
+import tempfile
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,9 @@ from megatron.overlay.command_line import Request, parse
 
 #: environment variable with the command line of the launcher, for the processes of the script
 VARIABLE = "MEGATRON_OVERLAY_COMMAND"
-_started = False  #: whether this process has started another one that is not a fork
+#: environment variable with a folder in which each process that has run a model creates a file
+FOLDER = "MEGATRON_OVERLAY_FOLDER"
+_owner = 0  #: ID of the process that has made this folder
 CHILD = Path(__file__).with_name("child_main.py")
 
 
@@ -26,12 +33,11 @@ def prepare_children(request: Request) -> None:
     """Set up all processes that this one starts by multiprocessing from now on."""
     script = request.script if request.is_module else str(Path(request.script).absolute())
     os.environ[VARIABLE] = json.dumps([*request.words, script])
-    os.register_at_fork(after_in_child=_forget_start)
     original = spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
-        _note_start()
+        _make_folder()
         data = original(name)
         data.pop("init_main_from_name", None)
         return data | {"init_main_from_path": str(CHILD)}
@@ -39,22 +45,41 @@ def prepare_children(request: Request) -> None:
     spawn.get_preparation_data = get_preparation_data
 
 
-def _note_start() -> None:
-    global _started
-    _started = True
+def _make_folder() -> None:
+    """Make the folder for the files of spawned processes, unless a parent has made it."""
+    global _owner
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="megatron_overlay_")
+        _owner = os.getpid()
+        atexit.register(remove_folder)
 
 
-def _forget_start() -> None:
-    global _started
-    _started = False
+def remove_folder() -> None:
+    """Remove the folder that this process has made, if any; called when it ends."""
+    if os.getpid() == _owner:
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
 
 
-def any_started() -> bool:
-    """Return whether this process has started another one, which may run the model.
+def report_at_end() -> None:
+    """Let this process tell its parents, when it ends, that it has run a model."""
+    multiprocessing.util.Finalize(None, _report, exitpriority=1)
 
-    Forks are left out: they tell this process whether they have run a model.
+
+def _report() -> None:
+    program_end = sys.modules.get("megatron.core.low_precision.program_end")
+    if program_end is None or not program_end.a_model_ran() or program_end.ended_by_error():
+        return
+    if program_end.failure() is None:
+        Path(os.environ[FOLDER], str(os.getpid())).touch()
+
+
+def any_has_run_a_model() -> bool:
+    """Return whether a process that this one has spawned, or one of its children, ran a model.
+
+    Forks tell this process in another way; see `program_end.a_model_ran`.
     """
-    return _started
+    folder = os.environ.get(FOLDER)
+    return folder is not None and any(Path(folder).iterdir())
 
 
 def request_of_parent() -> Request:

@@ -21,7 +21,6 @@ from megatron.collection.settings import enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings
 from megatron.collection.training_clock import clock
 from megatron.core import tensor_saver
-from megatron.fake_quant import policy
 from megatron.overlay import children, script_arguments
 from megatron.overlay.command_line import Request
 
@@ -69,8 +68,6 @@ def _configuration(request: Request) -> dict[str, Any]:
         multiprocessing.util.Finalize(None, session.close_at_exit, exitpriority=0)
     args = script_arguments.current()
     done = int(args.get("iteration") or 0)
-    if (recipe := policy.current().recipe) is not None:
-        recipe.check_in_run(args.get("train_iters"))
     if request.options.collect_plan:  # count an iteration that is selected
         done = _planned(request, done)[0] - 1
     return {"args": args | request.for_run_card, "iteration": done, **request.collection}
@@ -183,24 +180,24 @@ def finish(request: Request) -> str | None:
 
 def leave_exit_to_launcher() -> None:
     """Let `finish` report that no model ran, so that the script's own exit status is kept."""
-    from megatron.core.low_precision import reach_check
+    from megatron.core.low_precision import program_end
 
-    reach_check.leave_exit_to_launcher()
+    program_end.leave_exit_to_launcher()
 
 
 def requested(request: Request) -> str | None:
     """Return what the command line or the environment requests; None if they request nothing."""
-    from megatron.core.low_precision import reach_check
+    from megatron.core.low_precision import run_request
 
-    return reach_check.request() or ("tensor collection" if request.collects else None)
+    return run_request.description() or ("tensor collection" if request.collects else None)
 
 
 def end_without_atexit() -> None:
     """Do what is registered with `atexit`, in a process that ends without it."""
-    from megatron.core.low_precision import reach_check
+    from megatron.core.low_precision import program_end
 
     session.close_at_exit()
-    reach_check.check_end()
+    program_end.check_end()
 
 
 def _nothing_ran() -> str | None:
@@ -208,10 +205,10 @@ def _nothing_ran() -> str | None:
 
     A process that the script has started may have run a model in place of this one.
     """
-    from megatron.core.low_precision import reach_check
+    from megatron.core.low_precision import program_end, run_request
 
-    requested = reach_check.request()
-    if requested is None or reach_check.a_model_ran() or children.any_started():
+    requested = run_request.description()
+    if requested is None or program_end.a_model_ran() or children.any_has_run_a_model():
         return None
     return f"{requested} was requested, but the script ran no model of megatron-core"
 

@@ -56,6 +56,7 @@ def set_up_child() -> dict[str, Any]:
     """
     request = children.request_of_parent()
     _set_up(request, module_sources.install())
+    children.report_at_end()
     return children.main_module(request)
 
 
@@ -126,6 +127,7 @@ def _watching_ends(request: Request) -> Iterator[None]:
                 _report(f"[ERROR] {failure}")
                 leave(RUN_ERROR)
             _collecting().end_without_atexit()
+            children.remove_folder()
         leave(status)
 
     def refusing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

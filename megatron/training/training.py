@@ -1,7 +1,7 @@
 """The steps of a run: check the flags, build the model and the data, train, and shut down."""
 
 from megatron.core import tensor_saver
-from megatron.core.low_precision import reach_check
+from megatron.core.low_precision import program_end
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.fake_quant import policy
 from megatron.training import model
@@ -38,7 +38,7 @@ def pretrain(run: RunConfig) -> None:
         UserError: on every rank, if the flags or the data are invalid.
     """
     args = run.args
-    reach_check.leave_exit_to_launcher()  # some flags ask for a model that does not run
+    program_end.leave_exit_to_launcher()  # some flags ask for a model that does not run
     model.check_buildable(args)
     configure_formats(args)
     check_collection(args)

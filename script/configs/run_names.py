@@ -36,9 +36,19 @@ def sets_operations() -> bool:
 
 
 def settings_file() -> Path | None:
-    """Return the settings file that `megatron.fake_quant.settings` reads, if it exists."""
-    path = Path(os.environ.get("QUANT_SETTINGS_FILE") or REPO / ".quant_settings.json")
-    return path if path.exists() else None
+    """Return the settings file of `megatron.fake_quant.settings`; None if it sets nothing.
+
+    A file that QUANT_SETTINGS_FILE names and that does not exist is left to training, which refuses
+    it.
+    """
+    named = os.environ.get("QUANT_SETTINGS_FILE")
+    path = Path(named or REPO / ".quant_settings.json")
+    try:
+        return None if read_json(path, limit=1 << 16) == {} else path
+    except FileNotFoundError:
+        return path if named else None
+    except (OSError, UnusableFileError):
+        return path
 
 
 @dataclass(frozen=True, kw_only=True)

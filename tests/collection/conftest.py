@@ -7,14 +7,15 @@ import pytest
 from megatron.collection import session
 from megatron.fake_quant import policy
 from tests.file_systems import mount_or_skip
+from tests.subprocesses import NO_SETTINGS
 
 
 @pytest.fixture
-def fresh_saver(monkeypatch, tmp_path):
+def fresh_saver(monkeypatch):
     """Remove the developer's environment, and end the collection after the test."""
     for variable in ("TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(NO_SETTINGS))
     monkeypatch.setattr(policy, "_current", None)
     yield
     session.close()

@@ -10,6 +10,7 @@ import torch
 from megatron.collection import session
 from megatron.collection.capture import global_shape
 from megatron.collection.module_identity import ModuleIdentity
+from megatron.collection.run_card import rank_coordinates
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.fake_quant import policy
 from megatron.tensor_record import parse_filename
@@ -220,6 +221,29 @@ def test_the_run_card_says_how_the_run_ended(tmp_path):
     card = json.loads(path.read_text())
     assert (card["status"], card["iterations"], card["seed"]) == ("finished", 1, 7)
     assert card["arguments"]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "layer", "fails"), [(1, 1, True), (2, 1, False), (2, 0, True)])
+def test_a_rank_without_selected_modules_may_collect_nothing(tmp_path, ranks, layer, fails):
+    """A pipeline stage may have no selected layer; a stage that has one must save."""
+    place = rank_coordinates() | {"world_size": ranks}
+    options = {"save_dir": str(tmp_path), "collect_layers": "0", "coordinates": place}
+    session.configure(save_tensors=True, **options)
+    session.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    session.capture(ModuleIdentity("linear_fc1", layer), "linear")
+    session.end_iteration()
+    assert (session.reason_for_nothing() is not None) == fails
+
+
+def test_what_ends_the_collection_at_its_end_stands_in_the_run_card(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    session.settle()
+    session.current().give_up("nothing ran")
+    assert session.close().endswith("nothing ran")
+    (card,) = tmp_path.glob("run_*.json")
+    card = json.loads(card.read_text())
+    assert (card["status"], card["error"].rpartition(": ")[2]) == ("failed", "nothing ran")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):

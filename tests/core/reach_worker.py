@@ -23,7 +23,7 @@ from foreign_models import BATCH, SEQ  # noqa: E402
 
 from megatron.collection.module_identity import Identified  # noqa: E402
 from megatron.core import tensor_saver  # noqa: E402
-from megatron.core.low_precision import reach_check  # noqa: E402
+from megatron.core.low_precision import program_end  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
 
 
@@ -42,7 +42,7 @@ def with_schedules(model: torch.nn.Module, loss) -> None:
 
 def with_loop(model: torch.nn.Module, loss) -> None:
     """Train for one iteration in a loop without the schedules."""
-    reach_check._reached = False  # as in a new process
+    program_end._reached = False  # as in a new process
     with tensor_saver.training_iteration(1):
         for _ in range(2):
             (loss(model) / 2).backward()
@@ -68,7 +68,7 @@ def refusal(train, *args) -> str | None:
     try:
         train(*args)
     except ValueError as error:
-        reach_check.forget_refusals()
+        program_end._refused.clear()  # this program expects it
         return str(error)
     return None
 
@@ -97,7 +97,7 @@ def main() -> None:
             tensor_saver.configure()
             report["refusal"] = refusal(train, model, loss)
         print(json.dumps(report), flush=True)
-    reach_check._reached = True  # the refused models must not change the exit status
+    program_end._reached = True  # the refused models must not change the exit status
 
 
 if __name__ == "__main__":

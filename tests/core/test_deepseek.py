@@ -155,8 +155,8 @@ model = deepseek_worker.build(options).module
 
 def test_every_linear_layer_is_quantized_but_the_router_and_the_lm_head():
     code = SNIPPET + (
-        "from megatron.core.low_precision import matmul_audit, reach_check\n"
-        "reach_check.leave_exit_to_launcher()  # no model runs\n"
+        "from megatron.core.low_precision import matmul_audit, program_end\n"
+        "program_end.leave_exit_to_launcher()  # no model runs\n"
         "found = matmul_audit.matmuls([model], 32, 1)\n"
         "high = {each.module.rpartition('.')[2] for each in found if not each.quantized}\n"
         "assert high == {'router', 'output_layer'}, high\n"

@@ -4,6 +4,7 @@ Each program trains tiny models of `foreign_models` in a process of its own.
 """
 
 import json
+import re
 import sys
 
 import pytest
@@ -18,7 +19,7 @@ import json, logging
 import foreign_models
 from foreign_models import BATCH, SEQ, HIDDEN
 from megatron.core import tensor_parallel
-from megatron.core.low_precision import reach_check
+from megatron.core.low_precision import program_end
 from megatron.core.tensor_saver import training_iteration
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -26,7 +27,7 @@ def refusal(function):
     try:
         function()
     except ValueError as error:
-        reach_check.forget_refusals()
+        program_end._refused.clear()  # this program expects it
         return str(error)
 
 def step(model, loss):
@@ -237,6 +238,36 @@ def test_a_model_in_a_compiled_function_counts_as_run():
     assert done.returncode == 0, done.stderr
 
 
+CHILD = """
+import multiprocessing
+
+def train():
+    model, loss = built("gpt")
+    attention = model.decoder.layers[1].self_attention
+    attention.linear_proj = torch.nn.Linear(HIDDEN, HIDDEN)
+    try:
+        step(model, loss)
+    except ValueError:
+        if sys.argv[1] == "raised":
+            raise
+
+child = multiprocessing.get_context("fork").Process(target=train)
+child.start()
+child.join()
+sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("end", ["raised", "handled"])
+def test_a_process_of_multiprocessing_ends_with_an_error_too(end):
+    """Such a process runs no functions of `atexit`."""
+    done = run(CHILD, end, CUSTOM_QUANT_TYPE="mxfp8")
+    assert done.returncode == 1
+    assert ("Traceback" in done.stderr) == (end == "raised")
+    handled = "[ERROR] the program has handled this error and went on: format mxfp8 does not reach"
+    assert (handled in done.stderr) == (end == "handled"), done.stderr
+
+
 def test_an_error_of_a_program_that_runs_no_model_is_the_only_one():
     done = run(BUILT, "failing", CUSTOM_QUANT_TYPE="mxfp8")
     assert done.returncode == 1
@@ -400,6 +431,24 @@ def test_matmuls_that_a_subclass_adds_to_a_layer_are_named():
     assert f"outside of the audit, in high precision: {name}: matmul x2\n" in done.stderr
 
 
+DIRECT = """
+model, loss = built("gpt")
+before = type(model).__call__
+type(model).__call__ = lambda self, *inputs, **named: self.forward(*inputs, **named)
+results = {"direct": refusal(lambda: step(model, loss))}
+type(model).__call__ = before
+results["called"] = refusal(lambda: step(model, loss))
+results["name"] = model.output_layer.identity.name
+print(json.dumps(results))
+"""
+
+
+def test_a_direct_call_of_a_models_forward_is_refused():
+    results = report(DIRECT, CUSTOM_QUANT_TYPE="mxfp8")
+    assert "calls GPTModel.forward(...), so that its layers cannot" in results["direct"]
+    assert (results["called"], results["name"]) == (None, "output_layer")
+
+
 LATE_VARIABLE = """
 import os
 from megatron.fake_quant import policy
@@ -435,6 +484,47 @@ def test_ranks_with_different_formats_are_refused(tmp_path):
     assert done.returncode == 1
     message = "the ranks have different formats: bf16 on rank(s) 0; mxfp8 on rank(s) 1; set the"
     assert message in done.stderr
+
+
+def test_ranks_with_different_formats_are_refused_also_without_iterations(tmp_path):
+    """In such a loop, no rank waits for the others."""
+    script = tmp_path / "script.py"
+    train = (
+        "import time\n"
+        "model, loss = built()\n"
+        "step(model, loss)\n"
+        "time.sleep(20)  # torchrun ends this rank when the other one fails\n"
+    )
+    script.write_text(RANKS + START + train)
+    done = forks.run(script, ranks=2, env=environment(PYTHONPATH=REPO))
+    assert done.returncode == 1
+    kinds = r"(bf16 on rank 0; mxfp8 on rank 1|mxfp8 on rank 1; bf16 on rank 0); set the same"
+    assert re.search(f"the ranks have different formats: {kinds}", done.stderr), done.stderr
+
+
+LATE_RECIPE = """
+from megatron.fake_quant import policy
+policy.configure(recipe=sys.argv[1])
+model, loss = built()
+if sys.argv[2] == "given":
+    tensor_saver.configure({"train_iters": 200})
+for number in (1, 2):
+    with training_iteration(number):
+        step(model, loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "train_iters", "status"), [(3, "", 1), (2, "", 0), (3, "given", 0)]
+)
+def test_a_loop_that_ends_before_its_recipe_begins_fails(tmp_path, first, train_iters, status):
+    recipe = tmp_path / "late.yaml"
+    matcher = f"{{config: mxfp8, type: glob, pattern: '*', iterations: {first}-, enabled: true}}"
+    recipe.write_text(f"matchers:\n  late: {matcher}\n")
+    done = run(LATE_RECIPE, recipe, train_iters)
+    assert done.returncode == status, done.stderr
+    message = "sets its first format in iteration 3, and the run ended at iteration 2; train longer"
+    assert (message in done.stderr) == (status == 1)
 
 
 LACKING = """

@@ -109,8 +109,8 @@ def test_the_lm_head_stays_in_high_precision():
         "assert model.output_layer.identity.is_lm_head\n"
         "formats = model.decoder.layers[1].mlp.linear_fc2.formats_of('linear')\n"
         "assert formats.wgrad_c.format.name == 'mxfp8'\n"
-        "from megatron.core.low_precision import reach_check\n"
-        "reach_check.leave_exit_to_launcher()  # no model runs\n"
+        "from megatron.core.low_precision import program_end\n"
+        "program_end.leave_exit_to_launcher()  # no model runs\n"
     )
     result = snippet(code, CUSTOM_QUANT_TYPE="mxfp8")
     assert result.returncode == 0, result.stderr

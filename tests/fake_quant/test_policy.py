@@ -8,12 +8,14 @@ from megatron.fake_quant import policy
 from megatron.fake_quant.policy import __main__ as policy_command
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.quant_type import OPERATIONS, parse_type
+from tests.subprocesses import NO_SETTINGS
 
 
 @pytest.fixture
 def settings(tmp_path):
     """Return an environment with a settings file of its own, and a function that writes it."""
     path = tmp_path / "settings.json"
+    path.write_text("{}")
     environ = {"QUANT_SETTINGS_FILE": str(path)}
     return environ, lambda content: path.write_text(json.dumps(content))
 
@@ -130,9 +132,17 @@ def test_a_bad_settings_file_is_an_error_not_a_default(tmp_path, content):
         resolve({}, {"QUANT_SETTINGS_FILE": str(path)})
 
 
-def test_without_configure_the_environment_speaks(monkeypatch, tmp_path):
+def test_a_settings_file_that_is_named_and_missing_is_refused(tmp_path):
+    path = tmp_path / "missing.json"
+    message = "QUANT_SETTINGS_FILE names .*missing.json, which does not exist; write it with"
+    with pytest.raises(ValueError, match=message):
+        resolve({}, {"QUANT_SETTINGS_FILE": str(path)})
+    assert resolve({}, {"QUANT_SETTINGS_FILE": ""}).quant_type == "bf16"
+
+
+def test_without_configure_the_environment_speaks(monkeypatch):
     monkeypatch.setattr(policy, "_current", None)
-    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(NO_SETTINGS))
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "FA_mxfp4")
     assert policy.current().quant_type == "FA_mxfp4"
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
@@ -171,6 +181,7 @@ def test_the_type_that_environment_and_settings_file_set(capsys, monkeypatch, tm
     for name in ("CUSTOM_QUANT_TYPE", "QUANT_RECIPE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("QUANT_SETTINGS_FILE", str(path))
+    path.write_text("{}")
     assert policy_command.main(["--set-type"]) == 0
     assert capsys.readouterr().out == ""
     path.write_text('{"linear": "mxfp8", "qk": "MXFP8"}')

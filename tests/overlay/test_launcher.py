@@ -91,6 +91,17 @@ def test_statistics_are_saved_with_the_losses_of_the_script(tmp_path):
     assert {float(loss) for table in tables for loss in table["loss"]} == expected
 
 
+@pytest.mark.parametrize("iterations", ["1", "2"])
+def test_a_ring_without_losses_is_refused(tmp_path, iterations):
+    """The trainer does not call the function of Megatron-LM that gets the losses."""
+    flags = ["--save-tensors", tmp_path / "dump", "--collect-ring", "2"]
+    result = overlay("--do", "unlogged", "--train-iters", iterations, flags=flags)
+    assert result.returncode == 1
+    assert "a ring of iterations (--collect-ring) needs the loss of each" in result.stderr
+    [card] = (tmp_path / "dump").glob("run*.json")
+    assert json.loads(card.read_text())["status"] != "finished"
+
+
 def test_only_code_of_the_trees_sees_a_cuda_device():
     """The parent of an installed megatron-core holds torch, which would then look for a GPU."""
     installed = Path("/env/lib/python3.12/site-packages/megatron")
@@ -133,10 +144,17 @@ def test_a_spawned_process_has_the_same_set_up_and_trains(tmp_path):
     assert json.loads(card.read_text())["status"] == "finished"
 
 
+def test_a_model_of_a_spawned_process_counts_as_one_of_the_script():
+    result = overlay("--do", "spawn", flags=["--quant", "mxfp4"])
+    assert [line.split()[1] for line in iterations(result)] == ["1", "2"]
+
+
 def test_a_process_of_a_fork_server_has_the_same_set_up():
     """It imports megatron-core only if the script does so."""
-    lines = output(overlay(flags=["--quant", "mxfp4"], script=TREE / "light.py"))
-    assert lines == ["__mp_main__ mxfp4 False"]
+    result = overlay(flags=["--quant", "mxfp4"], script=TREE / "light.py")
+    assert result.stdout.splitlines() == ["__mp_main__ mxfp4 False"]
+    assert result.returncode == 1, "neither process has run a model"
+    assert "[ERROR] format mxfp4 was requested, but the script ran no model of" in result.stderr
 
 
 @pytest.mark.parametrize(

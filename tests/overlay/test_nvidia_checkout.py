@@ -93,6 +93,13 @@ def test_a_resumed_run_is_quantized_and_collected(tmp_path, layout):
     assert {card["status"] for card in cards} == {"finished"}
 
 
+def test_a_pipeline_stage_may_have_no_selected_layer(tmp_path):
+    flags = ["--quant", "mxfp8", "--save-tensors", tmp_path, "--collect-layers", "0"]
+    parallel = ["--pipeline-model-parallel-size", "2", "--train-iters", "1"]
+    trained(*parallel, flags=flags, ranks=2)
+    assert set(TensorStore(tmp_path).select()["layer_idx"]) == {0}
+
+
 def test_a_spawned_checkpoint_writer_has_the_same_set_up(tmp_path):
     words = ["--train-iters", "2", "--save", tmp_path, "--save-interval", "1", "--async-save"]
     result = trained(*words, "--use-persistent-ckpt-worker")

@@ -14,7 +14,7 @@ import pytest
 from tests import forks
 from tests.analysis.fake_dump import write_dump
 from tests.script import mistakes
-from tests.subprocesses import REPO, environment, run
+from tests.subprocesses import NO_SETTINGS, REPO, environment, run
 from tests.training.runs import ENTRY
 
 for _folder in ("script/data", "script/visualization"):
@@ -88,7 +88,7 @@ def check(status, errors, message):
 def test_a_mistake_in_a_python_program(places, tmp_path, monkeypatch, name, words, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAB_PYTHON", sys.executable)
-    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "settings.json"))
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(NO_SETTINGS))
     for variable in ("DRY_RUN", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(os, "execvpe", lambda *a: pytest.fail("training was started"))

@@ -15,8 +15,9 @@ from tests.subprocesses import REPO
 
 RECIPE = str(REPO / "examples/recipes/hif8.yaml")
 TYPES = (None, "", "none", "MXFP8", "linear_hifp8", "nvfp4", "mxfp9")
+MISSING = "missing"  #: settings of a file that does not exist
 SETTINGS = (
-    None,
+    MISSING,
     {},
     {"linear": "mxfp8", "qk": "none"},
     {"pv": "nvfp4"},
@@ -47,7 +48,7 @@ def resolved(flags):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_effective_type_is_that_of_training(monkeypatch, tmp_path, settings):
     path = tmp_path / "settings.json"
-    if settings is not None:
+    if settings != MISSING:
         path.write_text(json.dumps(settings))
     monkeypatch.setenv("QUANT_SETTINGS_FILE", str(path))
     for operation in ("QK", "PV"):
@@ -65,7 +66,7 @@ def test_the_effective_type_is_that_of_training(monkeypatch, tmp_path, settings)
         if found := run_names._plain(flags):
             known += 1
             assert found == resolved(flags), (flags, {name: os.environ.get(name) for name in names})
-    plain = settings is None or settings == {} or settings == SETTINGS[2]
+    plain = settings in ({}, SETTINGS[2])
     assert (known > 0) == plain
 
 

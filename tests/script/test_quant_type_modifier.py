@@ -15,7 +15,7 @@ import quant_type_modifier
 from megatron.fake_quant import policy
 from megatron.fake_quant.settings import read_settings
 from tests import forks
-from tests.subprocesses import REPO, environment
+from tests.subprocesses import NO_SETTINGS, REPO, environment
 
 VARIABLES = ("CUSTOM_QUANT_TYPE", "LINEAR_QUANT_TYPE", "QK_QUANT_TYPE", "PV_QUANT_TYPE")
 
@@ -40,6 +40,8 @@ def call(capsys):
 
 
 def test_check_names_each_value_and_its_source(settings, call, monkeypatch):
+    assert "settings.json, which does not exist; write it with" in call("--check", status=1).err
+    settings.write_text("{}")
     assert call("--check").out.startswith(
         "linear: bf16 (default)\nqk: bf16 (default)\npv: bf16 (default)\n"
     )
@@ -98,8 +100,9 @@ def test_a_wrong_environment_is_warned_of_and_changes_no_outcome(settings, call,
     assert read_settings(settings) == {"linear": "mxfp8"}
     done = call("--restore")
     assert done.out == "restored\n"
-    assert wrong in done.err
+    assert "[WARNING] done, but a run would be refused: " in done.err
     assert not settings.exists()
+    settings.write_text("{}")
     assert call("--check", status=1).err.startswith(f"[ERROR] {wrong}")
 
 
@@ -195,7 +198,7 @@ def test_a_process_that_is_killed_leaves_a_whole_file_and_no_lock(settings, call
 
 def test_it_runs_from_anywhere(tmp_path):
     script = REPO / "script" / "quant_type_modifier.py"
-    variables = environment(QUANT_SETTINGS_FILE=tmp_path / "s.json")
+    variables = environment(QUANT_SETTINGS_FILE=NO_SETTINGS)
     done = forks.run(script, "--check", cwd=tmp_path, env=variables, libraries_only=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("linear: bf16 (default)")

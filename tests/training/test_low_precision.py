@@ -10,7 +10,7 @@ from megatron.training.errors import UserError
 from megatron.training.low_precision import configure_formats
 from megatron.training.model import check_buildable
 from tests import forks
-from tests.subprocesses import REPO, environment
+from tests.subprocesses import NO_SETTINGS, REPO, environment
 
 
 def arguments(**values) -> argparse.Namespace:
@@ -33,9 +33,9 @@ def arguments(**values) -> argparse.Namespace:
 
 
 @pytest.fixture(autouse=True)
-def own_policy(monkeypatch, tmp_path):
+def own_policy(monkeypatch):
     monkeypatch.setattr(policy, "_current", None)
-    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(NO_SETTINGS))
     for variable in ("CUSTOM_QUANT_TYPE", "TENSOR_SAVE_ENABLED"):
         monkeypatch.delenv(variable, raising=False)
 

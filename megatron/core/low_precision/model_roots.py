@@ -11,7 +11,9 @@ gets the name of its class and a number.
 """
 
 import gc
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -39,10 +41,10 @@ def register(layer: Identified) -> None:
     """Note that a layer was built, so that the outermost module of its model names it."""
     global _any_built, _calls
     if not _any_built:
-        from megatron.core.low_precision import reach_check  # it needs the layers
+        from megatron.core.low_precision import program_end  # it needs this module
 
         _any_built = True
-        reach_check.check_at_exit()
+        program_end.check_at_exit()
     expect_name(layer)
     _calls = 0
     watch()
@@ -77,6 +79,21 @@ def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
     except ValueError:  # refuse the next call, too
         watch()
         raise
+
+
+def calling_forward(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the outermost module that contains this one and whose method `forward` is running.
+
+    None if there is no such module.
+    """
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        outer = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(outer, torch.nn.Module) and outer is not module:
+            found = outer if any(each is module for each in outer.modules()) else found
+        frame = frame.f_back
+    return found
 
 
 def ran_unseen() -> bool:

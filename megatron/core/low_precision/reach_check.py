@@ -4,17 +4,12 @@ The check runs before the first training step of each model, under every trainer
 schedules call `prepare`, and in other loops the hook of `model_roots` calls `enter`. A model with
 no layer to quantize or collect is refused. Modules that are not reached are named in the log and in
 the run card. After the first forward pass, the operations that ran are compared with the audit; see
-`first_forward`. If a program ends although its models were never reached, never ran or were
-refused, it exits with status 1, also if it handles the errors of this module as its own.
+`first_forward`. What the checks find is noted in `program_end`, which decides the exit status.
 """
 
-import atexit
-import contextlib
 import logging
-import mmap
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,8 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from megatron.collection import session
-from megatron.collection.collectives import from_all_ranks
-from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock, need_clock
 from megatron.core import parallel_state, tensor_saver
 from megatron.core.low_precision import (
@@ -31,7 +24,10 @@ from megatron.core.low_precision import (
     explicit_iteration,
     matmul_audit,
     model_roots,
+    program_end,
     recipe_check,
+    run_request,
+    same_formats,
     transformer_engine,
 )
 from megatron.core.low_precision.coverage_check import check_coverage, unreached
@@ -50,47 +46,25 @@ _observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training 
 _unchecked: WeakSet[torch.nn.Module] = WeakSet()
 #: Hash of the modules that each prepared model had when it was last checked.
 _checked_modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-_missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-_reached = False  #: whether a model with a layer to quantize or collect has run
-#: Last refusal of each model, by its `id`, and the function that refused it; the program may have
-#: handled the error.
-_refused: dict[tuple[int, str], str] = {}
-#: Names of models whose forward passes have called none of their layers, by the `id` of the model.
-_idle: dict[int, str] = {}
-_any_called = False  #: whether a model in training has called a layer to quantize or collect
-#: Byte that this process shares with its forks: whether one of them, or it, has run a model. It is
-#: made with the first layer, so that programs of one fork server do not share it.
-_ran_in_family: mmap.mmap | None = None
-_left_to_launcher = False  #: whether the caller decides how a program ends in which no model ran
-
-
-def collecting() -> bool:
-    """Return whether this run collects tensors or measures their statistics."""
-    return session.enabled() or (not session.configured() and enabled_by_environment())
-
-
-def request() -> str | None:
-    """Return what this run requests, for messages; None if it requests nothing."""
-    current = policy.current()
-    if current.changes_matmuls:
-        return current.request
-    return "tensor collection" if collecting() else None
 
 
 def enter(module: torch.nn.Module, inputs: Any) -> None:
     """Check a model before its forward pass; called with the outermost module that runs.
 
     Raises:
-        ValueError: if the model trains and is refused; see `prepare`.
+        ValueError: if the model trains and is refused, as by `prepare`, if its `forward` is called
+            directly, or if another rank has other formats.
     """
     policy.check_environment()
-    if request() is None:
+    same_formats.compare_without_waiting()
+    if run_request.description() is None:
         return
     if module in _observed and not model_roots.layers_without_name():
         _after_this_call(module, lambda failed: watch_for_others())
         return
+    _check_called(module)
     transformer_engine.attach(module)
     name_model(module)
     if module not in _multiplies:
@@ -101,7 +75,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     if not (training and _multiplies[module]):
         _after_this_call(module, lambda failed: model_roots.watch())
         return
-    if clock.micro_batch is None and collecting():
+    if clock.micro_batch is None and run_request.collecting():
         need_clock("the tensor collection", training=True)
     if module not in _prepared:
         prepare([module])
@@ -111,8 +85,24 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     _observed.add(module)
     observer = FirstForward(module, inputs) if first and not is_compiled(module) else None
     if first and observer is None:
-        _note_call(module)
+        program_end.note_call(module)
     _after_this_call(module, partial(_end_first_forward, module, observer))
+
+
+def _check_called(module: torch.nn.Module) -> None:
+    """Raise ValueError if this module is a part of a model whose `forward` is called directly.
+
+    Torch runs no hooks then, so this module would be taken for a model of its own.
+    """
+    model = model_roots.calling_forward(module)
+    if model is not None and model not in _multiplies:
+        name = type(model).__name__
+        with program_end.remembered_refusals([model], "called"):
+            raise ValueError(
+                f"the program calls {name}.forward(...), so that its layers cannot be named and "
+                f"its LM head cannot be told from other layers; call the {name} itself: "
+                "model(...)"
+            )
 
 
 def watch_for_others() -> None:
@@ -159,31 +149,12 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
             reached, or if a rule or a selection does not fit the model.
     """
     policy.check_environment()
-    with _remembered(chunks, "prepare"):
+    with program_end.remembered_refusals(chunks, "prepare"):
         _prepare(chunks, seq_length)
 
 
-@contextlib.contextmanager
-def _remembered(models: Sequence[torch.nn.Module], where: str) -> Iterator[None]:
-    """Remember a refusal of the models until the exit, or until the block has no error."""
-    keys = [(id(model), where) for model in models]
-    try:
-        yield
-    except ValueError as error:
-        _refused.update(dict.fromkeys(keys, str(error)))
-        _check_reach_at_exit()
-        raise
-    for key in keys:
-        _refused.pop(key, None)
-
-
-def forget_refusals() -> None:
-    """Let the program end normally although it has handled a refusal, which it expected."""
-    _refused.clear()
-
-
 def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
-    requested = request()
+    requested = run_request.description()
     for chunk in chunks:
         if requested is not None:
             transformer_engine.attach(chunk)
@@ -191,7 +162,7 @@ def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
     if requested is None:
         return
     for chunk in chunks:
-        check_coverage(chunk, collecting=collecting())
+        check_coverage(chunk, collecting=run_request.collecting())
         _prepared.add(chunk)
         _checked_modules[chunk] = _hash_of_modules(chunk)
     missed = [name for chunk in chunks for name in unreached(chunk)]
@@ -201,7 +172,7 @@ def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
         torch.distributed.all_gather_object(answers, (reached, missed))
         reached = any(of_rank for of_rank, _ in answers)
         missed = list(dict.fromkeys(name for _, of_rank in answers for name in of_rank))
-    others = seq_length is None and (_reached or model_roots.layers_without_name())
+    others = seq_length is None and (program_end.any_reached() or model_roots.layers_without_name())
     if not (reached or others):
         raise ValueError(_refusal(requested, chunks, missed))
     if seq_length is None and not clock.scheduled:
@@ -221,15 +192,15 @@ def check_unchanged() -> None:
         ValueError: if a module inside a transformer layer is no longer reached.
     """
     policy.check_environment()
-    if request() is None:
+    if run_request.description() is None:
         return
     for model in list(_prepared):
         if _checked_modules.get(model) == (now := _hash_of_modules(model)):
             continue
-        with _remembered([model], "check_unchanged"):
+        with program_end.remembered_refusals([model], "check_unchanged"):
             transformer_engine.attach(model)
             name_model(model)
-            check_coverage(model, collecting=collecting())
+            check_coverage(model, collecting=run_request.collecting())
         _checked_modules[model] = now
         missed = unreached(model)
         session.add_to_card("not_reached", missed)
@@ -239,23 +210,6 @@ def check_unchanged() -> None:
             type(model).__name__,
             clock.iteration,
             ", ".join(missed) or "none",
-        )
-
-
-def check_same_formats() -> None:
-    """Raise ValueError on all ranks if their formats differ. Must be called on all ranks.
-
-    An environment variable may be missing on one of several machines.
-    """
-    types = from_all_ranks(policy.current().quant_type)
-    if len(set(types)) > 1:
-        ranks = "; ".join(
-            f"{kind} on rank(s) {', '.join(str(n) for n, of in enumerate(types) if of == kind)}"
-            for kind in dict.fromkeys(types)
-        )
-        raise ValueError(
-            f"the ranks have different formats: {ranks}; set the same flags and environment "
-            "variables on every machine"
         )
 
 
@@ -288,7 +242,6 @@ def _refusal(requested: str, chunks: Sequence[torch.nn.Module], missed: Sequence
 
 def _note_reach(model: torch.nn.Module) -> bool:
     """Return whether the request reaches a layer of a model, and remember it until the exit."""
-    global _reached
     layers = [layer for layer in model_roots.layers_of(model) if isinstance(layer, Collected)]
     if policy.current().changes_matmuls:
         quantized = [layer for layer in layers if isinstance(layer, Quantized)]
@@ -297,19 +250,8 @@ def _note_reach(model: torch.nn.Module) -> bool:
         )
     else:
         reached = bool(layers)
-    _check_reach_at_exit()
-    _reached |= reached
-    if _ran_in_family is not None:
-        _ran_in_family[0] = 1
-    if not reached:
-        _missed.add(type(model).__name__)
+    program_end.note_reach(model, reached)
     return reached
-
-
-def _check_reach_at_exit() -> None:
-    """Let the program end with status 1 if its models were not reached or refused."""
-    atexit.unregister(_exit_if_nothing_was_reached)
-    atexit.register(_exit_if_nothing_was_reached)
 
 
 def check_recipe_and_selection(*, at_end: bool) -> None:
@@ -369,8 +311,9 @@ def _announce(
         lines.append(f"tensors are saved to {collector.settings.directory}")
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         models = " and ".join(type(chunk).__name__ for chunk in chunks)
+        requested = run_request.description()
         # use the level WARNING, because Python shows it even if logging is not set up
-        logger.warning("%s", "\n".join([f"{request()} in the model {models}:", *lines]))
+        logger.warning("%s", "\n".join([f"{requested} in the model {models}:", *lines]))
 
 
 def _audit(
@@ -406,28 +349,20 @@ def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, fa
     if failed:
         return
     if findings.any_called:
-        _note_call(model)
-    elif not _any_called and model_roots.layers_of(model):  # the next forward pass may call one
-        _idle[id(model)] = type(model).__name__
-        _observed.discard(model)
+        program_end.note_call(model)
+    elif model_roots.layers_of(model) and program_end.note_idle(model):
+        _observed.discard(model)  # the next forward pass may call one
         model_roots.watch()
     if not session.audited() and _sizes_of_parts() == 1:
         _keys[model] = findings.keys
         session.set_audit(_audit(list(_keys), max(_keys.values()), alone=True))
     try:
-        with _remembered([model], "_report"):
+        with program_end.remembered_refusals([model], "first_forward"):
             _report(findings)
     except ValueError:  # refuse the next forward pass, too
         _observed.discard(model)
         model_roots.watch()
         raise
-
-
-def _note_call(model: torch.nn.Module) -> None:
-    """Note that a model in training has called a layer."""
-    global _any_called
-    _any_called = True
-    _idle.pop(id(model), None)
 
 
 def _report(findings: Findings) -> None:
@@ -445,9 +380,10 @@ def _report(findings: Findings) -> None:
         logger.warning("%s", "\n".join(["the first forward pass of the model:", *lines]))
     session.add_to_card("not_called", findings.not_called)
     session.add_to_card("outside_of_the_audit", outside)
+    requested = run_request.description()
     if findings.without_format:
         raise ValueError(
-            f"{request()} is in the audit of {', '.join(findings.without_format)}, but in the "
+            f"{requested} is in the audit of {', '.join(findings.without_format)}, but in the "
             "first forward pass they multiplied in high precision; remove the code that overrides "
             "their forward pass, or leave these modules out of the formats"
         )
@@ -456,86 +392,9 @@ def _report(findings: Findings) -> None:
         formats.choices[operation].format is not None or operation in formats.by_recipe
         for operation in ("qk", "pv")
     )
-    if findings.foreign_attention and (attends or collecting()):
+    if findings.foreign_attention and (attends or run_request.collecting()):
         raise ValueError(
-            f"{request()} does not reach the attention of {', '.join(findings.foreign_attention)}, "
+            f"{requested} does not reach the attention of {', '.join(findings.foreign_attention)}, "
             "which calls a fused attention kernel; use DotProductAttention of megatron.core, or "
             "quantize the linear layers only (linear_<format>)"
-        )
-
-
-def a_model_ran() -> bool:
-    """Return whether a model, or a layer, has run in this process or in a fork of it."""
-    fork_ran = _ran_in_family is not None and _ran_in_family[0]
-    return bool(_reached or _missed or model_roots.ran_unseen() or fork_ran)
-
-
-def check_at_exit() -> None:
-    """Let the program end with status 1 if a request is made and no model runs.
-
-    Called when the first layer is built: a program without layers may be a tool that only inherits
-    the environment variables.
-    """
-    _watch_forks()
-    atexit.register(_exit_if_no_model_ran, os.getpid())
-
-
-def leave_exit_to_launcher() -> None:
-    """Let a launcher, or a trainer that may run none of its models, decide how a run ends."""
-    global _left_to_launcher
-    _left_to_launcher = True
-    _watch_forks()
-
-
-def _watch_forks() -> None:
-    """Let forks of this process tell it that they have run a model."""
-    global _ran_in_family
-    if _ran_in_family is None:
-        _ran_in_family = mmap.mmap(-1, 1)
-
-
-def _exit_if_no_model_ran(owner: int) -> None:
-    """End the program with status 1 if it built a model, and none ran.
-
-    A trainer that passes the format audit to `configure` reports its own end. A collection that
-    was configured reports that no iteration ran.
-
-    Args:
-        owner: ID of the process that built the model; its forks may end without running it.
-    """
-    if _left_to_launcher or os.getpid() != owner:
-        return
-    if getattr(sys, "last_value", None) is not None:
-        return
-    requested = request()
-    if requested is None or a_model_ran() or session.audited() or session.enabled():
-        return
-    session.end_with_error(
-        f"{requested} was requested, and the program built a model but ran none; run it, or switch "
-        "the format and the collection off"
-    )
-
-
-def check_end() -> None:
-    """End the program with status 1 if a request has reached nothing, as Python's exit does."""
-    _exit_if_nothing_was_reached()
-
-
-def _exit_if_nothing_was_reached() -> None:
-    """End the program with status 1 if its models ran and a request reached none of them."""
-    if getattr(sys, "last_value", None) is not None or request() is None:
-        return
-    if not _reached and _missed:
-        session.end_with_error(f"{request()} reached no layer of {', '.join(sorted(_missed))}")
-    if _refused:
-        refusal = next(iter(_refused.values()))
-        session.end_with_error(f"the program has handled this error and went on: {refusal}")
-    if _idle and not _any_called:
-        session.end_with_error(
-            f"{request()} reached nothing: the forward passes of {', '.join(_idle.values())} "
-            "called none of its layers; call them as modules"
-        )
-    if enabled_by_environment() and not session.configured() and (_reached or _missed):
-        session.end_with_error(
-            "TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran"
         )

@@ -24,6 +24,7 @@ from megatron.core.low_precision import (
     explicit_iteration,
     reach_check,
     recipe_check,
+    same_formats,
 )
 from megatron.fake_quant import policy
 
@@ -138,7 +139,7 @@ def _iteration(run, model, seq_length):
     global _training, _steps, _checked
     if not _checked:
         chunks = model if isinstance(model, list) else [model] if model is not None else []
-        reach_check.check_same_formats()
+        same_formats.check_same_formats()
         tensor_saver.begin_run(chunks)
         _check_schedule_of_recipe()
         if not tensor_saver.configured():

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.bounded_files import printable
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.policy.accumulators import (
@@ -318,7 +319,7 @@ def resolve(
         {op: f"flag --{op}-quant" for op in OPERATIONS},
     )
     recipe = _recipe(flags, environ)
-    settings_file = Path(environ.get(SETTINGS_VARIABLE) or SETTINGS_FILE)
+    settings_file = _settings_file(environ)
     levels = [
         by_flags,
         _level(
@@ -420,6 +421,17 @@ def configure(
     _current = resolve(given, type_flag=type_flag)
     _environment = {name: os.environ.get(name) for name in VARIABLES}
     return _current
+
+
+def _settings_file(environ: Mapping[str, str]) -> Path:
+    """Return the path of the settings file; only the default path may be without a file."""
+    named = environ.get(SETTINGS_VARIABLE)
+    if named and not Path(named).exists():
+        raise ValueError(
+            f"environment variable {SETTINGS_VARIABLE} names {printable(named)}, which does not "
+            "exist; write it with script/quant_type_modifier.py, or unset the variable"
+        )
+    return Path(named or SETTINGS_FILE)
 
 
 def check_environment() -> None:

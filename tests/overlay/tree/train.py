@@ -11,7 +11,7 @@ from sibling import NAME
 
 import megatron.core
 import megatron.training
-from megatron.training import get_args, initialize, train
+from megatron.training import get_args, initialize, train, training
 
 
 class Message:
@@ -77,6 +77,11 @@ def run_and_leave() -> None:
     os._exit(0)
 
 
+def run_without_log() -> None:
+    training.training_log = lambda *arguments, **named: None
+    run()
+
+
 def fail() -> None:
     raise RuntimeError("the script fails")
 
@@ -88,4 +93,5 @@ if __name__ == "__main__":
         initialize()
         actions = {"train": run, "show": show, "exit": lambda: sys.exit(7), "fail": fail}
         actions |= {"configure": configure_and_run, "move": move_and_run, "leave": run_and_leave}
+        actions["unlogged"] = run_without_log
         actions[get_args().do]()

@@ -1,0 +1,206 @@
+"""End a program with status 1 if what it requested was not done.
+
+The checks of the models note here what they find: models that are reached or not, models that are
+refused, and models whose forward passes call none of their layers. A program may handle the error
+of a refusal as its own, or never run the model that it has built. Then it would end with status 0
+although the request was not fulfilled, so functions that `atexit` calls examine these notes.
+"""
+
+import atexit
+import contextlib
+import math
+import mmap
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.collection import session
+from megatron.collection.settings import enabled_by_environment
+from megatron.collection.training_clock import clock
+from megatron.core.low_precision import model_roots, run_request
+from megatron.fake_quant import policy
+
+_reached = False  #: whether a model with a layer to quantize or collect has run
+_missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
+#: Last refusal of each model, by its `id`, and the function that refused it; the program may have
+#: handled the error.
+_refused: dict[tuple[int, str], str] = {}
+#: Names of models whose forward passes have called none of their layers, by the `id` of the model.
+_idle: dict[int, str] = {}
+_any_called = False  #: whether a model in training has called a layer to quantize or collect
+#: Byte that this process shares with its forks: whether one of them, or it, has run a model. It is
+#: made with the first layer, so that programs of one fork server do not share it.
+_ran_in_family: mmap.mmap | None = None
+_left_to_launcher = False  #: whether the caller decides how a program ends in which no model ran
+
+
+def note_reach(model: torch.nn.Module, reached: bool) -> None:
+    """Note that a model runs, and whether the request reaches a layer of it."""
+    global _reached
+    _check_reach_at_exit()
+    _reached |= reached
+    if _ran_in_family is not None:
+        _ran_in_family[0] = 1
+    if not reached:
+        _missed.add(type(model).__name__)
+
+
+def any_reached() -> bool:
+    """Return whether a model with a layer to quantize or collect has run."""
+    return _reached
+
+
+@contextlib.contextmanager
+def remembered_refusals(models: Sequence[torch.nn.Module], check: str) -> Iterator[None]:
+    """Remember a refusal of the models until the exit, or until the check has no error.
+
+    Args:
+        models: models that the block checks.
+        check: name of the check; each check has its own refusals.
+    """
+    keys = [(id(model), check) for model in models]
+    try:
+        yield
+    except ValueError as error:
+        _refused.update(dict.fromkeys(keys, str(error)))
+        _check_reach_at_exit()
+        raise
+    for key in keys:
+        _refused.pop(key, None)
+
+
+def note_call(model: torch.nn.Module) -> None:
+    """Note that a model in training has called a layer."""
+    global _any_called
+    _any_called = True
+    _idle.pop(id(model), None)
+
+
+def note_idle(model: torch.nn.Module) -> bool:
+    """Note that a forward pass in training called none of the model's layers.
+
+    Returns:
+        False if another forward pass has called a layer, so that nothing is noted.
+    """
+    if not _any_called:
+        _idle[id(model)] = type(model).__name__
+    return not _any_called
+
+
+def a_model_ran() -> bool:
+    """Return whether a model, or a layer, has run in this process or in a fork of it."""
+    fork_ran = _ran_in_family is not None and _ran_in_family[0]
+    return bool(_reached or _missed or model_roots.ran_unseen() or fork_ran)
+
+
+def check_at_exit() -> None:
+    """Let the program end with status 1 if a request is made and no model runs.
+
+    Called when the first layer is built: a program without layers may be a tool that only inherits
+    the environment variables.
+    """
+    _watch_forks()
+    atexit.register(_exit_if_no_model_ran, os.getpid())
+
+
+def leave_exit_to_launcher() -> None:
+    """Let a launcher, or a trainer that may run none of its models, decide how a run ends."""
+    global _left_to_launcher
+    _left_to_launcher = True
+    _watch_forks()
+
+
+def ended_by_error() -> bool:
+    """Return whether an exception ends this process, which then has a status other than 0."""
+    error = sys.exc_info()[1]  # not None at the end of a process started by multiprocessing
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return False
+    return error is not None or getattr(sys, "last_value", None) is not None
+
+
+def failure() -> str | None:
+    """Return an error message if models ran and the request was not fulfilled; None otherwise."""
+    requested = run_request.description()
+    if ended_by_error() or requested is None:
+        return None
+    if not _reached and _missed:
+        return f"{requested} reached no layer of {', '.join(sorted(_missed))}"
+    if _refused:
+        refusal = next(iter(_refused.values()))
+        return f"the program has handled this error and went on: {refusal}"
+    if _idle and not _any_called:
+        return (
+            f"{requested} reached nothing: the forward passes of {', '.join(_idle.values())} "
+            "called none of its layers; call them as modules"
+        )
+    if enabled_by_environment() and not session.configured() and (_reached or _missed):
+        return "TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran"
+    return _recipe_that_begins_later()
+
+
+def check_end() -> None:
+    """End the program with status 1 if its models ran and the request was not fulfilled.
+
+    Python's exit calls it; a process that ends in another way calls it itself.
+    """
+    if (message := failure()) is not None:
+        session.end_with_error(message)
+
+
+def _recipe_that_begins_later() -> str | None:
+    """Return an error message if the program has ended before the recipe sets a format.
+
+    A trainer that passes its last iteration to `session.configure` has been checked there. It may
+    end before this iteration, and go on in another run.
+    """
+    recipe = policy.current().recipe
+    if recipe is None or session.audited() or session.knows_last_iteration():
+        return None
+    if not clock.completed or not clock.iteration < recipe.first_iteration < math.inf:
+        return None
+    return (
+        f"recipe {recipe.path} sets its first format in iteration {recipe.first_iteration:.0f}, "
+        f"and the run ended at iteration {clock.iteration}; train longer, change the recipe, or, "
+        "if another run continues this one, pass args={'train_iters': N} to "
+        "megatron.core.tensor_saver.configure"
+    )
+
+
+def _check_reach_at_exit() -> None:
+    atexit.unregister(check_end)
+    atexit.register(check_end)
+    if multiprocessing.parent_process() is not None:  # such a process may run no atexit functions
+        multiprocessing.util.Finalize(None, check_end, exitpriority=0)
+
+
+def _watch_forks() -> None:
+    """Let forks of this process tell it that they have run a model."""
+    global _ran_in_family
+    if _ran_in_family is None:
+        _ran_in_family = mmap.mmap(-1, 1)
+
+
+def _exit_if_no_model_ran(owner: int) -> None:
+    """End the program with status 1 if it built a model, and none ran.
+
+    A trainer that passes the format audit to `configure` reports its own end. A collection that
+    was configured reports that no iteration ran.
+
+    Args:
+        owner: ID of the process that built the model; its forks may end without running it.
+    """
+    if _left_to_launcher or os.getpid() != owner:
+        return
+    if ended_by_error():
+        return
+    requested = run_request.description()
+    if requested is None or a_model_ran() or session.audited() or session.enabled():
+        return
+    session.end_with_error(
+        f"{requested} was requested, and the program built a model but ran none; run it, or switch "
+        "the format and the collection off"
+    )
