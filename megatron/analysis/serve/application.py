@@ -197,7 +197,7 @@ class _Views:
         if address.view == TRAINING:
             return f"{TRAINING} {len(explorer.training.statistics) > 0}"
         if address.view == RUNS:
-            return f"{RUNS} {len(explorer.catalog.runs)}"
+            return f"{RUNS} {len(explorer.catalog.runs)} {explorer.follower.reading}"
         tensor = explorer.catalog.find(address.tensor)
         if tensor is None:
             return f"{TENSOR} {explorer.follower.reading}"

@@ -65,8 +65,11 @@ class Catalog:
         self.data_rank = records.data_rank.values[rows]
         rows_bytes = _known(records.integers["bytes"].values[rows], 0)
         times = records.floats["wall_time"].values[rows].view(np.uint64)
-        #: number that changes if a tensor is written again
-        self.stamps: NDArray[np.uint64] = times ^ (rows_bytes.astype(np.uint64) << np.uint64(17))
+        others = (files - 1).astype(np.uint64)
+        #: number that changes if a tensor is written again, or if more of its shards are found
+        self.stamps: NDArray[np.uint64] = (
+            times ^ (rows_bytes.astype(np.uint64) << np.uint64(17)) ^ (others << np.uint64(40))
+        )
         self.nbytes = rows_bytes
         self._describe(rows)
 

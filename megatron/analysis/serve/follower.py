@@ -36,12 +36,13 @@ from megatron.analysis.dump.tensor_files import (
     reason,
 )
 from megatron.analysis.serve.catalog import Catalog
+from megatron.analysis.serve.newest import newest_records
 from megatron.analysis.serve.priority import Priority
 from megatron.analysis.serve.records import Records, check_tables
 from megatron.bounded_files import UnusableFileError, open_regular, printable, walk
 from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_lines
 
-FIRST_STEP = 1 << 20  #: bytes of an index that are read before the first page is shown
+FIRST_STEP = 1 << 20  #: bytes of an index to read at first; it is short if it has no more
 STEP = 2 << 20  #: maximum number of bytes of an index to read at a time; pages wait for a step
 #: The catalog is made again while an index is read if the records have grown by this factor.
 GROWTH = 1.5
@@ -84,6 +85,8 @@ class Follower:
         self._shown = (0, 0, 0)
         self.reading = True  #: whether the first search is still in progress
         self.reading_index = True  #: whether an index has lines that were not read yet
+        #: whether the catalog has only the newest iteration, while an index is being read
+        self.newest_only = False
         self._problems: dict[str, str] = {}
         self._indexes: dict[str, _Index] = {}
         self._cards_read: dict[str, tuple[int, int]] = {}
@@ -140,10 +143,13 @@ class Follower:
         with self._lock:
             if time.monotonic() - self._walked > WALK_PERIOD:
                 self._walk()
+            if self.catalog.version == 0 and self._show_newest():
+                return True
             more = False
             for index in [*self._indexes.values()]:
                 more |= self._read_index(index)
             self.reading_index = more
+            self.newest_only &= more
             if not more and self._check_unlisted:
                 self._find_unlisted()
             if not more and self._unlisted:
@@ -151,6 +157,7 @@ class Follower:
                 more = bool(self._unlisted)
             now = (len(self.records), len(self._bad), len(self.cards))
             grown = now[0] >= GROWTH * self._shown[0] or now[1:] != self._shown[1:]
+            grown &= not self.newest_only
             if self.catalog.version == 0 or (now != self._shown and (grown or not more)):
                 self._shown = now
                 self.catalog = Catalog(
@@ -158,6 +165,22 @@ class Follower:
                 )
             self.reading = more
             return more
+
+    def _show_newest(self) -> bool:
+        """Make a catalog of the newest iteration if the indexes are long; return whether it did."""
+        sizes = {}
+        for index in self._indexes.values():
+            with contextlib.suppress(OSError):
+                sizes[index.path] = Path(index.path).stat().st_size
+        if sum(sizes.values()) <= FIRST_STEP:
+            return False
+        newest = Records()
+        for index in self._indexes.values():
+            newest_records(index.path, index.number, newest)
+        if len(newest):
+            self.catalog = Catalog(newest, frozenset(), self.cards, 1)
+            self.newest_only = True
+        return self.newest_only
 
     def poll_all(self) -> None:
         """Read everything that is there now."""

@@ -320,14 +320,17 @@ class Measurer:
                 continue
             identity = int(catalog.ids[tensor])
             if answer.measured is None:
-                self.numbers.fail(identity, answer.why)
+                self._fail(catalog, tensor, answer.why)
             else:
                 # A page may ask for the errors of one tensor in any format; these are not kept.
                 errors = {n: e for n, e in answer.measured.errors.items() if n in self.formats}
                 measured = replace(answer.measured, errors=errors)
                 self.numbers.add(identity, int(catalog.stamps[tensor]), measured)
         for tensor in by_path.values():
-            self.numbers.fail(int(catalog.ids[tensor]), "its records do not fit together")
+            self._fail(catalog, tensor, "its records do not fit together")
+
+    def _fail(self, catalog: Catalog, tensor: int, why: str) -> None:
+        self.numbers.fail(int(catalog.ids[tensor]), int(catalog.stamps[tensor]), why)
 
     def _work(self) -> None:
         """Measure batches until the server stops."""
@@ -335,21 +338,22 @@ class Measurer:
         state: Any = None
         pending: NDArray[np.int64] = np.zeros(0, np.int64)
         while not self._stop.is_set():
-            if self.follower.reading_index:  # the visible tensors change with every step
-                self._wake.wait(0.1)
-                self._wake.clear()
-                continue
-            catalog, visible = self.follower.catalog, self._visible
-            now = (catalog.version, id(visible), tuple(self.formats))
-            if now != state:
+            reading, visible = self.follower.reading_index, self._visible
+            newest_only, catalog = self.follower.newest_only, self.follower.catalog
+            now = (catalog.version, id(visible), tuple(self.formats), newest_only)
+            if reading and not newest_only:  # the visible tensors change with every step
+                pending, state = pending[:0], None
+            elif now != state:
                 pending, state = self._pending(catalog, visible), now
+            if newest_only:  # the others wait until the index is read
+                pending = pending[: self.visible_left]
             if not len(pending):
                 self._save(SAVE_PERIOD)
-                self._wake.wait(0.5)
+                self._wake.wait(0.1 if reading else 0.5)
                 self._wake.clear()
                 continue
             self._priority.wait(self._stop)
-            if not has_kernels:
+            if not has_kernels and not reading:
                 has_kernels = True
                 self._asked.submit(load_kernels, self._always)
             batch, pending = pending[: self._size], pending[self._size :]
@@ -361,9 +365,7 @@ class Measurer:
         """Return the tensors to measure: visible ones, then operands, newest first."""
         rows = self.numbers.rows_of(catalog.ids, catalog.stamps)
         lacking = self.numbers.missing(rows, self.formats)
-        if self.numbers.failures:
-            failed = np.fromiter(self.numbers.failures, np.uint64)
-            lacking &= ~np.isin(catalog.ids, failed)
+        lacking &= ~self.numbers.failed(catalog.ids, catalog.stamps)
         pending = np.flatnonzero(lacking)
         self.total, self.done = len(catalog), len(catalog) - len(pending)
         hidden = ~np.isin(catalog.ids[pending], visible)
@@ -387,7 +389,7 @@ class Measurer:
                     self._measure(catalog, np.array([tensor]))
                 return
             why = f"cannot be measured ({type(error).__name__})"
-            self.numbers.fail(int(catalog.ids[tensors[0]]), why)
+            self._fail(catalog, tensors[0], why)
         seconds = max(time.monotonic() - started, 1e-3)
         self.done += len(tensors)
         speed = len(tensors) / seconds
@@ -401,7 +403,7 @@ class Measurer:
             rows = catalog.records_of([tensor])
             outside = [r for r in rows if not self.follower.allows(catalog.records.path(int(r)))]
             if outside:
-                self.numbers.fail(int(catalog.ids[tensor]), LINKED)
+                self._fail(catalog, tensor, LINKED)
             else:
                 allowed.append(tensor)
         return allowed

@@ -212,7 +212,8 @@ class Numbers:
 
     def __init__(self) -> None:
         self.version = 0  #: number of changes
-        self.failures: dict[int, str] = {}  #: by ID: why a tensor could not be measured
+        #: by ID: stamp of a tensor that could not be measured, and why
+        self.failures: dict[int, tuple[int, str]] = {}
         self._row_of: dict[int, int] = {}
         self._ids, self._stamps = GrowingArray(np.uint64), GrowingArray(np.uint64)
         self._values = GrowingArray(np.float32, len(VALUES))
@@ -259,11 +260,20 @@ class Numbers:
             self._errors = {name: array for name, array in self._errors.items() if name != fmt}
             self.version += 1
 
-    def fail(self, identity: int, why: str) -> None:
+    def fail(self, identity: int, stamp: int, why: str) -> None:
         """Remember why a tensor could not be measured."""
         with self._lock:
-            self.failures[identity] = why
+            self.failures[identity] = (stamp, why)
             self.version += 1
+
+    def failed(self, ids: NDArray[np.uint64], stamps: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return a mask of the tensors that could not be measured as they are now."""
+        with self._lock:
+            failures = dict(self.failures)
+        mask = np.isin(ids, np.fromiter(failures, np.uint64, len(failures)))
+        for at in np.flatnonzero(mask):
+            mask[at] = failures[int(ids[at])][0] == int(stamps[at])
+        return mask
 
     def rows_of(self, ids: NDArray[np.uint64], stamps: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the row of each tensor; -1 if it was not measured, or written again since."""

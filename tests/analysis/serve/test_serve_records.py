@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from megatron.analysis.serve import maps
+from megatron.analysis.serve import follower, maps
 from megatron.analysis.serve.address import Address
 from megatron.analysis.serve.application import _Views
 from megatron.analysis.serve.follower import Follower
@@ -20,7 +21,7 @@ from megatron.analysis.stats.logical_tensors import first_passes, logical_tensor
 from megatron.analysis.store import TensorStore
 from megatron.tensor_record import index_name
 from tests.analysis.fake_dump import RUNS, records, write_dump
-from tests.analysis.serve.conftest import FORMATS, opened_explorer
+from tests.analysis.serve.conftest import FORMATS, opened_explorer, wait_for
 
 
 def by_path(frame: pd.DataFrame) -> pd.DataFrame:
@@ -47,9 +48,9 @@ def test_every_tensor_has_an_id_that_a_restart_does_not_change(explorer, dump):
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2", "dp2", "ep2"])
 def test_shards_form_the_same_tensors_as_in_the_statistics(dumps, layout):
-    follower = Follower(dumps / layout)
-    follower.poll_all()
-    catalog = follower.catalog
+    follows = Follower(dumps / layout)
+    follows.poll_all()
+    catalog = follows.catalog
     expected = first_passes([*logical_tensors(TensorStore(dumps / layout).records)])
     assert len(catalog) == len(expected)
     found = sorted(
@@ -74,24 +75,99 @@ def test_an_index_is_read_on_from_where_it_ended(tmp_path):
     index.write_bytes(b"".join(lines[:5]) + lines[5][:40])
     for path in paths[5:]:
         path.rename(path.with_suffix(".later"))
-    follower = Follower(tmp_path)
-    follower.poll_all()
-    assert (len(follower.catalog), follower.catalog.version) == (5, 1)
+    follows = Follower(tmp_path)
+    follows.poll_all()
+    assert (len(follows.catalog), follows.catalog.version) == (5, 1)
     with index.open("ab") as file:
         file.write(lines[5][40:] + b"".join(lines[6:]))
         file.write(b'{"event": "kept", "iteration": 3, "loss": 7.5}\n')
-    follower.poll_all()
-    assert (len(follower.catalog), follower.catalog.version) == (14, 2)
-    assert follower.events == [{"event": "kept", "iteration": 3, "loss": 7.5}]
-    assert follower.problems == []
+    follows.poll_all()
+    assert (len(follows.catalog), follows.catalog.version) == (14, 2)
+    assert follows.events == [{"event": "kept", "iteration": 3, "loss": 7.5}]
+    assert follows.problems == []
+
+
+def write_long_index(folder, rows):
+    with (folder / index_name(RUNS["mxfp8"], 0)).open("w") as index:
+        for row in rows:
+            index.write(json.dumps(row) + "\n")
+
+
+def rows_of_three_iterations():
+    found = records(run_id=RUNS["mxfp8"], quant_type="mxfp8", layers=2, iterations=3)
+    return [record.to_metadata() | {"file": record.filename} for record, _, _ in found]
+
+
+def test_the_newest_iteration_of_a_long_index_comes_first(tmp_path, monkeypatch):
+    rows = rows_of_three_iterations()
+    write_long_index(tmp_path, [*rows, {"event": "kept", "iteration": 2, "loss": 7.5}])
+    monkeypatch.setattr(follower, "FIRST_STEP", 4000)
+    follows = Follower(tmp_path)
+    assert follows.poll()
+    newest = follows.catalog
+    assert (follows.newest_only, len(newest), newest.runs[0]["iterations"]) == (True, 28, [3])
+    assert follows.poll()
+    assert follows.catalog is newest, "the rest of the index is not read yet"
+    follows.poll_all()
+    whole = follows.catalog
+    assert (follows.newest_only, len(whole), whole.runs[0]["iterations"]) == (False, 84, [1, 2, 3])
+    known = dict(zip(whole.ids.tolist(), whole.stamps.tolist(), strict=True))
+    assert (
+        dict(zip(newest.ids.tolist(), newest.stamps.tolist(), strict=True)).items() <= known.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[-28:],  # the beginning of the iteration may be missing
+        lambda rows: [*rows[:-20], rows[0], *rows[-20:]],  # lines of two iterations are mixed
+        lambda rows: [*rows[:-9], *rows[-8:]],  # a record is missing
+        lambda rows: [*rows, {"file": "x.pt"}],
+        lambda rows: [*rows, rows[-1] | {"layer_idx": "x"}],
+    ],
+)
+def test_an_iteration_that_may_lack_records_does_not_come_first(tmp_path, monkeypatch, change):
+    write_long_index(tmp_path, change(rows_of_three_iterations()))
+    monkeypatch.setattr(follower, "FIRST_STEP", 4000)
+    follows = Follower(tmp_path)
+    follows.poll()
+    assert not follows.newest_only
+
+
+def test_a_tensor_whose_shards_were_not_all_written_is_measured_again(dumps, tmp_path):
+    shutil.copytree(dumps / "tp2", tmp_path / "dump")
+    (second,) = (tmp_path / "dump").glob("index_*rank01.jsonl")
+    later = [second, *(tmp_path / "dump").glob("*rank01*.pt")]
+    hidden = [path.rename(tmp_path / path.name) for path in later]
+    explorer = opened_explorer(tmp_path / "dump")
+    explorer.measurer.start()
+    wait_for(lambda: explorer.measurer.total and explorer.measurer.done == explorer.measurer.total)
+    parts = explorer.catalog
+    for path, place in zip(hidden, later, strict=True):
+        path.rename(place)
+    explorer.follower._walked = -1e9
+    explorer.follower.poll_all()
+    whole = explorer.catalog
+    assert (parts.ids == whole.ids).all()
+    changed = parts.stamps != whole.stamps
+    assert changed.sum() == (whole.files > 1).sum() > 10
+    wait_for(lambda: (explorer.numbers.rows_of(whole.ids, whole.stamps) >= 0).all())
+    rows = explorer.numbers.rows_of(whole.ids, whole.stamps)
+    found = explorer.numbers.column(BY_NAME["rms"], rows, "", np.zeros(len(rows), np.int64))
+    fields = ["iteration", "micro_batch", "module", "operation", "phase", "tensor_name"]
+    table = compute(TensorStore(tmp_path / "dump"), ["mxfp8"]).tensors.set_index(fields)["rms"]
+    keys = whole.records.frame(whole.rows)[fields].itertuples(index=False, name=None)
+    np.testing.assert_allclose(found, [table[key] for key in keys], rtol=1e-6)
+    explorer.close()
 
 
 def test_files_without_an_index_are_opened(tmp_path):
     write_dump(tmp_path, layers=1, index=False)
-    follower = Follower(tmp_path)
-    follower.poll_all()
-    assert len(follower.catalog) == 14
-    assert set(follower.catalog.records.sources.distinct) == {"file"}
+    follows = Follower(tmp_path)
+    follows.poll_all()
+    assert len(follows.catalog) == 14
+    assert set(follows.catalog.records.sources.distinct) == {"file"}
 
 
 def test_a_damaged_index_is_named_and_its_files_are_opened(tmp_path):
@@ -99,10 +175,10 @@ def test_a_damaged_index_is_named_and_its_files_are_opened(tmp_path):
     index = tmp_path / index_name(next(iter(RUNS.values())), 0)
     lines = index.read_bytes().splitlines(keepends=True)
     index.write_bytes(b"".join([*lines[:3], b"{not json\n", *lines[3:]]))
-    follower = Follower(tmp_path)
-    follower.poll_all()
-    assert len(follower.catalog) == 14
-    (problem,) = follower.problems
+    follows = Follower(tmp_path)
+    follows.poll_all()
+    assert len(follows.catalog) == 14
+    (problem,) = follows.problems
     assert problem.path == index
     assert "its files are opened instead" in problem.why
 
