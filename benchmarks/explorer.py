@@ -4,8 +4,9 @@ A dump of the wanted size is made by linking the files of a small one under furt
 iterations. The browser runs on the same machine. Times are those that a user sees:
 
     address     from the command to the printed address
-    layout      from opening the address to a map with its axes; the index is still being read
+    layout      from opening the address to a map with its axes
     numbers     from opening the address to a map with numbers of the newest iteration
+    index       from opening the address until all records are read
     again       from opening the address once more to a map with numbers
     click       from a click on a cell to the name, and to all figures in the window; the other
                 tensors are measured in the background meanwhile
@@ -180,6 +181,8 @@ def measure(folder: Path, cache: Path, browser: Any, clicks: int) -> Times:
         for name, selector in (("layout", ".panel-map .xtick"), ("numbers", MAP)):
             tab.wait_for_selector(selector)
             found.steps[name] = time.monotonic() - opened
+        tab.wait_for_function("!document.body.innerText.includes('reading the index')")
+        found.steps["index"] = time.monotonic() - opened
         found.start_memory = memory(pid)
         time.sleep(3)
         opened = time.monotonic()

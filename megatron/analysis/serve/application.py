@@ -53,6 +53,7 @@ _PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{%title%}</title>
+<link rel="preload" as="script" href="/_dash-component-suites/plotly/package_data/plotly.min.js">
 {%favicon%}
 {%css%}
 </head>

@@ -345,7 +345,7 @@ class Measurer:
                 pending, state = pending[:0], None
             elif now != state:
                 pending, state = self._pending(catalog, visible), now
-            if newest_only:  # the others wait until the index is read
+            if newest_only and len(visible):  # the others wait until the index is read
                 pending = pending[: self.visible_left]
             if not len(pending):
                 self._save(SAVE_PERIOD)
