@@ -6,19 +6,23 @@ it unpickles its task. This module puts `child_main.py` in the place of the pare
 the script. The same holds for the `forkserver` method. A forked process needs none of this.
 """
 
-import atexit
+import contextlib
 import functools
 import json
+import multiprocessing
 import multiprocessing.util
 import os
 import runpy
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing import spawn
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from megatron.overlay import replacements
 from megatron.overlay.command_line import Request, parse
 
 #: environment variable with the command line of the launcher, for the processes of the script
@@ -26,6 +30,7 @@ VARIABLE = "MEGATRON_OVERLAY_COMMAND"
 #: environment variable with a folder in which each process that has run a model creates a file
 FOLDER = "MEGATRON_OVERLAY_FOLDER"
 _owner = 0  #: ID of the process that has made this folder
+_reporter = 0  #: ID of the process that reports when it ends
 CHILD = Path(__file__).with_name("child_main.py")
 
 
@@ -51,7 +56,7 @@ def _make_folder() -> None:
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="megatron_overlay_")
         _owner = os.getpid()
-        atexit.register(remove_folder)
+        multiprocessing.util.Finalize(None, remove_folder, exitpriority=-2)
 
 
 def remove_folder() -> None:
@@ -60,17 +65,37 @@ def remove_folder() -> None:
         shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
 
 
-def report_at_end() -> None:
-    """Let this process tell its parents, when it ends, that it has run a model."""
-    multiprocessing.util.Finalize(None, _report, exitpriority=1)
+def report_model_runs() -> None:
+    """Let this process tell its parents that it has run a model, and again when it ends.
+
+    A process of a pool is killed when it is no longer needed, so it has no end of its own.
+    """
+
+    def begin(program_end: ModuleType) -> None:
+        program_end.call_on_change(_report)
+        _report_at_end()
+
+    replacements.register("megatron.core.low_precision.program_end", begin)
+
+
+def _report_at_end() -> None:
+    global _reporter
+    if _reporter != os.getpid():  # a process of a fork server has an end of its own
+        _reporter = os.getpid()
+        multiprocessing.util.Finalize(None, _report, exitpriority=1)
 
 
 def _report() -> None:
-    program_end = sys.modules.get("megatron.core.low_precision.program_end")
-    if program_end is None or not program_end.a_model_ran() or program_end.ended_by_error():
-        return
-    if program_end.failure() is None:
-        Path(os.environ[FOLDER], str(os.getpid())).touch()
+    """Create the file of this process if it has run a model; remove it if its request failed."""
+    _report_at_end()
+    program_end = sys.modules["megatron.core.low_precision.program_end"]
+    file = Path(os.environ[FOLDER], str(os.getpid()))
+    failed = program_end.ended_by_error() or program_end.failure() is not None
+    with contextlib.suppress(FileNotFoundError):  # the parents have ended
+        if program_end.a_model_ran() and not failed:
+            file.touch()
+        else:
+            file.unlink()
 
 
 def any_has_run_a_model() -> bool:
@@ -80,6 +105,16 @@ def any_has_run_a_model() -> bool:
     """
     folder = os.environ.get(FOLDER)
     return folder is not None and any(Path(folder).iterdir())
+
+
+def are_left() -> bool:
+    """Return whether Python waits, at its exit, for processes that this one has started."""
+    return any(not process.daemon for process in multiprocessing.active_children())
+
+
+def call_when_all_have_ended(function: Callable[[], None]) -> None:
+    """Call a function at Python's exit, after it has waited for these processes."""
+    multiprocessing.util.Finalize(None, function, exitpriority=-1)
 
 
 def request_of_parent() -> Request:

@@ -1,5 +1,6 @@
 """Start the collection with the first iteration of the script, and end it with the script."""
 
+import json
 import math
 import multiprocessing
 import multiprocessing.util
@@ -7,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,8 +156,8 @@ def finish(request: Request) -> str | None:
     if not request.collects:
         return _nothing_ran()
     if not session.configured():
-        if _spawned_process_has_run(request):
-            return None
+        if files := _files_of_other_processes(request):
+            return _incomplete(files)
         return "tensors were requested, but the script ran no training iteration"
     if request.options.collect_plan:
         return None if tensor_saver.current() is None else "no iteration of the plan has run"
@@ -213,14 +215,36 @@ def _nothing_ran() -> str | None:
     return f"{requested} was requested, but the script ran no model of megatron-core"
 
 
-def _spawned_process_has_run(request: Request) -> bool:
-    """Return whether a process that the script has spawned wrote to the folder of the collection.
+def _files_of_other_processes(request: Request) -> list[Path]:
+    """Return the files that processes of the script wrote to the folder of the collection.
 
     Such a process trains in place of this one, and has its own collection.
     """
     folder = collection_folder(request.collection["save_dir"])
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return any(path.stat().st_mtime >= _STARTED for path in files)
+    return [path for path in files if path.stat().st_mtime >= _STARTED]
+
+
+def _incomplete(files: Sequence[Path]) -> str | None:
+    """Return an error message if a process ended before its collection was complete.
+
+    Args:
+        files: files that processes of the script have written; the first rank writes run cards.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    cards = [path for path in files if path.name.startswith("run_") and path.suffix == ".json"]
+    states = {path: json.loads(path.read_text())["status"] for path in cards}
+    bad = [path for path, state in states.items() if state == "running"]
+    if states and not {"finished", "limited"} & set(states.values()):
+        bad = cards
+    if not bad:
+        return None
+    return (
+        f"a process of the script ended before its collection was complete, see {bad[0]}; let it "
+        "end by itself (for a pool, call close and join), or call "
+        "megatron.core.tensor_saver.close() in it"
+    )
 
 
 def _report(lines: Sequence[str]) -> None:

@@ -44,9 +44,26 @@ def main() -> None:
     except ModuleNotFoundError as error:
         _refuse_missing_packages(error, request)
         raise
-    if (failure := _collecting().finish(request)) is not None:
-        _report(f"[ERROR] {failure}")
-        sys.exit(RUN_ERROR)
+    if (failure := _collecting().finish(request)) is None:
+        return
+    if children.are_left():
+        children.call_when_all_have_ended(lambda: _end(request))
+        return
+    _report(f"[ERROR] {failure}")
+    sys.exit(RUN_ERROR)
+
+
+def _end(request: Request) -> None:
+    """End this process at Python's exit, with an error if its children have run no model."""
+    failure: str | None = "the end of the run could not be checked"
+    try:
+        failure = _collecting().finish(request)
+    finally:
+        if failure is not None:
+            _report(f"[ERROR] {failure}")
+            children.remove_folder()
+            sys.stdout.flush()
+            os._exit(RUN_ERROR)
 
 
 def set_up_child() -> dict[str, Any]:
@@ -56,7 +73,7 @@ def set_up_child() -> dict[str, Any]:
     """
     request = children.request_of_parent()
     _set_up(request, module_sources.install())
-    children.report_at_end()
+    children.report_model_runs()
     return children.main_module(request)
 
 

@@ -149,6 +149,20 @@ def test_a_model_of_a_spawned_process_counts_as_one_of_the_script():
     assert [line.split()[1] for line in iterations(result)] == ["1", "2"]
 
 
+@pytest.mark.parametrize("way", ["pool", "child"])
+def test_a_process_that_has_run_a_model_needs_no_end_of_its_own(way):
+    result = overlay("--do", way, flags=["--quant", "mxfp4"])
+    assert [line.split()[1] for line in iterations(result)] == ["1", "2"]
+
+
+def test_a_process_that_is_killed_before_its_collection_is_complete_is_an_error(tmp_path):
+    result = overlay("--do", "pool", flags=["--save-tensors", tmp_path])
+    assert result.returncode == 1
+    message = "[ERROR] a process of the script ended before its collection was complete, see "
+    (card,) = tmp_path.glob("run_*.json")
+    assert f"{message}{card}; let it end by itself (for a pool, call close and" in result.stderr
+
+
 def test_a_process_of_a_fork_server_has_the_same_set_up():
     """It imports megatron-core only if the script does so."""
     result = overlay(flags=["--quant", "mxfp4"], script=TREE / "light.py")

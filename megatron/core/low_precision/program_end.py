@@ -14,7 +14,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ from megatron.collection.training_clock import clock
 from megatron.core.low_precision import model_roots, run_request
 from megatron.fake_quant import policy
 
+OF_ALL_RANKS = "formats of all ranks"  #: check that also concerns a rank that requests nothing
+
 _reached = False  #: whether a model with a layer to quantize or collect has run
 _missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
 #: Last refusal of each model, by its `id`, and the function that refused it; the program may have
@@ -32,9 +34,14 @@ _refused: dict[tuple[int, str], str] = {}
 #: Names of models whose forward passes have called none of their layers, by the `id` of the model.
 _idle: dict[int, str] = {}
 _any_called = False  #: whether a model in training has called a layer to quantize or collect
+_trained = False  #: whether a model has begun to train
+#: Names of models by `id`, and whether an evaluation of them has called one of their layers.
+_evaluations: dict[int, tuple[str, bool]] = {}
+_refused_evaluations: dict[tuple[int, str], str] = {}  #: as in `_refused`, of evaluations
 #: Byte that this process shares with its forks: whether one of them, or it, has run a model. It is
 #: made with the first layer, so that programs of one fork server do not share it.
 _ran_in_family: mmap.mmap | None = None
+_on_change: Callable[[], None] | None = None  #: function that a launcher wants to be called
 _left_to_launcher = False  #: whether the caller decides how a program ends in which no model ran
 
 
@@ -47,6 +54,7 @@ def note_reach(model: torch.nn.Module, reached: bool) -> None:
         _ran_in_family[0] = 1
     if not reached:
         _missed.add(type(model).__name__)
+    _changed()
 
 
 def any_reached() -> bool:
@@ -59,18 +67,19 @@ def remembered_refusals(models: Sequence[torch.nn.Module], check: str) -> Iterat
     """Remember a refusal of the models until the exit, or until the check has no error.
 
     Args:
-        models: models that the block checks.
+        models: models that the block checks; none if it checks the program.
         check: name of the check; each check has its own refusals.
     """
-    keys = [(id(model), check) for model in models]
+    keys = [(id(model), check) for model in models] or [(0, check)]
     try:
         yield
     except ValueError as error:
         _refused.update(dict.fromkeys(keys, str(error)))
         _check_reach_at_exit()
+        _changed()
         raise
-    for key in keys:
-        _refused.pop(key, None)
+    if any([_refused.pop(key, None) for key in keys]):
+        _changed()
 
 
 def note_call(model: torch.nn.Module) -> None:
@@ -89,6 +98,39 @@ def note_idle(model: torch.nn.Module) -> bool:
     if not _any_called:
         _idle[id(model)] = type(model).__name__
     return not _any_called
+
+
+def note_training() -> None:
+    """Note that a model begins to train, so that evaluations do not decide how the program ends."""
+    global _trained
+    _trained = True
+
+
+def note_evaluation(model: torch.nn.Module, *, called: bool) -> None:
+    """Note that a model was evaluated, and whether it has called a layer."""
+    _evaluations[id(model)] = (type(model).__name__, called)
+
+
+@contextlib.contextmanager
+def remembered_in_evaluation(model: torch.nn.Module | None, check: str) -> Iterator[list[str]]:
+    """Remember a ValueError of a check of a model that does not train, and do not raise it.
+
+    Args:
+        model: model that is evaluated; None for all of them.
+        check: name of the check.
+
+    Yields:
+        A list that has the message after the block, if there was an error.
+    """
+    key, messages = (id(model), check), list[str]()
+    try:
+        yield messages
+    except ValueError as error:
+        messages.append(str(error))
+        _refused_evaluations[key] = str(error)
+        _check_reach_at_exit()
+    else:
+        _refused_evaluations.pop(key, None)
 
 
 def a_model_ran() -> bool:
@@ -114,6 +156,12 @@ def leave_exit_to_launcher() -> None:
     _watch_forks()
 
 
+def call_on_change(function: Callable[[], None]) -> None:
+    """Call a function whenever a model is reached or missed, or refused or no longer refused."""
+    global _on_change
+    _on_change = function
+
+
 def ended_by_error() -> bool:
     """Return whether an exception ends this process, which then has a status other than 0."""
     error = sys.exc_info()[1]  # not None at the end of a process started by multiprocessing
@@ -124,8 +172,10 @@ def ended_by_error() -> bool:
 
 def failure() -> str | None:
     """Return an error message if models ran and the request was not fulfilled; None otherwise."""
+    if ended_by_error():
+        return None
     requested = run_request.description()
-    if ended_by_error() or requested is None:
+    if requested is None and (0, OF_ALL_RANKS) not in _refused:
         return None
     if not _reached and _missed:
         return f"{requested} reached no layer of {', '.join(sorted(_missed))}"
@@ -137,6 +187,8 @@ def failure() -> str | None:
             f"{requested} reached nothing: the forward passes of {', '.join(_idle.values())} "
             "called none of its layers; call them as modules"
         )
+    if not _trained and not session.audited() and (message := _failure_of_evaluations()):
+        return message
     if enabled_by_environment() and not session.configured() and (_reached or _missed):
         return "TENSOR_SAVE_ENABLED is set, and nothing was collected: no training ran"
     return _recipe_that_begins_later()
@@ -149,6 +201,30 @@ def check_end() -> None:
     """
     if (message := failure()) is not None:
         session.end_with_error(message)
+
+
+def _failure_of_evaluations() -> str | None:
+    """Return an error message if the program only evaluated, and not in the requested formats."""
+    requested = run_request.description()
+    if _refused_evaluations:
+        return f"no model was trained, and {next(iter(_refused_evaluations.values()))}"
+    if _evaluations and not any(called for _, called in _evaluations.values()):
+        names = ", ".join(name for name, _ in _evaluations.values())
+        return (
+            f"{requested} reached nothing: the forward passes of {names} called none of its "
+            "layers; call them as modules"
+        )
+    recipe, iteration = policy.current().recipe, max(clock.iteration, 1)
+    if recipe is None or not _evaluations or session.knows_last_iteration():
+        return None
+    if not iteration < recipe.first_iteration < math.inf:
+        return None
+    return (
+        f"recipe {recipe.path} sets its first format in iteration {recipe.first_iteration:.0f}, "
+        f"and no model was trained: the evaluation had the formats of iteration {iteration}; pass "
+        "the number of completed iterations by megatron.core.tensor_saver.configure(iteration=N), "
+        "or remove the iterations from the recipe"
+    )
 
 
 def _recipe_that_begins_later() -> str | None:
@@ -168,6 +244,11 @@ def _recipe_that_begins_later() -> str | None:
         "if another run continues this one, pass args={'train_iters': N} to "
         "megatron.core.tensor_saver.configure"
     )
+
+
+def _changed() -> None:
+    if _on_change is not None:
+        _on_change()
 
 
 def _check_reach_at_exit() -> None:

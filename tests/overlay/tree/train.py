@@ -58,6 +58,22 @@ def start_child() -> None:
     assert process.exitcode == 0
 
 
+def train_alone(*_) -> None:
+    initialize()
+    run()
+
+
+def start_pool() -> None:
+    """Train in a process that is killed at the end of the block, as every process of a pool."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.map(train_alone, [None])
+
+
+def leave_child() -> None:
+    """Train in a process of a fork server, for which Python waits at its exit."""
+    multiprocessing.get_context("forkserver").Process(target=train_alone).start()
+
+
 def configure_and_run() -> None:
     from megatron.core import tensor_saver
 
@@ -89,6 +105,10 @@ def fail() -> None:
 if __name__ == "__main__":
     if "spawn" in sys.argv:
         start_child()
+    elif "pool" in sys.argv:
+        start_pool()
+    elif "child" in sys.argv:
+        leave_child()
     else:
         initialize()
         actions = {"train": run, "show": show, "exit": lambda: sys.exit(7), "fail": fail}
