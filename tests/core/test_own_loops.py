@@ -188,6 +188,99 @@ def test_a_program_whose_request_reached_nothing_fails(model, variables, message
     assert message is None or f"{message}\n" in done.stderr
 
 
+CHANGED_MODELS = """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+class Foreign(torch.nn.Linear):
+    def forward(self, x, weight=None):
+        return super().forward(x), None
+
+class Functional(foreign_models.Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(torch.nn.functional.linear(x, block.weight))
+        return self.readout(x)
+
+def foreign(model):
+    model.decoder.layers[1].self_attention.linear_proj = Foreign(HIDDEN, HIDDEN)
+
+def functional(model):
+    model.__class__ = Functional
+
+def nothing(model):
+    pass
+"""
+EVALUATED = (
+    CHANGED_MODELS
+    + """
+model, loss = built(sys.argv[2])
+globals()[sys.argv[1]](model)
+if sys.argv[3] == "eval":
+    model.eval()
+    step(model, loss)
+elif sys.argv[3] == "schedule":
+    get_forward_backward_func()(
+        forward_step_func=lambda _, model: (loss(model), lambda x: (x, {})), forward_only=True,
+        data_iterator=None, model=model, num_microbatches=2, seq_length=SEQ, micro_batch_size=BATCH,
+    )
+else:
+    with torch.no_grad():
+        loss(model)
+if sys.argv[3] == "teacher":
+    student, loss = built(sys.argv[2])
+    step(student, loss)
+"""
+)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "eval", "schedule", "teacher"])
+@pytest.mark.parametrize(
+    ("change", "model", "message"),
+    [
+        ("foreign", "gpt", "and format mxfp8 does not reach decoder.layers.1.self_attention."),
+        ("functional", "stack", "reached nothing: the forward passes of Functional called none"),
+        ("nothing", "gpt", None),
+    ],
+)
+def test_a_model_that_is_only_evaluated_is_checked_too(change, model, message, way):
+    """A teacher may consist of any layers, if another model trains."""
+    done = run(EVALUATED, change, model, way, CUSTOM_QUANT_TYPE="mxfp8")
+    failed = message is not None and way != "teacher"
+    assert done.returncode == int(failed), done.stderr
+    assert done.stderr.count("format mxfp8 in the evaluation of ") == 1
+    assert ("[ERROR]" in done.stderr) == failed
+    assert not failed or message in done.stderr.partition("[ERROR]")[2]
+
+
+@pytest.mark.parametrize(
+    ("done", "pattern", "message"),
+    [
+        (0, "decoder.*", "the evaluation had the formats of iteration 1; pass the number of"),
+        (7, "decoder.*", None),
+        (7, "encoder.*", "format recipe_late reached no layer of GPTModel"),
+    ],
+)
+def test_an_evaluation_needs_the_iteration_of_a_recipe(tmp_path, done, pattern, message):
+    recipe = tmp_path / "late.yaml"
+    matcher = f"{{config: mxfp8, type: glob, pattern: '{pattern}', iterations: 5-, enabled: true}}"
+    recipe.write_text(f"matchers:\n  late: {matcher}\n")
+    start = f"tensor_saver.configure(iteration={done})\n" if done else ""
+    result = run(start + EVALUATION, "gpt", QUANT_RECIPE=str(recipe))
+    assert result.returncode == int(message is not None), result.stderr
+    assert message is None or message in result.stderr
+
+
+def test_a_model_in_evaluation_mode_trains_in_an_iteration():
+    code = CHANGED_MODELS + (
+        "model, loss = built('gpt')\n"
+        "foreign(model.eval())\n"
+        "with training_iteration(1):\n"
+        "    print(json.dumps({'error': refusal(lambda: step(model, loss))}))\n"
+    )
+    error = report(code, CUSTOM_QUANT_TYPE="mxfp8")["error"]
+    assert "does not reach decoder.layers.1.self_attention.linear_proj, a Foreign" in error
+
+
 def test_a_collection_without_an_iteration_fails(tmp_path):
     code = "tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1])"
     done = run(code, tmp_path)

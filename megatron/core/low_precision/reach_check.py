@@ -18,11 +18,11 @@ import torch
 
 from megatron.collection import session
 from megatron.collection.training_clock import clock, need_clock
-from megatron.core import parallel_state, tensor_saver
+from megatron.core import tensor_saver
 from megatron.core.low_precision import (
     delayed_scaling,
+    evaluation_check,
     explicit_iteration,
-    matmul_audit,
     model_roots,
     program_end,
     recipe_check,
@@ -30,6 +30,7 @@ from megatron.core.low_precision import (
     same_formats,
     transformer_engine,
 )
+from megatron.core.low_precision.announcement import announce, audit_of, sizes_of_parts
 from megatron.core.low_precision.coverage_check import check_coverage, unreached
 from megatron.core.low_precision.first_forward import Findings, FirstForward, is_compiled
 from megatron.core.low_precision.quantized_module import Collected, Quantized
@@ -71,9 +72,10 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
         _multiplies[module] = bool(model_roots.layers_of(module)) or bool(unreached(module))
         if _multiplies[module]:
             _note_reach(module)
-    training = module.training and torch.is_grad_enabled() and not clock.evaluating
+    stated = module.training or clock.micro_batch is not None
+    training = stated and torch.is_grad_enabled() and not clock.evaluating
     if not (training and _multiplies[module]):
-        _after_this_call(module, lambda failed: model_roots.watch())
+        _begin_evaluation(module, inputs)
         return
     if clock.micro_batch is None and run_request.collecting():
         need_clock("the tensor collection", training=True)
@@ -87,6 +89,20 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     if first and observer is None:
         program_end.note_call(module)
     _after_this_call(module, partial(_end_first_forward, module, observer))
+
+
+def _begin_evaluation(module: torch.nn.Module, inputs: Any) -> None:
+    """Check a module that does not train, and watch for further models after this call."""
+    end = None
+    if not session.audited() and model_roots.layers_of(module):
+        end = evaluation_check.begin(module, inputs, _prepared, _refuse)
+
+    def after(failed: bool) -> None:
+        model_roots.watch()
+        if end is not None:
+            end(failed)
+
+    _after_this_call(module, after)
 
 
 def _check_called(module: torch.nn.Module) -> None:
@@ -154,6 +170,7 @@ def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) ->
 
 
 def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
+    program_end.note_training()
     requested = run_request.description()
     for chunk in chunks:
         if requested is not None:
@@ -179,7 +196,7 @@ def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
         _unchecked.update(chunks)
         check_recipe_and_selection(at_end=False)
     if not session.audited():
-        _announce(chunks, missed, seq_length)
+        announce(chunks, missed, seq_length)
     session.add_to_card("not_reached", missed)
 
 
@@ -270,7 +287,7 @@ def check_recipe_and_selection(*, at_end: bool) -> None:
         return
     models = list(_unchecked)
     _unchecked.clear()
-    if _sizes_of_parts() > 1:
+    if sizes_of_parts() > 1:
         if policy.current().recipe is not None or session.enabled():
             logger.warning(
                 "this rank has only a part of the model, so it is not checked whether every rule "
@@ -279,61 +296,6 @@ def check_recipe_and_selection(*, at_end: bool) -> None:
         return
     recipe_check.check(models, None, alone=True)
     tensor_saver.check_reached(models, alone=True)
-
-
-def _sizes_of_parts() -> int:
-    """Return the number of parts into which parallel groups divide the modules of a model."""
-    if not parallel_state.model_parallel_is_initialized():
-        return 1
-    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    return pipeline * parallel_state.get_expert_model_parallel_world_size()
-
-
-def _announce(
-    chunks: Sequence[torch.nn.Module], missed: Sequence[str], seq_length: int | None
-) -> None:
-    """Log the formats of every matmul, the modules that are not reached, and the folder.
-
-    Under the pipeline schedules, the run card gets the audit of all stages.
-    """
-    audit = _audit(chunks, seq_length or 1, alone=seq_length is None)
-    if seq_length is not None:
-        session.set_audit(audit)
-    lines = []
-    for part in audit:
-        if len(audit) > 1:
-            lines.append(f"from iteration {part['iteration']} on:")
-        lines += [f"  {line}" for line in part["matmuls"]]
-    if missed:
-        lines.append(f"not quantized and not collected: {', '.join(missed)}")
-    collector = session.current()
-    if collector is not None:
-        lines.append(f"tensors are saved to {collector.settings.directory}")
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        models = " and ".join(type(chunk).__name__ for chunk in chunks)
-        requested = run_request.description()
-        # use the level WARNING, because Python shows it even if logging is not set up
-        logger.warning("%s", "\n".join([f"{requested} in the model {models}:", *lines]))
-
-
-def _audit(
-    models: Sequence[torch.nn.Module], seq_length: int, *, alone: bool
-) -> list[dict[str, Any]]:
-    """Return the format audit for the run card, with one entry per period of the recipe.
-
-    Args:
-        models: models or pipeline stages of this rank.
-        seq_length: number of tokens in a sequence.
-        alone: whether to audit the modules of this rank only, without waiting for other ranks.
-    """
-    recipe = policy.current().recipe
-    first = clock.iteration + (clock.micro_batch is None)  # the schedules have not begun it
-    changes = [] if recipe is None else recipe.changes()
-    audit = matmul_audit.matmuls if alone else matmul_audit.of_whole_model
-    periods = [first, *(change for change in changes if change > first)]
-    return [
-        matmul_audit.period_for_card(audit(models, seq_length, start), start) for start in periods
-    ]
 
 
 def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, failed: bool) -> None:
@@ -353,9 +315,9 @@ def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, fa
     elif model_roots.layers_of(model) and program_end.note_idle(model):
         _observed.discard(model)  # the next forward pass may call one
         model_roots.watch()
-    if not session.audited() and _sizes_of_parts() == 1:
+    if not session.audited() and sizes_of_parts() == 1:
         _keys[model] = findings.keys
-        session.set_audit(_audit(list(_keys), max(_keys.values()), alone=True))
+        session.set_audit(audit_of(list(_keys), max(_keys.values()), alone=True))
     try:
         with program_end.remembered_refusals([model], "first_forward"):
             _report(findings)
@@ -380,6 +342,11 @@ def _report(findings: Findings) -> None:
         logger.warning("%s", "\n".join(["the first forward pass of the model:", *lines]))
     session.add_to_card("not_called", findings.not_called)
     session.add_to_card("outside_of_the_audit", outside)
+    _refuse(findings)
+
+
+def _refuse(findings: Findings) -> None:
+    """Raise ValueError if layers, or attention inside a transformer layer, ran without a format."""
     requested = run_request.description()
     if findings.without_format:
         raise ValueError(

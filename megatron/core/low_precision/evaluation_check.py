@@ -1,0 +1,73 @@
+"""Announce what an evaluation of a model reaches, and note what it does not reach.
+
+An evaluation is a forward pass that does not train. The models of a program that trains may be
+evaluated, too, as a teacher is, and are then only announced. If a program trains no model at all,
+what the checks find ends it with status 1; see `program_end`.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from megatron.core.low_precision import model_roots, program_end, recipe_check
+from megatron.core.low_precision.announcement import announce, sizes_of_parts
+from megatron.core.low_precision.coverage_check import check_coverage, unreached
+from megatron.core.low_precision.first_forward import Findings, FirstForward, is_compiled
+from megatron.fake_quant import policy
+
+logger = logging.getLogger(__name__)
+
+_evaluated: WeakSet[torch.nn.Module] = WeakSet()  #: models that were checked here
+
+
+def begin(
+    model: torch.nn.Module,
+    inputs: Any,
+    trained: WeakSet[torch.nn.Module],
+    refuse: Callable[[Findings], None],
+) -> Callable[[bool], None] | None:
+    """Check a model whose evaluation begins, if a format is requested and this was not done before.
+
+    Args:
+        model: outermost module that runs.
+        inputs: inputs of the forward pass.
+        trained: models that were checked and announced because they train.
+        refuse: function that raises ValueError if layers ran without their formats.
+
+    Returns:
+        A function to call when the forward pass ends, with whether it failed; None if nothing is to
+        be checked.
+    """
+    if model in _evaluated or not policy.current().changes_matmuls:
+        return None
+    layers = set(model_roots.layers_of(model))
+    known = {layer for each in (*trained, *_evaluated) for layer in model_roots.layers_of(each)}
+    _evaluated.add(model)
+    if layers <= known:
+        return None
+    announce([model], unreached(model), None, evaluation=True)
+    with program_end.remembered_in_evaluation(model, "coverage") as refused:
+        check_coverage(model, collecting=False)
+    if refused:
+        logger.warning("the evaluation of %s: %s", type(model).__name__, refused[0])
+    if sizes_of_parts() == 1 and not model_roots.layers_without_name():
+        with program_end.remembered_in_evaluation(None, "recipe"):
+            recipe_check.check(list(_evaluated), None, alone=True)
+    if is_compiled(model):
+        program_end.note_evaluation(model, called=True)
+        return None
+    observer = FirstForward(model, inputs)
+
+    def end(failed: bool) -> None:
+        findings = observer.end()
+        if failed:
+            _evaluated.discard(model)
+            return
+        program_end.note_evaluation(model, called=findings.any_called)
+        with program_end.remembered_in_evaluation(model, "first_forward"):
+            refuse(findings)
+
+    return end
