@@ -26,6 +26,7 @@ takes a range counted from 1 (`1-100`, `101-`). Modules that no matcher selects 
 precision.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -98,6 +99,7 @@ class Recipe:
     rules: tuple[Rule, ...]
     #: operations for which a config has the key `accumulate`, even with fp32, which changes nothing
     accumulated: frozenset[str] = frozenset()
+    digest: str = ""  #: first digits of the SHA-256 of the file
 
     @property
     def name(self) -> str:
@@ -171,7 +173,8 @@ def load_recipe(path: Path) -> Recipe:
             raise root.error("recipe has no enabled matcher, so it has no effect; add one")
     except RecipeError as error:
         raise ValueError(f"recipe {printable(path, limit=1000)}: {error}") from None
-    return Recipe(path, tuple(rule for rule in rules if rule is not None), accumulated)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return Recipe(path, tuple(rule for rule in rules if rule is not None), accumulated, digest)
 
 
 def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:

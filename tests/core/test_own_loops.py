@@ -595,6 +595,58 @@ def test_ranks_with_different_formats_are_refused_also_without_iterations(tmp_pa
     assert re.search(f"the ranks have different formats: {kinds}", done.stderr), done.stderr
 
 
+DIFFERENT = """
+import os
+from megatron.fake_quant import policy
+rank = torch.distributed.get_rank()
+for words in sys.argv[1:]:
+    settings = json.loads(words)
+    policy.configure(**(settings[rank] if isinstance(settings, list) else settings))
+    model, loss = built()
+    try:
+        step(model, loss)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("recipe", "recipe_same (SHA-256 "),
+        ("accumulator", "fp8_e4m3 with accumulator hopper_fp8 on rank "),
+        ("later", "mxfp4 on rank "),
+        ("off", "bf16 on rank "),
+        ("equal", None),
+    ],
+)
+def test_everything_that_sets_formats_is_compared_and_an_error_cannot_be_ignored(
+    tmp_path, kind, message
+):
+    recipes = []
+    for name in ("mxfp8", "mxfp4"):
+        recipes.append(tmp_path / name / "same.yaml")
+        recipes[-1].parent.mkdir()
+        matcher = f"{{config: {name}, type: glob, pattern: '*', enabled: true}}"
+        recipes[-1].write_text(f"matchers:\n  all: {matcher}\n")
+    fp8, mxfp8, mxfp4 = ({"custom_quant_type": f} for f in ("fp8_e4m3", "mxfp8", "mxfp4"))
+    settings = {
+        "recipe": [[{"recipe": str(path)} for path in recipes]],
+        "accumulator": [[fp8, fp8 | {"accumulate": "hopper_fp8"}]],
+        "later": [mxfp8, [mxfp8, mxfp4]],
+        "off": [[{}, mxfp8]],
+        "equal": [mxfp8, mxfp4, {"recipe": str(recipes[0])}],
+    }[kind]
+    script = tmp_path / "script.py"
+    script.write_text(START + DIFFERENT)
+    done = forks.run(script, *map(json.dumps, settings), ranks=2, env=environment(PYTHONPATH=REPO))
+    assert done.returncode == int(message is not None), done.stderr
+    error = "[ERROR] the program has handled this error and went on: the ranks have different"
+    assert (error in done.stderr) == (message is not None)
+    assert message is None or message in done.stderr
+
+
 LATE_RECIPE = """
 from megatron.fake_quant import policy
 policy.configure(recipe=sys.argv[1])

@@ -59,7 +59,8 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
             directly, or if another rank has other formats.
     """
     policy.check_environment()
-    same_formats.compare_without_waiting()
+    with program_end.remembered_refusals((), program_end.OF_ALL_RANKS):
+        same_formats.compare_without_waiting()
     if run_request.description() is None:
         return
     if module in _observed and not model_roots.layers_without_name():

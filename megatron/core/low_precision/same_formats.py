@@ -1,6 +1,6 @@
 """Refuse a run whose ranks have different formats.
 
-An environment variable may be missing on one of several machines.
+An environment variable may be missing on one of several machines, or a recipe may be another file.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from megatron.fake_quant import policy
 
 _ADVICE = "set the same flags and environment variables on every machine"
 _KEY = "megatron_quantization_type"  #: key of the first rank's entry in the store of the ranks
-_compared = False  #: whether this process has compared its formats
+_compared: list[policy.Policy] = []  #: formats that this process has compared
 
 
 def check_same_formats() -> None:
     """Raise ValueError on all ranks if their formats differ. Must be called on all ranks."""
-    types = from_all_ranks(policy.current().quant_type)
+    types = from_all_ranks(policy.current().common)
     if len(set(types)) > 1:
         ranks = "; ".join(
             f"{kind} on rank(s) {', '.join(str(n) for n, of in enumerate(types) if of == kind)}"
@@ -31,22 +31,25 @@ def compare_without_waiting() -> None:
     """Compare this rank's formats with those of the rank that called this function first.
 
     No rank waits for another one, so ranks of a loop without schedules may run different models.
-    The ranks exchange their formats through the store in which they have found each other.
+    The ranks exchange their formats through the store in which they have found each other. If the
+    program configures its formats again, they are compared again.
 
     Raises:
         ValueError: if the formats differ.
     """
-    global _compared
-    if _compared or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    current = policy.current()
+    if _compared and _compared[-1] is current:
         return
-    _compared = True
-    mine, rank = policy.current().quant_type, torch.distributed.get_rank()
-    found = b""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    mine, rank, found = current.common, torch.distributed.get_rank(), b""
     with contextlib.suppress(RuntimeError):  # not every store has this operation
-        found = _get_default_store().compare_set(_KEY, "", f"{rank} {mine}")
+        key = f"{_KEY}_{len(_compared)}"
+        found = _get_default_store().compare_set(key, "", f"{rank} {mine}")
     first_rank, _, first = found.decode().partition(" ")
     if first and first != mine:
         raise ValueError(
             f"the ranks have different formats: {first} on rank {first_rank}; {mine} on rank "
             f"{rank}; {_ADVICE}"
         )
+    _compared.append(current)

@@ -193,6 +193,16 @@ class Policy:
                 return prefix + used.pop()
         return "_".join(f"{op}-{choice.name}" for op, choice in self.choices.items())
 
+    @property
+    def common(self) -> str:
+        """Description of what all ranks must have in common."""
+        text = self.quant_type
+        if self.recipe is not None:
+            text += f" (SHA-256 {self.recipe.digest})"
+        if self.accumulator is not None and self.accumulator.accumulator.simulated:
+            text += f" with accumulator {self.accumulator.accumulator.name}"
+        return text
+
     def describe(self) -> list[str]:
         """Return one line per operation, with the effective format and the source of the format."""
         lines = []
