@@ -102,6 +102,7 @@ class Attention:
     """Attention of one head, of shape [queries, keys], and how a format changes it."""
 
     probabilities: Tensor
+    visible: Tensor  #: mask of the keys that are not masked
     change: Tensor | None
     how: str  #: how both were computed, as a sentence
     heads: int
@@ -241,7 +242,7 @@ class Contents:
         if fmt:
             change = fake_quantize(own, get_format(fmt).with_own_amax(), seed=SEED) - own
         how = f"Collected probabilities; the change: P in {fmt}, blocks along keys."
-        return Attention(own, change, how, probs.shape[1], len(probs))
+        return Attention(own, own > 0, change, how, probs.shape[1], len(probs))
 
     def _recomputed(
         self, catalog: Catalog, found: dict[str, int], fmt: str, head: int, sequence: int
@@ -265,6 +266,8 @@ class Contents:
                 return recomputed(q[:, None, None], k[:, None, None], softmax)[0, 0].float()
 
             exact = attend(query, key)
+            # A probability may underflow to zero; if all scores are equal, only masked ones do.
+            visible = attend(torch.zeros_like(query), torch.zeros_like(key)) > 0
             change = None
             if fmt:
                 rounded = [
@@ -275,7 +278,7 @@ class Contents:
         except (NotCheckedError, NothingToDrawError, RuntimeError, ValueError) as error:
             raise NotShownError(str(error)) from None
         how = f"Recomputed from query and key; the change: both in {fmt}, blocks along d."
-        return Attention(exact, change, how, heads, sequences)
+        return Attention(exact, visible, change, how, heads, sequences)
 
 
 def _check_scores(queries: int, keys: int) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import plotly.utils
 import pytest
 import torch
 
 from megatron.analysis.serve import charts
+from megatron.analysis.serve.address import Address
 from megatron.analysis.serve.application import _Views, create
 from megatron.analysis.serve.charts import plain
 from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.pages import tensor_page, training_page
 from megatron.analysis.serve.pages.parts import dcc, html
 from megatron.analysis.serve.pages.static import Static, static
+from megatron.analysis.serve.panels import pictures
 from megatron.analysis.serve.pixels import Region, reduce
 from megatron.analysis.serve.statistics import BY_NAME
 from megatron.analysis.serve.training import Series
@@ -166,6 +170,19 @@ def test_attention_and_its_change_are_those_of_the_definition(explorer):
     rounded = attend(fake_quantize(query, "mxfp4"), fake_quantize(key, "mxfp4"))
     torch.testing.assert_close(found.change, rounded - exact, atol=1e-2, rtol=0)
     assert (found.heads, found.sequences) == (2, 2)
+
+
+def test_a_probability_that_underflows_is_not_masked(explorer, monkeypatch):
+    contents, tensor = explorer.contents, find(explorer, "query")
+    read = contents.tensor
+    monkeypatch.setattr(contents, "tensor", lambda catalog, number: 100 * read(catalog, number))
+    found = contents.attention(explorer.catalog, tensor, "", 0, 0)
+    assert torch.equal(found.visible, torch.ones(64, 64, dtype=torch.bool).tril())
+    assert (found.probabilities[found.visible] == 0).any()
+    address = Address(view="tensor", tensor=explorer.catalog.id_of(tensor))
+    figure = pictures.attention(explorer.subject(address)).figure
+    drawn = np.frombuffer(base64.b64decode(figure["data"][0]["z"]["bdata"]), "<f4")
+    assert (np.isfinite(drawn) == found.visible.numpy().ravel()).all()
 
 
 def test_numbers_are_downloaded_as_csv(explorer):

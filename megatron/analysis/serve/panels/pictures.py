@@ -102,15 +102,15 @@ def attention(subject: Subject) -> Shown:
     found = subject.contents.attention(
         subject.catalog, subject.tensor, address.format, address.head, address.sequence
     )
-    visible = (found.probabilities > 0).sum(-1, keepdim=True)
-    relative = found.probabilities * visible
+    relative = found.probabilities * found.visible.sum(-1, keepdim=True)
     region = Region.within(relative.shape[0], relative.shape[1])
     first = reduce(relative, region, width=WIDTH, height=WIDTH)
+    visible = reduce(found.visible.float(), region, width=WIDTH, height=WIDTH).values > 0
     size, second = relative.shape[0], None
     if found.change is not None:
         change = reduce(found.change, region, width=WIDTH, height=WIDTH)
-        second = _square(_change_trace(change, first.values > 0), size)
-    figure = _square(_attention_trace(first), size)
+        second = _square(_change_trace(change, visible), size)
+    figure = _square(_attention_trace(first, visible), size)
     return Shown(figure, _attention_note(found), _image_table(first), second)
 
 
@@ -137,10 +137,10 @@ def _attention_note(found: Attention) -> str:
     return f"{note} First figure: probability times the number of visible keys; 1 is uniform."
 
 
-def _attention_trace(picture: Image) -> dict[str, Any]:
+def _attention_trace(picture: Image, visible: NDArray[np.bool_]) -> dict[str, Any]:
     values = picture.values.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shown = np.where(values > 0, np.log2(np.clip(values, 1 / EXTREME, EXTREME)), np.nan)
+        shown = np.where(visible, np.log2(np.clip(values, 1 / EXTREME, EXTREME)), np.nan)
     limit = math.log2(EXTREME)
     ticks = {
         "tickvals": [-5, -3, -1, 0, 1, 3, 5],
