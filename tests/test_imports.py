@@ -156,3 +156,14 @@ def test_a_dump_is_read_without_the_engine():
     result = run([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+def test_a_command_handles_an_interruption_before_it_imports_packages():
+    """Importing pandas takes a quarter of a second; Ctrl-C during it printed a traceback."""
+    code = (
+        "import sys, megatron.analysis.__main__\n"
+        "print([m for m in ('numpy', 'pandas', 'torch', 'matplotlib') if m in sys.modules])\n"
+    )
+    result = run([sys.executable, "-c", code])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"

@@ -20,16 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.analysis.cli import (
-    diff_command,
-    draw_command,
-    history_command,
-    serve_command,
-    stats_command,
-    study_command,
-)
-from megatron.analysis.dump.folder import check_folder
-from megatron.analysis.text_table import printable_lines, shown
+# The imports of the commands take half a second. They are inside functions, so that Ctrl-C during
+# them does not print a traceback.
 from megatron.console import ArgumentParser, run_main
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -99,6 +91,8 @@ def _add_verify(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _add_commands(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
+    from megatron.analysis.cli import diff_command, serve_command, stats_command, study_command
+
     for name, summary, module in (
         ("stats", "measure the values and the error of formats", stats_command),
         ("study", "compare formats by the results of matmuls", study_command),
@@ -120,9 +114,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     """Verify a dump, print the findings and a summary, and return the exit status."""
     if not arguments.slack > 0:
         raise ValueError(f"--slack is {arguments.slack:g}; give a number above 0")
+    from megatron.analysis.dump.folder import check_folder
+
     check_folder(arguments.folder)
     from megatron.analysis.progress import Progress
     from megatron.analysis.store import TensorStore
+    from megatron.analysis.text_table import shown
     from megatron.analysis.verification.verify import Verification
 
     store = TensorStore(arguments.folder)
@@ -144,6 +141,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
+    from megatron.analysis.cli import draw_command
+
     for name, summary, description in (
         ("draw", "draw everything", draw_command.DRAW),
         ("report", "write report.html", draw_command.REPORT),
@@ -161,6 +160,8 @@ def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _add_history(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
+    from megatron.analysis.cli import history_command
+
     parser = commands.add_parser(
         "history",
         help="find the first tensor whose statistics became unusual",
@@ -174,9 +175,9 @@ def _add_history(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command of `python -m megatron.analysis` and return the exit status."""
-    parsed = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = parsed.command
     try:
+        parsed = _parser().parse_args(arguments)
+        command: Callable[[argparse.Namespace], int] = parsed.command
         status = command(parsed)
         sys.stdout.flush()
         return status
@@ -184,6 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("[ERROR] interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (ValueError, OSError) as error:
+        from megatron.analysis.text_table import printable_lines
+
         print(printable_lines(f"[ERROR] {error}"), file=sys.stderr)
     except ImportError as error:
         print(
