@@ -178,7 +178,7 @@ class _Views:
     ) -> tuple[Any, Any, Any, list[Any]]:
         """Show a view, or update those panels of the current view that a change affects."""
         address = self.explorer.resolved(search)
-        key = self._key(address)
+        key = self._key(address, search)
         if key == current:
             names = [entry["name"] for entry in ids]
             changed = self._changed(address, names, stored)
@@ -187,18 +187,19 @@ class _Views:
             return no_update, no_update, _links(address), changed
         self.explorer.priority.request()
         data = {name: self._data(name, address) for name in DEPENDS}
-        return self._page(address, data), key, _links(address), [no_update] * len(ids)
+        return self._page(address, search, data), key, _links(address), [no_update] * len(ids)
 
-    def _key(self, address: Address) -> str:
+    def _key(self, address: Address, search: str | None) -> str:
         """Return a key that two pages share if they have the same panels."""
         explorer = self.explorer
         if address.view == MAP:
             empty = not len(explorer.catalog)
-            return f"{MAP} {empty} {empty and explorer.follower.reading}"
+            awaits = explorer.awaits(search)
+            return f"{MAP} {empty} {awaits or (empty and explorer.follower.reading)}"
         if address.view == TRAINING:
             return f"{TRAINING} {len(explorer.training.statistics) > 0}"
         if address.view == RUNS:
-            return f"{RUNS} {len(explorer.catalog.runs)} {explorer.follower.reading}"
+            return f"{RUNS} {explorer.catalog.version} {explorer.follower.reading}"
         tensor = explorer.catalog.find(address.tensor)
         if tensor is None:
             return f"{TENSOR} {explorer.follower.reading}"
@@ -210,7 +211,7 @@ class _Views:
         iterations = sum(len(run["iterations"]) for run in catalog.runs)
         return [len(catalog.runs), iterations, len(catalog.places)]
 
-    def _page(self, address: Address, data: dict[str, dict[str, Any]]) -> Part:
+    def _page(self, address: Address, search: str | None, data: dict[str, dict[str, Any]]) -> Part:
         explorer = self.explorer
         if address.view == TENSOR:
             page = tensor_page.page(explorer, address, explorer.subject(address), data)
@@ -218,6 +219,8 @@ class _Views:
             page = training_page.page(explorer, data)
         elif address.view == RUNS:
             page = runs_page.page(explorer)
+        elif explorer.awaits(search):
+            page = message("Reading the index …")
         else:
             page = map_page.page(explorer, address, data)
         return static(page)
@@ -231,9 +234,11 @@ class _Views:
             version = self._choices()
         elif name in _FOLLOWS_TRAINING:
             version = [self.explorer.training.version, len(self.explorer.follower.events)]
+            version.append(self.explorer.follower.reading)
         elif name == "numbers":
             newest = [*self.explorer.rates][-1:]
             version = [self.explorer.training.version, *map(list, newest)]
+            version.append(self.explorer.follower.reading)
         return {"search": panel_search(name, address), "version": version}
 
     def _changed(self, address: Address, names: Sequence[str], stored: Sequence[Any]) -> list[Any]:
@@ -283,7 +288,7 @@ class _Views:
     ) -> tuple[Any, Any, int, list[Any]]:
         """Return what is new since the last poll, and the time until the next one."""
         address = self.explorer.resolved(search)
-        key = self._key(address)
+        key = self._key(address, search)
         names = [entry["name"] for entry in ids]
         following = (*_FOLLOWS_NUMBERS, *_FOLLOWS_TRAINING, *_FOLLOWS_CHOICES, "numbers")
         changed = self._changed(address, names, stored)
@@ -299,11 +304,14 @@ class _Views:
     def _status(self) -> Part:
         explorer, measurer = self.explorer, self.explorer.measurer
         catalog = explorer.catalog
-        texts = [f"{len(catalog):,} tensors"]
+        newest_only = explorer.follower.newest_only
+        texts = [f"{len(catalog):,} tensors{' of the newest iteration' if newest_only else ''}"]
         if explorer.follower.reading:
             texts.append("reading the index")
         left = max(measurer.total - measurer.done, 0)
-        if left and measurer.rate:
+        if left and explorer.follower.reading:  # more tensors will follow
+            texts.append(f"{measurer.done:,} measured")
+        elif left and measurer.rate:
             seconds = left / measurer.rate
             time_left = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
             texts.append(f"{measurer.done:,} measured, {measurer.rate:.0f}/s, {time_left} left")
@@ -355,6 +363,8 @@ class _Views:
             elif name in ("curves", "statistics"):
                 table = training_page.numbers_of(name, explorer)
             else:
+                if explorer.awaits(search):
+                    raise NotShownError("the index is still being read; try again later")
                 resolved = explorer.resolved(search)
                 table = map_page.numbers_of(explorer, resolved)
             content = _csv(table)

@@ -142,6 +142,15 @@ class Explorer:
         """Return the address in a query, with the defaults of this dump."""
         return Address.parse(search).resolved(self.catalog, self.formats)
 
+    def awaits(self, search: str | None) -> bool:
+        """Return whether an address names what may be found in an index that is being read."""
+        if not self.follower.reading:
+            return False
+        given, found = Address.parse(search), self.resolved(search)
+        names = ("run", "other", "place")
+        missing = any(getattr(given, name) not in ("", getattr(found, name)) for name in names)
+        return missing or given.iteration not in (-1, found.iteration)
+
     def subject(self, address: Address) -> Subject | None:
         """Return the tensor of an address, or None if no tensor has its ID."""
         catalog = self.catalog

@@ -175,11 +175,14 @@ class Follower:
         if sum(sizes.values()) <= FIRST_STEP:
             return False
         newest = Records()
-        for index in self._indexes.values():
-            newest_records(index.path, index.number, newest)
-        if len(newest):
-            self.catalog = Catalog(newest, frozenset(), self.cards, 1)
-            self.newest_only = True
+        # Without all indexes, another run would be shown first, or a part of a tensor.
+        if all(
+            newest_records(index.path, index.number, newest) for index in self._indexes.values()
+        ):
+            catalog = Catalog(newest, frozenset(), self.cards, 1)
+            # Of a run that is still writing, the ranks may have reached different iterations.
+            if len(catalog) and all(len(run["iterations"]) == 1 for run in catalog.runs):
+                self.catalog, self.newest_only = catalog, True
         return self.newest_only
 
     def poll_all(self) -> None:

@@ -22,35 +22,46 @@ MOST = 16 << 20  #: maximum number of bytes at the end of an index in which an i
 _ITERATION = re.compile(rb'"iteration": \d+[,}]')
 
 
-def newest_records(path: str, number: int, records: Records) -> None:
-    """Add the records of the last iteration in an index; none if it is not complete or not usable.
+def newest_records(path: str, number: int, records: Records) -> bool:
+    """Add the records of the last iteration in an index, and return whether they are complete.
+
+    An index without complete lines is complete.
 
     Args:
         path: path of the index.
         number: number of the index in `Records.origin`.
-        records: records to which they are added.
+        records: records to which they are added; none is added if they may not be complete.
     """
     with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(size - MOST, 0))
         content = file.read(MOST)
         lines = content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]
-        if size > MOST:
+        is_whole = size <= MOST
+        if not is_whole:
             del lines[:1]  # its beginning was not read
-        chosen = _last_iteration(lines)
-        if not chosen or any(len(line) > LINE_LIMIT for line in chosen):
-            return
-        rows = parsed_lines(Path(path), chosen, 1, last=False)
-        if _are_consecutive(rows):
+        found = _last_iteration(lines)
+        if found is None or any(len(line) > LINE_LIMIT for line in found[1]):
+            return False
+        before, chosen = found
+        if not before and not is_whole:
+            return False
+        if not chosen:
+            return True
+        rows = parsed_lines(Path(path), [*before, *chosen], 1, last=False)
+        if _are_consecutive(rows, is_first=not before):
+            rows = rows[len(before) :]
             columns = Columns()
-            columns.add(rows[1:], file_paths(rows[1:], path[: path.rindex(os.sep) + 1]), "index")
+            columns.add(rows, file_paths(rows, path[: path.rindex(os.sep) + 1]), "index")
             records.add(columns, number)
+            return True
+    return False
 
 
-def _last_iteration(lines: list[bytes]) -> list[bytes]:
-    """Return the lines of the last iteration, and before them the last line of the one before.
+def _last_iteration(lines: list[bytes]) -> tuple[list[bytes], list[bytes]] | None:
+    """Return the last line of the iteration before the last one, if any, and those of the last.
 
-    Events are left out. Empty if there is only one iteration, or a line without an iteration.
+    Events are left out. None if a line names no iteration.
     """
     chosen: list[bytes] = []
     wanted = None
@@ -59,22 +70,29 @@ def _last_iteration(lines: list[bytes]) -> list[bytes]:
             continue
         found = _ITERATION.search(line)
         if found is None:
-            return []
+            return None
         wanted = wanted or found.group()
-        chosen.append(line)
         if found.group() != wanted:
-            return chosen[::-1]
-    return []
+            return [line], chosen[::-1]
+        chosen.append(line)
+    return [], chosen[::-1]
 
 
-def _are_consecutive(rows: list[dict[str, Any]]) -> bool:
+def _are_consecutive(rows: list[dict[str, Any]], *, is_first: bool) -> bool:
     """Return whether the records were saved one after another by one run.
 
     Several threads write files, so that lines of two iterations may be mixed. No record may be
     missing, because the size of an attention head is read from that of V.
+
+    Args:
+        rows: records of the last iteration, and before them the last one of the iteration before.
+        is_first: whether there is no iteration before; a run counts its records from 1.
     """
     if len({row.get("run_id") for row in rows}) > 1:
         return False
     counters = [row["counter"] for row in rows if type(row.get("counter")) is int]
-    first = counters[0] if len(counters) == len(rows) else 0
-    return sorted(counters[1:]) == [*range(first + 1, first + len(rows))]
+    if len(counters) < len(rows):
+        return False
+    if is_first:
+        return sorted(counters) == [*range(1, len(rows) + 1)]
+    return sorted(counters[1:]) == [*range(counters[0] + 1, counters[0] + len(rows))]

@@ -12,7 +12,8 @@ import pytest
 
 from megatron.analysis.serve import follower, maps
 from megatron.analysis.serve.address import Address
-from megatron.analysis.serve.application import _Views
+from megatron.analysis.serve.application import _Views, create
+from megatron.analysis.serve.explorer import Explorer
 from megatron.analysis.serve.follower import Follower
 from megatron.analysis.serve.statistics import BY_NAME, Numbers
 from megatron.analysis.serve.training import Series, Training, _read_events
@@ -133,6 +134,80 @@ def test_an_iteration_that_may_lack_records_does_not_come_first(tmp_path, monkey
     follows = Follower(tmp_path)
     follows.poll()
     assert not follows.newest_only
+
+
+def test_all_runs_and_ranks_show_their_newest_iteration_or_none(dumps, tmp_path, monkeypatch):
+    monkeypatch.setattr(follower, "FIRST_STEP", 4000)
+    for name in ("one", "pp2", "tp2"):
+        shutil.copytree(dumps / name, tmp_path / name)
+
+    def newest():
+        follows = Follower(tmp_path)
+        follows.poll()
+        return follows.catalog if follows.newest_only else None
+
+    whole = Follower(tmp_path)
+    whole.poll_all()
+    last = {run["id"]: run["iterations"][-1] for run in whole.catalog.runs}
+    found = newest()
+    assert {run["id"]: run["iterations"] for run in found.runs} == {r: [i] for r, i in last.items()}
+    known = dict(zip(whole.catalog.ids.tolist(), whole.catalog.stamps.tolist(), strict=True))
+    assert (
+        dict(zip(found.ids.tolist(), found.stamps.tolist(), strict=True)).items() <= known.items()
+    )
+
+    (index,) = (tmp_path / "tp2").glob("index_*rank01.jsonl")
+    started = index.with_name(index_name("20261123_000000_000001", 0))
+    for content in ('{"event": "kept"}\n', '{"iteration": 1, '):  # no record so far
+        started.write_text(content)
+        assert len(newest()) == len(found)
+    started.write_text("{}\n")
+    assert newest() is None, "this run may be the newest"
+    started.unlink()
+    rows = [json.loads(line) for line in index.read_text().splitlines()]
+    last_row = [row for row in rows if "event" not in row][-1]
+    changes = {"iteration": last_row["iteration"] + 1, "counter": last_row["counter"] + 1}
+    with index.open("a") as file:
+        file.write(json.dumps(last_row | changes | {"file": "next.pt"}) + "\n")
+    assert newest() is None, "one rank is an iteration ahead"
+
+
+def test_nothing_takes_the_place_of_what_is_not_read_yet(tmp_path, monkeypatch):
+    write_long_index(tmp_path, rows_of_three_iterations())
+    monkeypatch.setattr(follower, "FIRST_STEP", 4000)
+    explorer = Explorer(tmp_path, FORMATS, cache=None, in_process=True)
+    views, client = _Views(explorer), create(explorer).server.test_client()
+    explorer.follower.poll()
+    assert explorer.follower.newest_only
+    assert "28 tensors of the newest iteration" in str(views._status())
+    cases = {"": False, "?it=3": False, "?it=2": True, "?run=x": True, "?with=x": True}
+    cases |= {"?by=iteration&place=x": True, f"?run={RUNS['mxfp8']}&by=iteration": False}
+    before = {search: views.show(search, None, None, [], []) for search in cases}
+    for search, awaits in cases.items():
+        assert explorer.awaits(search) == awaits
+        assert ("Reading the index" in str(before[search][0])) == awaits
+        status = client.get(f"/csv?panel=map&{search[1:]}").status_code
+        assert (status == 404) == awaits
+    address = explorer.resolved("?by=iteration")
+    assert "More iterations appear" in str(
+        views.panel({"search": address.search()}, {"name": "map"})
+    )
+    assert "1: 3 so far" in str(views.show("?v=runs", None, None, [], [])[0])
+    assert "28 files so far" in str(views.panel({"search": "?v=training"}, {"name": "numbers"}))
+    for name in ("curves", "events"):
+        assert "Reading the index" in str(views.panel({"search": "?v=training"}, {"name": name}))
+    explorer.follower.poll_all()
+    for search, awaits in cases.items():
+        assert not explorer.awaits(search)
+        assert (views._key(explorer.resolved(search), search) != before[search][1]) == awaits
+    assert "3: 1 to 3" in str(views.show("?v=runs", None, None, [], [])[0])
+    assert "so far" not in str(views.panel({"search": "?v=training"}, {"name": "numbers"}))
+    key = views._key(explorer.resolved("?v=runs"), "?v=runs")
+    rows = rows_of_three_iterations()
+    write_long_index(tmp_path, [*rows, rows[-1] | {"iteration": 4, "file": "new.pt"}])
+    explorer.follower.poll_all()
+    assert views._key(explorer.resolved("?v=runs"), "?v=runs") != key, "a run is followed"
+    explorer.close()
 
 
 def test_a_tensor_whose_shards_were_not_all_written_is_measured_again(dumps, tmp_path):

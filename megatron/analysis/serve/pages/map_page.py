@@ -213,6 +213,8 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
         return [message("Nothing to show: no tensor meets these conditions.")]
     figures = [("map", "", found)]
     note = _note(found)
+    if address.by == BY_ITERATION and explorer.follower.reading:
+        note += " More iterations appear when the index has been read."
     if address.other:
         other = shown_map(explorer, address.but(run=address.other, **_iteration(explorer, address)))
         explorer.look_at(np.concatenate([found.chosen, other.chosen]), address.format)

@@ -17,15 +17,18 @@ def page(explorer: Explorer) -> Part:
     catalog = explorer.catalog
     newest = catalog.runs[::-1]
     sections: list[Part] = []
+    so_far = " so far; reading the index" if explorer.follower.reading else ""
     if len(newest) > MOST_RUNS:
         sections.append(message(f"The newest {MOST_RUNS} of {len(newest):,} runs."))
     for number, run in enumerate(newest[:MOST_RUNS]):
         card = catalog.cards.get(run["id"], {})
         iterations = run["iterations"]
+        ends = (str(iterations[0]), str(iterations[-1]))
+        span = " to ".join(dict.fromkeys(ends))
         rows: list[list[Part]] = [
             ["end", run["ending"]],
-            ["tensors", f"{run['tensors']:,}"],
-            ["iterations", f"{len(iterations):,}: {iterations[0]} to {iterations[-1]}"],
+            ["tensors", f"{run['tensors']:,}{so_far}"],
+            ["iterations", f"{len(iterations):,}: {span}{so_far}"],
             *([name, text] for name, text in facts(card)),
         ]
         heading = f"heading-run-{number}"

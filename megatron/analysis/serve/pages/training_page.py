@@ -71,8 +71,9 @@ def numbers(explorer: Explorer) -> list[Part]:
         left = _time_left(newest)
         if left:
             cards.append(("Time left", left, ""))
-    cards.append(("Tensors", f"{len(catalog):,}", f"{len(catalog.records):,} files"))
-    rate = _rate(explorer)
+    so_far = " so far" if explorer.follower.reading else ""
+    cards.append(("Tensors", f"{len(catalog):,}", f"{len(catalog.records):,} files{so_far}"))
+    rate = _rate(explorer) or so_far
     cards.append(("Written", size(explorer.written), rate))
     if explorer.free >= 0:
         cards.append(("Free disk", size(explorer.free), ""))
@@ -112,6 +113,8 @@ def _rate(explorer: Explorer) -> str:
 def curves(explorer: Explorer, search: str) -> list[Part]:
     """Return one figure per scalar, with one line per run."""
     series = [s for s in explorer.training.series if s.values][-MOST_SERIES:]
+    if not series and explorer.follower.reading:  # its events may hold losses
+        return [message("Reading the index …")]
     if not series:
         return [
             message(
@@ -264,7 +267,10 @@ def events(explorer: Explorer) -> list[Part]:
     if unusable := [[printable(text, limit=1000) for text in row] for row in problems]:
         unusable = unusable[:MOST_EVENTS]
         parts.append(table(["Unusable file", "Why"], unusable, label="Unusable files"))
-    return parts if len(parts) > 1 else [*parts, message("No events so far.")]
+    if len(parts) == 1:
+        reading = explorer.follower.reading
+        parts.append(message("Reading the index …" if reading else "No events so far."))
+    return parts
 
 
 def numbers_of(name: str, explorer: Explorer) -> pd.DataFrame:
