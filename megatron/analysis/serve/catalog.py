@@ -63,14 +63,10 @@ class Catalog:
         self.iteration = _known(records.integers["iteration"].values[rows], 0)
         self.micro_batch = _known(records.integers["micro_batch"].values[rows], 0)
         self.data_rank = records.data_rank.values[rows]
-        rows_bytes = _known(records.integers["bytes"].values[rows], 0)
-        times = records.floats["wall_time"].values[rows].view(np.uint64)
-        others = (files - 1).astype(np.uint64)
-        #: number that changes if a tensor is written again, or if more of its shards are found
-        self.stamps: NDArray[np.uint64] = (
-            times ^ (rows_bytes.astype(np.uint64) << np.uint64(17)) ^ (others << np.uint64(40))
-        )
-        self.nbytes = rows_bytes
+        self.nbytes = _known(records.integers["bytes"].values[rows], 0)
+        #: number that changes if a tensor is written again, or if more of its shards are found;
+        #: it does not depend on the order in which the indexes are read
+        self.stamps: NDArray[np.uint64] = self._stamps()
         self._describe(rows)
 
     def __len__(self) -> int:
@@ -107,6 +103,25 @@ class Catalog:
         twice = is_repeat & np.isin(passes, passes[~is_repeat])
         self.repeats = int(twice.sum())
         return rows[~twice], files[~twice]
+
+    def _stamps(self) -> NDArray[np.uint64]:
+        """Return the sum of a number of each shard that depends on its time and size."""
+        records = self.records
+
+        def stamps_of(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+            times = records.floats["wall_time"].values[rows].view(np.uint64)
+            sizes = _known(records.integers["bytes"].values[rows], 0).astype(np.uint64)
+            stamps: NDArray[np.uint64] = times ^ (sizes << np.uint64(17))
+            return stamps
+
+        found = stamps_of(self.rows)
+        sharded = self.files > 1
+        if sharded.any():
+            rows, ids = self._rows_by_id
+            starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+            sums = np.add.reduceat(stamps_of(rows), starts)
+            found[sharded] = sums[np.searchsorted(ids[starts], self.ids[sharded])]
+        return found
 
     def _describe(self, rows: NDArray[np.int64]) -> None:
         """Compute the place, the GEMMs and the kind of each tensor, once per combination."""

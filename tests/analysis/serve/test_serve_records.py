@@ -172,6 +172,24 @@ def test_all_runs_and_ranks_show_their_newest_iteration_or_none(dumps, tmp_path,
     assert newest() is None, "one rank is an iteration ahead"
 
 
+def test_a_stamp_does_not_depend_on_the_order_of_the_ranks(dumps, tmp_path):
+    shutil.copytree(dumps / "tp2", tmp_path / "a")
+    found = []
+    for names in (("rank00", "rank01"), ("rank01", "rank00")):
+        follows = Follower(tmp_path)
+        for name in names:  # the second index appears when the first one has been read
+            (index,) = (tmp_path / "a").glob(f"index_*{name}.jsonl*")
+            index.rename(index.with_suffix(".jsonl"))
+            follows._walked, follows._check_unlisted = -1e9, False
+            follows.poll()
+        catalog = follows.catalog
+        assert (catalog.files == 2).sum() > 10
+        found.append(dict(zip(catalog.ids.tolist(), catalog.stamps.tolist(), strict=True)))
+        for index in (tmp_path / "a").glob("index_*.jsonl"):
+            index.rename(index.with_suffix(".jsonl_"))
+    assert found[0] == found[1]
+
+
 def test_nothing_takes_the_place_of_what_is_not_read_yet(tmp_path, monkeypatch):
     write_long_index(tmp_path, rows_of_three_iterations())
     monkeypatch.setattr(follower, "FIRST_STEP", 4000)
