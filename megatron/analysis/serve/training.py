@@ -179,9 +179,13 @@ class Training:
             return
         if os.path.islink(path) and not Path(path).resolve().is_relative_to(root):  # noqa: PTH114
             return
-        parent = Path(path).parent
-        label = str(parent.relative_to(root)) if parent != root else Path(path).stem
-        self._tails[path] = _Tail(path, Series(label))
+        own = Path(path).relative_to(root)
+        label = str(own)
+        if own.suffix != ".log":  # the name of an event file is long, and names no run
+            label = f"{own.parent}: event file" if own.parent.name else "event file"
+        known = {tail.series.label for tail in self._tails.values()}
+        names = [label, *(f"{label} {number}" for number in range(2, MOST_FILES + 1))]
+        self._tails[path] = _Tail(path, Series(next(name for name in names if name not in known)))
 
     def _read(self, tail: _Tail) -> bool:
         with open_regular(tail.path) as file:

@@ -390,6 +390,19 @@ def test_training_is_read_from_logs_and_event_files(tmp_path):
     assert own.values == {"lm loss": {7: 3.5}}
 
 
+def test_the_legend_tells_the_files_of_a_run_apart(tmp_path):
+    (tmp_path / "mxfp8").mkdir()
+    for folder in (tmp_path, tmp_path / "mxfp8"):
+        (folder / "run.log").touch()
+        (folder / "events.out.tfevents.1").touch()
+    (tmp_path / "mxfp8" / "events.out.tfevents.2").touch()
+    training = Training([tmp_path])
+    training.poll()
+    labels = {tail.series.label for tail in training._tails.values()}
+    events = {"event file", "mxfp8: event file", "mxfp8: event file 2"}
+    assert labels == {"run.log", "mxfp8/run.log", *events}
+
+
 def test_training_is_read_from_events_of_the_indexes(tmp_path):
     training = Training([tmp_path])
     event = {"event": "trained", "run_id": "r", "iterations": [1, 2], "loss": [7.5, "nan"]}
