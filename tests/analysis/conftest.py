@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from tests import forks
 from tests.subprocesses import REPO, environment
@@ -37,12 +38,13 @@ def write_dumps(folder: Path) -> None:
 
 @pytest.fixture
 def small_pictures(monkeypatch):
-    """Draw pictures with few pixels, in tests that do not look at them."""
+    """Draw pictures with few pixels and without a layout, in tests that do not look at them."""
     from megatron.analysis import quick
     from megatron.analysis.outputs import render
 
     for module in (render, quick):
         monkeypatch.setattr(module, "DPI", 20)
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)
 
 
 @pytest.fixture

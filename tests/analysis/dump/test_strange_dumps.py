@@ -139,7 +139,7 @@ def strange(tmp_path):
     return tmp_path
 
 
-def test_strange_values_make_no_figure_fail(strange):
+def test_strange_values_make_no_figure_fail(strange, small_pictures):
     # each kind of scaling once: tensor, block with and without outer scale, group, none
     formats = ("nvfp4", "hifp8", "fp8_e4m3", "hifp4", "mxfp8:2d", "bf16")
     store = TensorStore(strange)
