@@ -14,6 +14,7 @@ import torch
 
 from megatron.collection.background_writer import BackgroundWriter, Writer
 from megatron.collection.capture import MEMORY_ADVICE
+from megatron.collection.collectives import from_all_ranks
 from megatron.collection.deferred_signals import signals_deferred
 from megatron.collection.host_buffers import HostBuffers, HostCopy
 from megatron.collection.loss_log import LossLog
@@ -73,6 +74,7 @@ class Collector:
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
         self._weights = WeightDedup()
+        self._any_rank_collects = False  #: whether a rank has collected a module
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
         self._ring = RingBuffer(settings.ring, levels) if limited and settings.ring else None
@@ -147,8 +149,7 @@ class Collector:
         This is so if the rank is not selected, if tensors wait for an event, or if only other ranks
         have the selected modules, such as those of another pipeline stage.
         """
-        others = self.coordinates["world_size"] > 1 and self.collected > 0
-        elsewhere = others and not any(self._wanted.values())
+        elsewhere = self._any_rank_collects and not any(self._wanted.values())
         return self.has_ring or self._flag is not None or not self._writes or elsewhere
 
     def begin_iteration(self) -> None:
@@ -165,9 +166,12 @@ class Collector:
             self._ring.begin(clock.iteration)
 
     def end_iteration(self) -> None:
-        """Count the completed iteration if it was collected."""
+        """Count the completed iteration if it was collected. Must be called on all ranks."""
         if self._collects(clock.iteration):
             self.collected += 1
+            if not (self._any_rank_collects or self.has_ring or self._flag):
+                here = self._writes and any(self._wanted.values())
+                self._any_rank_collects = any(from_all_ranks(here))
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
         """Record an iteration's loss and gradient norm; save the ring buffer if either is unusual.

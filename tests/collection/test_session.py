@@ -7,10 +7,9 @@ import re
 import pytest
 import torch
 
-from megatron.collection import session
+from megatron.collection import collector, session
 from megatron.collection.capture import global_shape
 from megatron.collection.module_identity import ModuleIdentity
-from megatron.collection.run_card import rank_coordinates
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.fake_quant import policy
 from megatron.tensor_record import parse_filename
@@ -223,12 +222,15 @@ def test_the_run_card_says_how_the_run_ended(tmp_path):
     assert card["arguments"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize(("ranks", "layer", "fails"), [(1, 1, True), (2, 1, False), (2, 0, True)])
-def test_a_rank_without_selected_modules_may_collect_nothing(tmp_path, ranks, layer, fails):
-    """A pipeline stage may have no selected layer; a stage that has one must save."""
-    place = rank_coordinates() | {"world_size": ranks}
-    options = {"save_dir": str(tmp_path), "collect_layers": "0", "coordinates": place}
-    session.configure(save_tensors=True, **options)
+@pytest.mark.parametrize(
+    ("layer", "elsewhere", "fails"), [(1, False, True), (1, True, False), (0, True, True)]
+)
+def test_a_rank_without_selected_modules_may_collect_nothing(
+    tmp_path, monkeypatch, layer, elsewhere, fails
+):
+    """A pipeline stage may have no selected layer if another one has; that one must save."""
+    monkeypatch.setattr(collector, "from_all_ranks", lambda value: [value, elsewhere])
+    session.configure(save_tensors=True, save_dir=str(tmp_path), collect_layers="0")
     session.begin_iteration()
     clock.micro_batch = MicroBatch(1, 0)
     session.capture(ModuleIdentity("linear_fc1", layer), "linear")

@@ -698,6 +698,48 @@ def test_a_run_that_collects_less_than_requested_fails(tmp_path, flags, message)
     assert message is None or message in done.stderr
 
 
+DIVIDED = """
+from megatron.core import parallel_state
+from megatron.fake_quant import policy
+rank, options = torch.distributed.get_rank(), json.loads(sys.argv[2])
+parallel_state.destroy_model_parallel()
+parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.pop("stages", 2))
+policy.configure(recipe=options.pop("recipe", None))
+idle = options.pop("idle", [])
+model, loss = built(["stack", "gpt"][rank])
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], **options)
+with training_iteration(1):
+    if rank not in idle:
+        step(model, loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collect_modules": ["blocks.*"]}, None),
+        ({"collect_modules": ["nothing.*"]}, "'nothing.*' matches none of the "),
+        ({"recipe": "recipe.yaml"}, "matcher 'other' with the pattern 'nothing' fits none"),
+        ({"stages": 1, "idle": [0, 1]}, "nothing was collected in 1 iteration(s)"),
+        ({"stages": 1, "idle": [0]}, None),
+    ],
+)
+def test_what_no_rank_has_is_noticed_at_the_end_of_the_first_iteration(tmp_path, options, message):
+    recipe = tmp_path / "recipe.yaml"
+    matchers = [
+        f"  {name}: {{config: mxfp8, type: glob, pattern: '{pattern}', enabled: true}}\n"
+        for name, pattern in (("one", "blocks.*"), ("two", "decoder.*"), ("other", "nothing"))
+    ]
+    recipe.write_text("matchers:\n" + "".join(matchers))
+    options |= {"recipe": str(recipe)} if "recipe" in options else {}
+    script = tmp_path / "script.py"
+    script.write_text(START + DIVIDED)
+    words = [script, tmp_path / "dump", json.dumps(options)]
+    done = forks.run(*words, ranks=2, env=environment(PYTHONPATH=REPO))
+    assert done.returncode == int(message is not None), done.stderr
+    assert message is None or message in done.stderr
+
+
 LATER = """
 model, loss = built("gpt")
 with training_iteration(1):

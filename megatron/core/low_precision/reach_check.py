@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from megatron.collection import session
+from megatron.collection.collectives import from_all_ranks
 from megatron.collection.training_clock import clock, need_clock
 from megatron.core import tensor_saver
 from megatron.core.low_precision import (
@@ -45,6 +46,7 @@ _observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training 
 #: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
 #: because other layers have no name yet.
 _unchecked: WeakSet[torch.nn.Module] = WeakSet()
+_checked_together = False  #: whether the ranks have checked this for a model that is divided
 #: Hash of the modules that each prepared model had when it was last checked.
 _checked_modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
@@ -275,8 +277,9 @@ def _note_reach(model: torch.nn.Module) -> bool:
 def check_recipe_and_selection(*, at_end: bool) -> None:
     """Check the recipe and the selected modules against all models of a loop without schedules.
 
-    Ranks of a loop without schedules may run different models, so no rank waits for the others. If
-    this rank has only a part of the model, the check is left out and the log says so.
+    Ranks of a loop without schedules may run different models, so no rank waits for the others, but
+    all ranks end the first iteration. If this rank has only a part of the model, the check waits
+    for this end. In a loop without iterations, it is left out then, and the log says so.
 
     Args:
         at_end: whether the first iteration has ended, so that no other model is to be expected.
@@ -284,11 +287,23 @@ def check_recipe_and_selection(*, at_end: bool) -> None:
     Raises:
         ValueError: if a rule or a selected module is in no model.
     """
+    global _checked_together
+    in_parts = sizes_of_parts() > 1
+    if in_parts and at_end and not _checked_together:
+        _checked_together = True
+        models = list(_unchecked)
+        _unchecked.clear()
+        if any(from_all_ranks(bool(models))):  # the pipeline schedules check their models
+            recipe_check.check(models, None)
+            tensor_saver.check_reached(models)
+        return
     if not _unchecked or (model_roots.layers_without_name() and not at_end):
+        return
+    if in_parts and explicit_iteration.active():
         return
     models = list(_unchecked)
     _unchecked.clear()
-    if sizes_of_parts() > 1:
+    if in_parts:
         if policy.current().recipe is not None or session.enabled():
             logger.warning(
                 "this rank has only a part of the model, so it is not checked whether every rule "
