@@ -312,8 +312,7 @@ class _Views:
         if left and explorer.follower.reading:  # more tensors will follow
             texts.append(f"{measurer.done:,} measured")
         elif left and measurer.rate:
-            seconds = left / measurer.rate
-            time_left = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+            time_left = duration(left / measurer.rate)
             texts.append(f"{measurer.done:,} measured, {measurer.rate:.0f}/s, {time_left} left")
         elif left:
             texts.append(f"{measurer.done:,} measured")
@@ -374,6 +373,13 @@ class _Views:
             return Response(f"{_failure(f'csv {search}', error)}\n", 500, mimetype="text/plain")
         headers = {"Content-Disposition": f"attachment; filename={name}.csv"}
         return Response(content, mimetype="text/csv", headers=headers)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in seconds, minutes or hours, such as `25 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.0f} h"
 
 
 def _failure(where: str, error: Exception) -> str:

@@ -195,6 +195,7 @@ def test_nothing_takes_the_place_of_what_is_not_read_yet(tmp_path, monkeypatch):
     monkeypatch.setattr(follower, "FIRST_STEP", 4000)
     explorer = Explorer(tmp_path, FORMATS, cache=None, in_process=True)
     views, client = _Views(explorer), create(explorer).server.test_client()
+    assert "Reading the index" in str(views.show("?v=runs", None, None, [], [])[0])
     explorer.follower.poll()
     assert explorer.follower.newest_only
     assert "28 tensors of the newest iteration" in str(views._status())
@@ -210,7 +211,7 @@ def test_nothing_takes_the_place_of_what_is_not_read_yet(tmp_path, monkeypatch):
     assert "More iterations appear" in str(
         views.panel({"search": address.search()}, {"name": "map"})
     )
-    assert "1: 3 so far" in str(views.show("?v=runs", None, None, [], [])[0])
+    assert "1 (3) so far" in str(views.show("?v=runs", None, None, [], [])[0])
     assert "28 files so far" in str(views.panel({"search": "?v=training"}, {"name": "numbers"}))
     for name in ("curves", "events"):
         assert "Reading the index" in str(views.panel({"search": "?v=training"}, {"name": name}))
@@ -218,7 +219,7 @@ def test_nothing_takes_the_place_of_what_is_not_read_yet(tmp_path, monkeypatch):
     for search, awaits in cases.items():
         assert not explorer.awaits(search)
         assert (views._key(explorer.resolved(search), search) != before[search][1]) == awaits
-    assert "3: 1 to 3" in str(views.show("?v=runs", None, None, [], [])[0])
+    assert "3 (1 to 3)" in str(views.show("?v=runs", None, None, [], [])[0])
     assert "so far" not in str(views.panel({"search": "?v=training"}, {"name": "numbers"}))
     key = views._key(explorer.resolved("?v=runs"), "?v=runs")
     rows = rows_of_three_iterations()

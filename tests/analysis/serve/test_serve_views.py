@@ -16,7 +16,7 @@ import torch
 
 from megatron.analysis.serve import charts
 from megatron.analysis.serve.address import Address
-from megatron.analysis.serve.application import _Views, create
+from megatron.analysis.serve.application import _Views, create, duration
 from megatron.analysis.serve.charts import plain
 from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.pages import tensor_page, training_page
@@ -205,6 +205,25 @@ def test_the_iterations_of_a_short_run_are_whole_numbers(last, dtick):
     figure = training_page._curve([series], "lm loss", {"run": "#000000"})
     assert figure["layout"]["xaxis"].get("dtick") == dtick
     assert figure["layout"]["yaxis"]["exponentformat"] == "power"  # not 800µ for 0.0008
+
+
+def test_equal_curves_of_several_files_are_all_visible():
+    several = [Series(name, {"lm loss": {1: 7.5, 2: 7.0}}) for name in ("events", "log", "index")]
+    figure = training_page._curve(several, "lm loss", {series.label: "" for series in several})
+    dashes = [trace["line"]["dash"] for trace in figure["data"]]
+    assert dashes[0] == "solid"
+    assert len(set(dashes)) == 3
+
+
+def test_a_page_names_each_fact_of_a_run_once(explorer):
+    page = shown_text(_Views(explorer).show("?v=runs", None, None, [], [])[0])
+    names = re.findall(r'\["tr", {}, \["td", {}, "([^"]*)"', page.rpartition("Map of this run")[2])
+    assert {"end", "tensors", "collected iterations"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_duration_has_a_unit_that_fits():
+    assert [*map(duration, (0, 89, 90, 5399, 92_520))] == ["0 s", "89 s", "2 min", "90 min", "26 h"]
 
 
 def test_no_number_is_a_negative_zero():

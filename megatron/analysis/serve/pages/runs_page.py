@@ -28,8 +28,8 @@ def page(explorer: Explorer) -> Part:
         rows: list[list[Part]] = [
             ["end", run["ending"]],
             ["tensors", f"{run['tensors']:,}{so_far}"],
-            ["iterations", f"{len(iterations):,}: {span}{so_far}"],
-            *([name, text] for name, text in facts(card)),
+            ["collected iterations", f"{len(iterations):,} ({span}){so_far}"],
+            *([name, text] for name, text in facts(card) if name != "status"),  # "end" says more
         ]
         heading = f"heading-run-{number}"
         parts = [
@@ -41,4 +41,7 @@ def page(explorer: Explorer) -> Part:
             parts.append(html.Pre("\n".join(lines), tabIndex=0))
         attributes = {"aria-labelledby": heading}
         sections.append(html.Section(parts, className="panel wide", **attributes))
-    return html.Div(sections or [message("No runs so far.")], className="panels")
+    if not sections:
+        reading = explorer.follower.reading
+        sections = [message("Reading the index …" if reading else "No runs so far.")]
+    return html.Div(sections, className="panels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import Any
@@ -33,6 +34,8 @@ MOST_SERIES = 8  #: maximum number of runs whose scalars are drawn together, the
 MOST_POINTS = 2000  #: maximum number of points of a curve
 MOST_EVENTS = 60  #: maximum number of events in the list, the newest ones
 LONGEST_TEXT = 300  #: maximum length of a text of an event, in characters
+#: Several files of a run give the same curve; the gaps of a line show those below it.
+_DASHES = ("solid", "8px,8px", "2px,6px")
 #: Statistics of `--tensor-statistics`, with their labels.
 _COLUMNS = {
     "sqnr_db": "SQNR (dB)",
@@ -137,7 +140,7 @@ def curves(explorer: Explorer, search: str) -> list[Part]:
 def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
     data: list[dict[str, Any]] = []
     lowest, highest = math.inf, 0.0
-    for own in series:
+    for own, dash in zip(series, itertools.cycle(_DASHES), strict=False):
         values = own.values[name]
         x = np.array(sorted(values))
         y = np.array([values[int(i)] for i in x])
@@ -154,7 +157,7 @@ def _curve(series: list[Series], name: str, colors: dict[str, str]) -> Figure:
                 "name": plain(own.label),
                 "x": x[::step].tolist(),
                 "y": array(np.where(finite, y, np.nan)[::step], "f8"),
-                "line": {"color": colors[own.label], "width": 1.6},
+                "line": {"color": colors[own.label], "width": 1.6, "dash": dash},
                 "hovertemplate": f"%{{x}}: %{{y:.5g}}<extra>{plain(own.label)[:40]}</extra>",
             }
         )
