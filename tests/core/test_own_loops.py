@@ -270,6 +270,33 @@ def test_an_evaluation_needs_the_iteration_of_a_recipe(tmp_path, done, pattern, 
     assert message is None or message in result.stderr
 
 
+LATER_CALLED = """
+class Model(foreign_models.Stack):
+    def forward(self, x, whole):
+        return super().forward(x) if whole else self.readout(x)
+
+teacher = torch.nn.Linear(HIDDEN, HIDDEN).eval()
+with training_iteration(1):
+    x = teacher(torch.randn(SEQ, BATCH, HIDDEN)).detach()
+    model = Model()
+    with torch.no_grad():
+        for whole in (False, False, True, True):
+            model(x, whole)
+"""
+
+
+def test_a_later_evaluation_may_be_the_first_to_call_a_layer():
+    """The teacher is in evaluation mode, and runs before the first layer is built."""
+    done = run(LATER_CALLED, CUSTOM_QUANT_TYPE="mxfp8")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("in the evaluation of Model:") == 1
+    done = run(
+        LATER_CALLED.replace("(False, False, True, True)", "(False, False)"),
+        CUSTOM_QUANT_TYPE="mxfp8",
+    )
+    assert "[ERROR] format mxfp8 reached nothing: the forward passes of Model call" in done.stderr
+
+
 def test_a_model_in_evaluation_mode_trains_in_an_iteration():
     code = CHANGED_MODELS + (
         "model, loss = built('gpt')\n"

@@ -21,6 +21,7 @@ from megatron.fake_quant import policy
 logger = logging.getLogger(__name__)
 
 _evaluated: WeakSet[torch.nn.Module] = WeakSet()  #: models that were checked here
+_idle: WeakSet[torch.nn.Module] = WeakSet()  #: models of which no evaluation called a layer
 
 
 def begin(
@@ -41,8 +42,10 @@ def begin(
         A function to call when the forward pass ends, with whether it failed; None if nothing is to
         be checked.
     """
-    if model in _evaluated or not policy.current().changes_matmuls:
+    if not policy.current().changes_matmuls or (model in _evaluated and model not in _idle):
         return None
+    if model in _evaluated:
+        return _observe(model, inputs, refuse)
     layers = set(model_roots.layers_of(model))
     known = {layer for each in (*trained, *_evaluated) for layer in model_roots.layers_of(each)}
     _evaluated.add(model)
@@ -59,14 +62,23 @@ def begin(
     if is_compiled(model):
         program_end.note_evaluation(model, called=True)
         return None
+    return _observe(model, inputs, refuse)
+
+
+def _observe(
+    model: torch.nn.Module, inputs: Any, refuse: Callable[[Findings], None]
+) -> Callable[[bool], None]:
+    """Observe an evaluation, and note whether it has called a layer; otherwise the next may."""
     observer = FirstForward(model, inputs)
+    _idle.add(model)
 
     def end(failed: bool) -> None:
         findings = observer.end()
         if failed:
-            _evaluated.discard(model)
             return
         program_end.note_evaluation(model, called=findings.any_called)
+        if findings.any_called:
+            _idle.discard(model)
         with program_end.remembered_in_evaluation(model, "first_forward"):
             refuse(findings)
 

@@ -75,7 +75,8 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
         _multiplies[module] = bool(model_roots.layers_of(module)) or bool(unreached(module))
         if _multiplies[module]:
             _note_reach(module)
-    stated = module.training or clock.micro_batch is not None
+    in_block = clock.micro_batch is not None and bool(model_roots.layers_of(module))
+    stated = module.training or in_block
     training = stated and torch.is_grad_enabled() and not clock.evaluating
     if not (training and _multiplies[module]):
         _begin_evaluation(module, inputs)
