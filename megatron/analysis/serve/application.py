@@ -235,6 +235,8 @@ class _Views:
         elif name in _FOLLOWS_TRAINING:
             version = [self.explorer.training.version, len(self.explorer.follower.events)]
             version.append(self.explorer.follower.reading)
+            if name == "events":
+                version.append(self.explorer.unusable)
         elif name == "numbers":
             newest = [*self.explorer.rates][-1:]
             version = [self.explorer.training.version, *map(list, newest)]
@@ -316,8 +318,8 @@ class _Views:
             texts.append(f"{measurer.done:,} measured, {measurer.rate:.0f}/s, {time_left} left")
         elif left:
             texts.append(f"{measurer.done:,} measured")
-        if problems := len(explorer.follower.problems) + len(explorer.numbers.failures):
-            texts.append(f"{problems:,} unusable files")
+        if count := explorer.unusable:
+            texts.append(f"{count:,} unusable file{'s' if count > 1 else ''}")
         parts: list[Part] = [html.Span(" · ".join(texts))]
         if left:
             share = measurer.done / max(measurer.total, 1)

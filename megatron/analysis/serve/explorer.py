@@ -127,6 +127,20 @@ class Explorer:
         except OSError:
             return -1
 
+    @property
+    def unusable(self) -> int:
+        """Number of files and tensors that cannot be used."""
+        return len(self.follower.problems) + len(self.numbers.failures)
+
+    def failures(self, most: int) -> list[list[str]]:
+        """Return the first file of some tensors that could not be measured, and why."""
+        catalog, found = self.catalog, []
+        for identity, (stamp, why) in [*self.numbers.failures.items()][:most]:
+            tensor = catalog.find(f"{identity:016x}")
+            if tensor is not None and int(catalog.stamps[tensor]) == stamp:
+                found.append([catalog.records.path(int(catalog.rows[tensor])), why])
+        return found
+
     def version(self, address: Address) -> list[int]:
         """Return numbers that change if the tensors of a map or their statistics change."""
         catalog, found = self.catalog, []

@@ -310,6 +310,20 @@ def test_a_file_that_cannot_be_shown_is_a_message(tmp_path, capsys):
     explorer.close()
 
 
+def test_every_unusable_file_of_the_status_is_listed(tmp_path):
+    paths = write_dump(tmp_path, layers=1)
+    paths[3].write_bytes(b"damaged")
+    explorer = opened_explorer(tmp_path)
+    views = _Views(explorer)
+    before = views._data("events", explorer.resolved("?v=training"))
+    explorer.measurer.start()
+    wait_for(lambda: explorer.measurer.total and explorer.measurer.done == explorer.measurer.total)
+    assert '1 unusable file"' in shown_text(views._status())
+    assert views._data("events", explorer.resolved("?v=training")) != before
+    assert paths[3].name in panel(explorer, "events", "?v=training")
+    explorer.close()
+
+
 def test_a_link_out_of_the_folder_is_not_followed_when_an_index_names_it(tmp_path):
     folder = tmp_path / "dump"
     paths = write_dump(folder, layers=1)

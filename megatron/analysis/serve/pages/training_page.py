@@ -267,6 +267,7 @@ def events(explorer: Explorer) -> list[Part]:
         parts.append(table(["Event", "Iteration", "Details", "Run"], rows, label="Events"))
     problems = [[str(problem.path), problem.why] for problem in explorer.follower.problems]
     problems += [[path, why] for path, why in [*explorer.training.problems.items()]]
+    problems += explorer.failures(MOST_EVENTS)
     if unusable := [[printable(text, limit=1000) for text in row] for row in problems]:
         unusable = unusable[:MOST_EVENTS]
         parts.append(table(["Unusable file", "Why"], unusable, label="Unusable files"))
