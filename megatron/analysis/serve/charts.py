@@ -199,6 +199,7 @@ def heat_map(
     *,
     hover: Sequence[Sequence[str]],
     scale: dict[str, Any] | None = None,
+    title: str = "",
 ) -> Figure:
     """Return a map with one cell per layer and tensor or iteration.
 
@@ -209,6 +210,7 @@ def heat_map(
         statistic: statistic whose values are shown.
         hover: text of each cell.
         scale: color scale, if several maps share one; see `color_values`.
+        title: title of the columns; empty if their labels are names.
     """
     shown, own = color_values(values, statistic)
     if scale is not None and np.isfinite(shown).any():
@@ -242,7 +244,7 @@ def heat_map(
             margin={"l": 44, "r": 8, "t": 8, "b": 120 if long else 40},
             dragmode=False,
             xaxis=axis(
-                "",
+                title,
                 tickvals=x,
                 ticktext=names,
                 tickangle=-50 if long else 0,

@@ -113,6 +113,13 @@ def test_the_map_shows_the_numbers_and_a_cell_opens_a_tensor(explorer):
         assert not isinstance(_Views(explorer).open_cell(pick, ""), str)
 
 
+def test_columns_that_are_iterations_have_a_title(explorer):
+    searches = [explorer.resolved(f"?by={by}").search() for by in ("tensor", "iteration")]
+    tensors, iterations = (panel(explorer, "map", search) for search in searches)
+    title = '"text": "iteration"'
+    assert (title in tensors, title in iterations) == (False, True)
+
+
 def test_two_runs_are_shown_side_by_side(explorer):
     search = f"?run={RUNS['mxfp8']}&with={RUNS['bf16']}&it=1&format=mxfp8"
     text = panel(explorer, "map", search)

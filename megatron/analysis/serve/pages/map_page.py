@@ -232,8 +232,11 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
         if not each.rows:
             parts.append(message("This run has no such tensors."))
             continue
-        parts.append(_grid(name, each, scale))
-    if address.other and (difference := _difference(found, figures[1][2])) is not None:
+        parts.append(_grid(name, each, scale, _columns(address)))
+    if (
+        address.other
+        and (difference := _difference(found, figures[1][2], _columns(address))) is not None
+    ):
         parts += [html.H3(f"{titles[1]} minus {titles[0]}"), difference]
     return [*parts, footer("map", note, search)]
 
@@ -257,7 +260,12 @@ def _note(found: Map) -> str:
     return note.strip()
 
 
-def _grid(name: str, found: Map, scale: dict[str, Any]) -> Part:
+def _columns(address: Address) -> str:
+    """Return the title of a map's columns; empty if they are tensors, whose labels are names."""
+    return "iteration" if address.by == BY_ITERATION else ""
+
+
+def _grid(name: str, found: Map, scale: dict[str, Any], title: str) -> Part:
     hover: list[list[str]] = []
     if found.values.size <= MOST_TEXTS:
         for i, row in enumerate(found.rows):
@@ -269,7 +277,13 @@ def _grid(name: str, found: Map, scale: dict[str, Any]) -> Part:
                 ]
             )
     figure = charts.heat_map(
-        found.rows, found.columns, found.values, found.statistic, hover=hover, scale=scale
+        found.rows,
+        found.columns,
+        found.values,
+        found.statistic,
+        hover=hover,
+        scale=scale,
+        title=title,
     )
     width = 44 + 80 + CELL * min(len(found.columns), 60)
     label = f"{found.statistic.label} by layer. Arrow keys move, Enter opens the tensor."
@@ -287,7 +301,7 @@ def _grid(name: str, found: Map, scale: dict[str, Any]) -> Part:
     )
 
 
-def _difference(first: Map, second: Map) -> Part | None:
+def _difference(first: Map, second: Map, title: str) -> Part | None:
     """Return a map of the second run minus the first, for the cells that both have."""
     rows = [row for row in first.rows if row in second.rows]
     columns = [column for column in first.columns if column in second.columns]
@@ -312,7 +326,7 @@ def _difference(first: Map, second: Map) -> Part | None:
         ]
         for i, row in enumerate(rows)
     ]
-    figure = charts.heat_map(rows, columns, values, statistic, hover=hover)
+    figure = charts.heat_map(rows, columns, values, statistic, hover=hover, title=title)
     return html.Div(
         graph("difference", figure, statistic.label),
         className="grid",
