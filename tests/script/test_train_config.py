@@ -209,11 +209,12 @@ def test_settings_leave_the_formats_to_the_environment(dry):
 
 @pytest.fixture
 def formats_unsaid(monkeypatch, tmp_path):
-    """Unset all sources of formats: no variable, and no settings file."""
+    """Unset all sources of formats: no variable, and an empty settings file, which is returned."""
     for name in ("CUSTOM", "LINEAR", "QK", "PV"):
         monkeypatch.delenv(f"{name}_QUANT_TYPE", raising=False)
     monkeypatch.delenv("QUANT_RECIPE", raising=False)
     path = tmp_path / "settings.json"
+    path.write_text("{}")
     monkeypatch.setenv("QUANT_SETTINGS_FILE", str(path))
     return path
 
