@@ -5,7 +5,7 @@ iterations. The browser runs on the same machine. Times are those that a user se
 
     address     from the command to the printed address
     layout      from opening the address to a map with its axes
-    numbers     from opening the address to a map with numbers of the newest iteration
+    numbers     from opening the address to a map with the first numbers of the newest iteration
     index       from opening the address until all records are read
     again       from opening the address once more to a map with numbers
     click       from a click on a cell to the name, and to all figures in the window; the other
