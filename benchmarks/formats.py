@@ -14,7 +14,9 @@ has one turn; a peer that is very slow takes part in the first rounds only.
 On the CPU, results are written to memory newly obtained from the system, and its page faults take
 most of a copy's time. Our function asks Linux for huge pages, which have fewer page faults; a copy
 to such memory is timed, too. A second pass, only for copies and our function, reuses freed memory.
-(By default, the C library does either, depending on the holes in its heap.)
+(By default, the C library does either, depending on the holes in its heap.) Before each call,
+memory is obtained, written and freed, so that no call waits until the host of a virtual machine
+returns memory that was idle.
 
 Peers work along the last axis. For the first axis, they get the transposed matrix, and both
 transpositions are part of their time. The values of each peer are compared with ours element by

@@ -5,8 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -121,10 +126,33 @@ def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, t
         assert path.read_bytes() == (drawn[0] / path.relative_to(tmp_path)).read_bytes()
 
 
-def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path):
-    monkeypatch.setattr(gradients, "draw", lambda figure_data: os.kill(os.getpid(), 9))
+@pytest.mark.parametrize("other", ["idle", "drawing"])
+def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path, other):
+    started = multiprocessing.get_context("fork").Event()
+
+    def killed(figure_data):
+        started.wait()
+        time.sleep(1 if other == "idle" else 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def quick(*_, **__):
+        started.set()
+        while other == "drawing":
+            time.sleep(0.01)
+        return SimpleNamespace(picture=tmp_path, text=tmp_path)
+
+    def give_up():
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    monkeypatch.setattr(gradients, "draw", killed)
+    monkeypatch.setattr(render, "quick_analysis", quick)
+    watchdog = threading.Timer(240, give_up)
+    watchdog.start()
     with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
         drawing.draw(dump, tmp_path, formats=FORMATS, figures=["gradients", "quick"], workers=2)
+    assert watchdog.is_alive(), "the other process did not end by itself"
+    watchdog.cancel()
 
 
 def test_a_figure_that_fails_takes_no_other_with_it(dump, monkeypatch, tmp_path, capsys):

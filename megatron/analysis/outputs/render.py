@@ -124,6 +124,7 @@ def compute_shared_tables(figure_data: FigureData, names: Sequence[str]) -> None
 
 _order: list[Order] = []  # contains the `Order` in a forked process; empty in the parent process
 _making: list[str] = []  # name of the output that this forked process is drawing; empty if idle
+_ending: list[int] = []  # signal after which this forked process has to exit; empty before it
 
 
 def _begin(order: Order) -> None:
@@ -131,8 +132,8 @@ def _begin(order: Order) -> None:
 
     Limit torch to one thread, hide progress bars, and make the process exit with its parent.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _end)
     sys.unraisablehook = _report_unraisable
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -149,6 +150,18 @@ def _stop(*_: object) -> None:
     _order.clear()
     if _making:
         raise KeyboardInterrupt
+
+
+def _end(number: int, _: object) -> None:
+    """Stop drawing the current output after SIGTERM, and exit.
+
+    The executor sends SIGTERM if another of its processes was killed. Then it waits for this one,
+    which gets no further message from it.
+    """
+    if not _making:
+        os._exit(128 + number)
+    _ending.append(number)
+    _stop()
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
@@ -177,6 +190,8 @@ def _make(name: str) -> Made:
         return make(name, order)
     finally:
         _making.clear()
+        if _ending:
+            os._exit(128 + _ending[0])
 
 
 def make(name: str, order: Order) -> Made:
