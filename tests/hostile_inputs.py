@@ -311,7 +311,7 @@ def _recipes() -> Iterator[Case]:
 
 def _settings() -> Iterator[Case]:
     contents: dict[str, tuple[bytes | str | Callable[[Path], None], str]] = {
-        "deep nesting": ('{"qk":' * 9_000, "nested deeper than 64 levels"),
+        "deep nesting": ('{"qk":' * 5_000 + "1" + "}" * 5_000, "nested deeper than 64 levels"),
         "key twice": ('{"qk": "mxfp8", "qk": "bf16"}', "the key 'qk' occurs twice"),
         "lone surrogate": (r'{"qk": "\ud800"}', "a lone surrogate"),
         "escape sequence": (r'{"qk": "\u001b[31m\n[ERROR] forged", "x": 1}', "it takes an object"),

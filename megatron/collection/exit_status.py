@@ -1,14 +1,38 @@
-"""End a program with an error status when Python exits."""
+"""Check what a program has done when Python exits, and end it with an error status."""
 
+import atexit
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
+
+_turns: dict[Callable[[], None], object] = {}  #: last registration of each function to call
+
+
+def call_at_exit(function: Callable[[], None]) -> None:
+    """Call a function once when this process ends, before the functions registered earlier.
+
+    A function that is registered again is only called in its new place. A process started by
+    multiprocessing calls it, too; before Python 3.13, the end of a fork runs no functions of
+    `atexit`, but finalizers of multiprocessing, and since then it runs both.
+    """
+    turn = _turns[function] = object()
+
+    def call() -> None:
+        if _turns.get(function) is turn:
+            del _turns[function]
+            function()
+
+    atexit.register(call)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, call, exitpriority=0)
 
 
 def exit_with_error(text: str) -> NoReturn:
-    """Print an error and end the program with status 1, from a function registered with `atexit`.
+    """Print an error and end the program with status 1, from a function called at exit.
 
     Python ignores exceptions in such functions, so the process ends here. Functions that were
     registered earlier do not run, except those of logging and multiprocessing.

@@ -12,7 +12,6 @@ continues. The run card then has the status `failed`, and `close` returns the er
 project's trainer prints the message and exits with a nonzero status.
 """
 
-import atexit
 import logging
 import os
 import secrets
@@ -27,7 +26,7 @@ from megatron.collection.capture import Capture, NoSink
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
 from megatron.collection.collector import Collector
 from megatron.collection.deferred_signals import signals_deferred
-from megatron.collection.exit_status import exit_with_error
+from megatron.collection.exit_status import call_at_exit, exit_with_error
 from megatron.collection.flags import Reader, by_reader
 from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
@@ -133,7 +132,7 @@ def configure(
     if settings is None and history is None:
         return
     _owner = os.getpid()
-    atexit.register(close_at_exit)
+    call_at_exit(close_at_exit)
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
     if history is not None and not plan:
         place = dict(coordinates or rank_coordinates())

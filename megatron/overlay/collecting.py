@@ -2,8 +2,6 @@
 
 import json
 import math
-import multiprocessing
-import multiprocessing.util
 import os
 import sys
 import time
@@ -66,8 +64,6 @@ def configure_later(request: Request) -> None:
 
 def _configuration(request: Request) -> dict[str, Any]:
     """Return the keyword arguments of `tensor_saver.configure`."""
-    if multiprocessing.parent_process() is not None:  # such a process runs no atexit functions
-        multiprocessing.util.Finalize(None, session.close_at_exit, exitpriority=0)
     args = script_arguments.current()
     done = int(args.get("iteration") or 0)
     if request.options.collect_plan:  # count an iteration that is selected

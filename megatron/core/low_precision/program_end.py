@@ -11,7 +11,6 @@ import contextlib
 import math
 import mmap
 import multiprocessing
-import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron.collection import session
+from megatron.collection.exit_status import call_at_exit
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock
 from megatron.core.low_precision import model_roots, run_request
@@ -164,7 +164,8 @@ def call_on_change(function: Callable[[], None]) -> None:
 
 def ended_by_error() -> bool:
     """Return whether an exception ends this process, which then has a status other than 0."""
-    error = sys.exc_info()[1]  # not None at the end of a process started by multiprocessing
+    # Before Python 3.13, a process of multiprocessing ends while its exception is handled.
+    error = sys.exc_info()[1]
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return False
     return error is not None or getattr(sys, "last_value", None) is not None
@@ -181,7 +182,9 @@ def failure() -> str | None:
         return f"{requested} reached no layer of {', '.join(sorted(_missed))}"
     if _refused:
         refusal = next(iter(_refused.values()))
-        return f"the program has handled this error and went on: {refusal}"
+        # Since Python 3.13, a process of multiprocessing has no error any more when it ends.
+        known = sys.version_info < (3, 13) or multiprocessing.parent_process() is None
+        return f"the program has handled this error and went on: {refusal}" if known else refusal
     if _idle and not _any_called:
         return (
             f"{requested} reached nothing: the forward passes of {', '.join(_idle.values())} "
@@ -252,10 +255,7 @@ def _changed() -> None:
 
 
 def _check_reach_at_exit() -> None:
-    atexit.unregister(check_end)
-    atexit.register(check_end)
-    if multiprocessing.parent_process() is not None:  # such a process may run no atexit functions
-        multiprocessing.util.Finalize(None, check_end, exitpriority=0)
+    call_at_exit(check_end)
 
 
 def _watch_forks() -> None:
