@@ -59,6 +59,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Let the C library keep freed memory: to get it anew costs a page fault per 4 KiB.
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
+# Let torch.compile compile in the test process; its own processes would each import torch first.
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-1}"
 # Let Python keep compiled modules, because the tests start hundreds of processes.
 unset PYTHONDONTWRITEBYTECODE
 # Keep the order of tests/conftest.py; by default, xdist starts with the files with the most tests.
