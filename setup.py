@@ -41,8 +41,8 @@ RUNTIME = {
     "tensorboard": ">=2.14",  # event files of the loss, which the drivers write in every run
     "tqdm": ">=4.65",  # progress bars
     "pyyaml": ">=6.0",  # reads recipes
-    "pandas": ">=2.0.3",  # the table of collected tensors; tidy data for the plots
-    "matplotlib": ">=3.7",  # figures
+    "pandas": ">=2.1",  # the table of collected tensors; tidy data for the plots
+    "matplotlib": ">=3.8",  # figures
     "seaborn": ">=0.13",  # figures drawn from tidy tables
     "plotly": ">=5.18",  # its JavaScript is embedded in report.html, so the report works offline
 }
@@ -58,7 +58,7 @@ CORPORA = {
 }
 TOKENIZERS = {
     "transformers": ">=4.45",  # Hugging Face tokenizers; the models in the package are not used
-    "tiktoken": ">=0.6",  # tokenizers of the Llama 3 family in Meta's format
+    "tiktoken": ">=0.8",  # tokenizers of the Llama 3 family in Meta's format
 }
 OPTIONAL = CORPORA | TOKENIZERS
 

@@ -20,6 +20,7 @@ between two events is always 0.0.
 import collections
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -35,6 +36,7 @@ import torch.cuda.random
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])  #: version, as in (2, 13)
 #: Environment variable that disables torch.compile, which megatron-core uses for fused functions.
 #: On a CPU, compiling takes longer than training a small model; set it to 0 to compile anyway.
 DYNAMO = "TORCHDYNAMO_DISABLE"
@@ -163,7 +165,34 @@ def _names() -> list[Name]:
         Name("cuda._lazy_call", lambda call, **k: call(), "the seed tracker queues its work in it"),
         Name("cuda.default_generators", _Generators(), "the seed tracker, indexed by device"),
     ]
-    return device + tensors + factories + streams + random
+    sent = {"all_reduce": "tensor", "reduce_scatter_tensor": "input"} if TORCH < (2, 8) else {}
+    reason = "gloo computes averages since torch 2.8 only"
+    averages = [
+        Name(f"distributed.{name}", _averaging(getattr(torch.distributed, name), argument), reason)
+        for name, argument in sent.items()
+    ]
+    return device + tensors + factories + streams + random + averages
+
+
+def _averaging(function: Callable, sent: str) -> Callable:
+    """Return a collective that sums divided tensors if it is asked for their average.
+
+    Args:
+        function: function of `torch.distributed`.
+        sent: name of the argument with the tensor of this rank; it is divided in place.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def reduced(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("op") == torch.distributed.ReduceOp.AVG:
+            call.arguments["op"] = torch.distributed.ReduceOp.SUM
+            ranks = torch.distributed.get_world_size(call.arguments.get("group"))
+            call.arguments[sent].div_(ranks)
+        return function(*call.args, **call.kwargs)
+
+    return reduced
 
 
 _RNG_MODULES = (

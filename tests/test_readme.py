@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from numba.core.caching import UserProvidedCacheLocator
+from numba.core import caching
 
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect.format_table import markdown
@@ -62,7 +62,8 @@ def share_compiled_kernels(folder: Path) -> None:
 
     numba names a folder of compiled kernels after the path of their sources.
     """
-    named = UserProvidedCacheLocator.get_suitable_cache_subpath
+    locator = getattr(caching, "UserProvidedCacheLocator", None)
+    named = (locator or caching._UserProvidedCacheLocator).get_suitable_cache_subpath
     for cache in REPO.glob("megatron/**/__pycache__/*-*/"):
         module = cache.parents[1].relative_to(REPO) / "module.py"  # only its folder matters
         compiled = cache / named(str(REPO / module))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.collection import collector, session
+from megatron.collection.background_writer import THREADS
 from megatron.collection.capture import global_shape
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.training_clock import MicroBatch, clock
@@ -196,7 +197,7 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     for _ in range(8):
         save(torch.randn(64, 16, 64))  # 256 KiB each
     session.end_iteration()
-    message = session.close()  # until then the other thread may be writing one more tensor
+    message = session.close()  # until then, each other thread may be writing one more tensor
     found = records(small_disk)
     assert 0 < len(found) < 8
     for record in found:
@@ -204,7 +205,7 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     assert {path.name for path in small_disk.glob("*.pt")} == {r["file"] for r in found}
     assert sum("collection stopped" in message for message in caplog.messages) == 1
     said = int(re.search(r"after (\d+) tensors", message)[1])
-    assert said in (len(found) - 1, len(found)), "the other thread may have been at one more"
+    assert len(found) - (THREADS - 1) <= said <= len(found)
     assert not list(small_disk.glob("*.partial"))
     (card,) = small_disk.glob("run_*.json")
     assert json.loads(card.read_text())["status"] == "failed", "room was kept for it"

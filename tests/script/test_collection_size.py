@@ -65,7 +65,7 @@ def test_the_size_is_the_plans(tmp_path, model, ranks, options):
     [(files, size)] = TOTAL.findall(done.stdout)
     found = collection_size(["--nproc-per-node", str(ranks), *words])
     assert found.files == int(files)
-    assert found.bytes == pytest.approx(int(size), rel=0.03), "small files are mostly metadata"
+    assert found.bytes == pytest.approx(int(size), rel=0.04), "small files are mostly metadata"
 
 
 def words_of_1b(files, *options):

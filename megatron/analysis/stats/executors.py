@@ -127,6 +127,7 @@ def check_scheduler(address: str) -> None:
         comm.abort()  # a peer that is not a scheduler may never close the connection
 
     refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
+    refused += (MemoryError,)  # an older client takes words of another protocol for a size
     try:
         asyncio.run(connect())
     except refused as error:

@@ -90,7 +90,8 @@ def calling_forward(module: torch.nn.Module) -> torch.nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         outer = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(outer, torch.nn.Module) and outer is not module:
+        graph = isinstance(outer, torch.fx.GraphModule)  # a part of a compiled function
+        if isinstance(outer, torch.nn.Module) and outer is not module and not graph:
             found = outer if any(each is module for each in outer.modules()) else found
         frame = frame.f_back
     return found

@@ -83,7 +83,8 @@ def decoded(text, heads, side):
 def test_attention_equals_a_naive_recomputation(figure_data):
     found = attention(figure_data)
     assert (found["tokens"], found["recomputed"], len(found["layers"])) == (64, True, 2)
-    table = figure_data.tensors.set_index(["iteration", "layer_idx", "tensor_name"])["path"]
+    places = figure_data.tensors.set_index(["iteration", "layer_idx", "tensor_name"])
+    table = places["path"].to_dict()
     for layer, entry in enumerate(found["layers"]):
         loaded = [
             torch.load(table[2, layer, name], weights_only=True)["tensor"].float()

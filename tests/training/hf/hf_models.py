@@ -7,6 +7,7 @@ ones. A tensor in the wrong place therefore changes the logits.
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TOKENS = 96  #: length of the sequences whose logits are compared
@@ -71,32 +72,35 @@ YARN = {
 def write(folder: Path, **changes: Any) -> Path:
     """Write a checkpoint of DeepSeek if `changes` has `kv_lora_rank`, otherwise of Llama.
 
+    Skips the test if the installed transformers does not contain DeepSeek.
+
     Args:
         folder: the folder to write.
         changes: fields of the configuration, `dtype`, and `file_size`: the largest size of a file
             in the notation of save_pretrained.
     """
-    from transformers import (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    import transformers
 
     file_size = changes.pop("file_size", "100KB")
     dtype = changes.pop("dtype", torch.float32)
     deepseek = "kv_lora_rank" in changes
     torch.manual_seed(sum(map(ord, folder.name)))
     if deepseek:
-        model = DeepseekV2ForCausalLM(DeepseekV2Config(**changes))
+        configuration = deepseek_configuration(**changes)
+        model = transformers.DeepseekV2ForCausalLM(configuration)
     else:
-        model = LlamaForCausalLM(LlamaConfig(**changes))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(folder, max_shard_size=file_size)
     return folder
+
+
+def deepseek_configuration(**fields: Any) -> Any:
+    """Return a configuration of DeepSeek-V2, or skip the test if transformers is too old for it."""
+    return pytest.importorskip("transformers", minversion="4.54").DeepseekV2Config(**fields)
 
 
 def read(folder: Path, **changes: Any) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from megatron.training.errors import UserError
 from megatron.training.hf import architectures, flags, rope
 from tests.published import PARAMETERS, PUBLISHED
 from tests.training.hf.command_lines import folder_of, parse
-from tests.training.hf.hf_models import LLAMA3_ROPE, YARN
+from tests.training.hf.hf_models import LLAMA3_ROPE, YARN, deepseek_configuration
 from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
 from tests.training.runs import MINIMAL
 
@@ -221,12 +221,11 @@ def test_llama3_frequencies_are_those_of_transformers(factor):
 )
 def test_yarn_is_that_of_transformers(changes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    from transformers import DeepseekV2Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     published = dict(PUBLISHED["deepseek2_lite"])
     published["rope_scaling"] = published["rope_scaling"] | changes
-    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](DeepseekV2Config(**published), "cpu")
+    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](deepseek_configuration(**published), "cpu")
     found = rope.yarn_flags(published)
     ours = YarnRotaryEmbedding(
         64,
