@@ -44,7 +44,7 @@ RUNTIME = {
     "pandas": ">=2.1",  # the table of collected tensors; tidy data for the plots
     "matplotlib": ">=3.8",  # figures
     "seaborn": ">=0.13",  # figures drawn from tidy tables
-    "plotly": ">=5.18",  # its JavaScript is embedded in report.html, so the report works offline
+    "plotly": ">=5.19",  # its JavaScript is embedded in report.html, so the report works offline
 }
 
 # Packages that only some flags and files need. A Python without them is used all the same; where

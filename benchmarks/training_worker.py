@@ -100,6 +100,7 @@ def build(options: argparse.Namespace):
         max_sequence_length=options.seq_length,
         position_embedding_type="rope",
     )
+    model.to(config.params_dtype)  # the norms have float32 weights
     return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
 
 

@@ -252,10 +252,12 @@ def test_a_link_with_the_token_opens_the_explorer_from_another_page(explorer, br
     with served(explorer, token="a-token-of-the-test") as port:
         home = f"http://127.0.0.1:{port}/"
         links = (
+            '<link rel="icon" href="data:,">'
             f'<a id="first" href="{home}?v=map&token=a-token-of-the-test">first</a>'
             f'<a id="later" href="{home}?v=runs">later</a>'
         )
-        tab.route("http://wiki.example/*", lambda route: route.fulfill(body=links))
+        page = {"body": links, "content_type": "text/html"}
+        tab.route("http://wiki.example/*", lambda route: route.fulfill(**page))
         for link, seen in (("first", MAP), ("later", "section pre, section table")):
             tab.goto("http://wiki.example/notes.html")
             tab.click(f"#{link}")

@@ -105,9 +105,11 @@ def deepseek_configuration(**fields: Any) -> Any:
 
 def read(folder: Path, **changes: Any) -> torch.nn.Module:
     """Load a checkpoint with transformers in the checkpoint's own dtype."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(
+    renamed = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
+    changes = {"dtype" if renamed else "torch_dtype": "auto"} | changes
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, attn_implementation="eager", **changes
     )
     return model.eval()

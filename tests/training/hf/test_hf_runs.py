@@ -152,6 +152,7 @@ def assert_same_loss(folder: Path, corpus: Path) -> None:
 
 
 def test_a_deepseek_of_ours_is_exported(corpus, tmp_path):
+    pytest.importorskip("transformers", minversion="4.54")
     out = tmp_path / "out"
     options = ("--train-iters", "1", "--save-hf", out)
     finished("--data-path", corpus, *options, *MOVING, model=DEEPSEEK_FLAGS)
