@@ -90,7 +90,7 @@ TEST = {
     "ml_dtypes": ">=0.5",  # an independent implementation of the FP8, FP6 and FP4 formats
     "en_dtypes": ">=0.0.4",  # an independent implementation of HiFloat8
     "hypothesis": ">=6.100",  # searches for tensors that violate a property of the formats
-    "triton": ">=3.2",  # runs the GPU kernels in its interpreter; torch's CUDA build includes it
+    "triton": ">=3.2",  # from 3.6 on, interprets and compiles the GPU kernels; part of CUDA builds
     **OPTIONAL,
     **CLUSTER,  # tests the analysis on a cluster of local processes
     **EXPLORER,

@@ -170,10 +170,10 @@ def set_seeds(args: argparse.Namespace) -> None:
 def finalize() -> None:
     """Destroy the process groups, because torch warns about groups that remain at exit.
 
-    Before torch 2.8, a group is destroyed while Python's global lock is held. A thread of gloo
-    needs it to free the tensors of the last collective, and would wait forever.
+    Before torch 2.8, a group is destroyed while the global interpreter lock is held. A thread of
+    gloo needs this lock to free the tensors of the last collective, and would wait forever.
     """
     if dist.is_initialized():
-        time.sleep(0.05)  # lets that thread have the lock
+        time.sleep(0.05)  # releases the lock
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -4,7 +4,6 @@ Without a GPU, Triton's interpreter runs them. Triton also compiles them for an 
 search the code for instructions that would change bits. The tests marked `gpu` are the proof.
 """
 
-import importlib.util
 import json
 import statistics
 import sys
@@ -27,9 +26,8 @@ from .accumulator_operands import bits as number_bits
 from .inputs import random_bits_at_every_scale
 from .kernel_inputs import CPU_NAMES, INPUTS, NAMES, SEED, bits, layouts
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton has wheels for Linux alone"
-)
+#: Triton has wheels for Linux alone; torch 2.9 and older contain one that is not used.
+pytest.importorskip("triton", minversion=".".join(map(str, dispatch.TRITON)))
 #: formats without a GPU kernel, which the reference computes
 OTHERS = (
     *("bf16", "fp16", "hifp4", "if4", "mixfp4", "mxfp4_macro", "nf4"),
@@ -180,6 +178,15 @@ def test_where_triton_cannot_launch_the_reference_does_the_work_and_says_so(on_c
 
     monkeypatch.setattr(triton_launch, "check", check)
     with pytest.warns(UserWarning, match="find C compiler.*several times slower.*install gcc"):
+        assert dispatch.find(on_cuda, get_format("mxfp8")) is None
+
+
+def test_an_older_triton_is_not_used_and_a_warning_says_so(on_cuda, monkeypatch):
+    """Its divisions flush subnormals to zero, or its launcher takes other arguments."""
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    with pytest.warns(
+        UserWarning, match=r"Triton 3\.5\.1 is older than 3\.6.*several times slower"
+    ):
         assert dispatch.find(on_cuda, get_format("mxfp8")) is None
 
 

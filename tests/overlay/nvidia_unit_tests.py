@@ -74,11 +74,17 @@ def run_tests(core: str, checkout: Path, results: Path, paths: list[str]) -> Non
 
 
 def compare(results: Path) -> int:
-    """Print how the outcomes of both runs differ; return 1 if the overlay breaks a test."""
+    """Print how the outcomes of both runs differ.
+
+    Return 1 if the overlay breaks a test, or if a run has no outcome.
+    """
     outcomes = {core: read_outcomes(results / f"{core}.jsonl") for core in LAUNCHERS}
     for core, tests in outcomes.items():
         counts = collections.Counter(outcome for outcome, _ in tests.values())
         print(f"{core}: {', '.join(f'{n} {outcome}' for outcome, n in counts.most_common())}")
+    if not all(outcomes.values()):
+        print(f"[ERROR] a run has no outcome; see the end of its log in {results}", file=sys.stderr)
+        return 1
     plain, overlay = (passed(tests) for tests in outcomes.values())
     for name in sorted(plain - overlay):
         print(f"lost: {name}: {' '.join(outcomes['overlay'].get(name, ['not run']))}")

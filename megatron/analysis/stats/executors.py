@@ -126,8 +126,10 @@ def check_scheduler(address: str) -> None:
         comm = await asyncio.wait_for(core.connect(address, timeout=seconds), 2 * seconds)
         comm.abort()  # a peer that is not a scheduler may never close the connection
 
-    refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
-    refused += (MemoryError,)  # an older client takes words of another protocol for a size
+    refused = (
+        *(OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError),
+        MemoryError,  # an older client takes words of another protocol for a size
+    )
     try:
         asyncio.run(connect())
     except refused as error:

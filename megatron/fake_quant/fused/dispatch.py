@@ -2,11 +2,12 @@
 
 The fused kernels are faster than `reference.py` and return the same results, bit for bit. On the
 CPU, numba compiles them without a C++ compiler. The first compilation takes seconds; later
-processes load the result from a cache on disk. On CUDA devices, Triton compiles them; it comes with
-torch's CUDA builds. `reference.py` computes everything else: small tensors until the CPU kernels
-are loaded, formats and rounding modes without a kernel (`scalings.kernel_roundings`), blocks that
-do not fit into a GPU's registers, and all tensors if numba or Triton is missing. The environment
-variable `LAB_FUSED=0` switches off all kernels.
+processes load the result from a cache on disk. On CUDA devices, Triton compiles them; torch's CUDA
+builds contain it, and since torch 2.10 in a version that can be used. `reference.py` computes
+everything else: small tensors until the CPU kernels are loaded, formats and rounding modes without
+a kernel (`scalings.kernel_roundings`), blocks that do not fit into a GPU's registers, and all
+tensors if numba or Triton is missing or too old. The environment variable `LAB_FUSED=0` switches
+off all kernels.
 
 Kernels accept only plain tensors. Under torch.compile, torch.func and other transforms,
 `operators.py` calls them.
@@ -28,6 +29,9 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings import kernel_roundings
 
+#: First version of Triton whose kernels give the reference's bits: the divisions of older versions
+#: flush subnormals to zero. torch 2.10 contains it.
+TRITON = (3, 6)
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 
@@ -108,8 +112,18 @@ def _cpu() -> Kernel | None:
 @functools.cache
 def _gpu() -> Kernel | None:
     try:
+        import triton
+
         from megatron.fake_quant.fused import triton_launch
     except ImportError:
+        return None
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < TRITON:
+        needed = ".".join(map(str, TRITON))
+        warnings.warn(
+            f"Triton {triton.__version__} is older than {needed}, which torch 2.10 contains. "
+            "Formats are computed by torch's own operations, several times slower",
+            stacklevel=2,
+        )
         return None
     try:
         triton_launch.check()
