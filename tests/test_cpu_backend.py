@@ -110,6 +110,36 @@ def test_nccl_is_gloo(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+AVERAGES = """
+import torch
+import torch.distributed as dist
+from megatron import cpu_backend
+
+cpu_backend.TORCH = (2, 6)
+cpu_backend._replace([name for name in cpu_backend._names() if "distributed" in name.path])
+dist.init_process_group("gloo")
+reduced, part = torch.arange(3.0) + dist.get_rank(), torch.zeros(3)
+sent = torch.arange(6.0) + dist.get_rank()
+dist.all_reduce(reduced, op=dist.ReduceOp.AVG)
+dist.reduce_scatter_tensor(part, sent, op=dist.ReduceOp.AVG)
+assert reduced.tolist() == [0.5, 1.5, 2.5], reduced
+assert part.tolist() == [value + 3 * dist.get_rank() for value in (0.5, 1.5, 2.5)], part
+sums = torch.ones(2)
+dist.all_reduce(sums)
+assert sums.tolist() == [2, 2]
+dist.destroy_process_group()
+"""
+
+
+def test_averages_of_an_older_gloo_are_sums_of_shares(tmp_path):
+    """Before torch 2.8, gloo refuses them; megatron-core reports losses of experts with them."""
+    script = tmp_path / "averages.py"
+    script.write_text(AVERAGES)
+    env = environment(PYTHONPATH=REPO)
+    result = forks.run(script, ranks=2, env=env, libraries_only=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_random_state_is_the_cpus():
     result = python(
         "cpu_backend.activate()\n"
