@@ -110,18 +110,25 @@ class BackgroundWriter(Writer):
         self._jobs: queue.SimpleQueue[tuple[HostCopy, TensorRecord] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
+        self._query = threading.Lock()  #: lets the newest query of the free space be the last one
         self._events: deque[dict[str, Any]] = deque()  #: events that are not yet in the index
         self._dead = False  #: whether the disk is considered dead; writes to it may then hang
 
     @property
     def records(self) -> int:  # type: ignore[override]
-        """Number of records that are written or pending."""
-        return self._writer.records + self.pending
+        """Number of records that are written or pending.
+
+        A record that is written meanwhile counts twice, because the pending ones are read first.
+        """
+        return self.pending + self._writer.records
 
     @property
     def bytes(self) -> int:  # type: ignore[override]
-        """Size of the written files plus an upper bound on that of pending ones, in bytes."""
-        return self._writer.bytes + self.pending_bytes
+        """Size of the written files plus an upper bound on that of pending ones, in bytes.
+
+        A file that is written meanwhile counts twice, because the pending ones are read first.
+        """
+        return self.pending_bytes + self._writer.bytes
 
     @property
     def written(self) -> tuple[int, int]:
@@ -296,7 +303,8 @@ class BackgroundWriter(Writer):
                     copy.wait()
                     scales = {name: part.tensor for name, part in copy.scales.items()}
                     self._writer.write(copy.tensor, record, self._index, scales)
-                    self.disk = shutil.disk_usage(self._writer.directory)
+                    with self._query:
+                        self.disk = shutil.disk_usage(self._writer.directory)
             except Exception as error:  # training continues after any write error
                 self._fail_to_write(str(error) or repr(error))
             finally:

@@ -32,8 +32,9 @@ class WriteBudget:
     def take(self, size: int, fields: dict[str, Any]) -> bool:
         """Return whether a tensor of `size` bytes may be written; count it as dropped if not."""
         try:
+            pending = self._writer.pending
             why = self.full or self._exceeded(size + OVERHEAD)
-            if why is not None and self._writer.pending:
+            if why is not None and pending:
                 # Sizes of pending files are upper bounds, so wait until the exact sizes are known.
                 self._writer.wait()
                 why = self.full or self._exceeded(size + OVERHEAD)
@@ -52,8 +53,9 @@ class WriteBudget:
         why = limits.exceeded_by_files(writer.records + 1, writer.bytes + most)
         # While files are pending, use the free space that a writer thread has queried, because a
         # query to an unresponsive disk would block training.
-        disk = writer.disk if writer.pending else None
+        # A file that is finished meanwhile counts twice, because the pending ones are read first.
         needed = writer.pending_bytes + most
+        disk = writer.disk if writer.pending else None
         return why or limits.exceeded_on_disk(self._settings.directory, needed, disk)
 
     def drop_for_memory(self, size: int, fields: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from megatron.collection.ring_buffer import RingSettings
 from megatron.collection.selection import Selection
 from megatron.collection.settings import Settings, read_settings
 from megatron.collection.training_clock import MicroBatch, clock
+from megatron.collection.write_budget import WriteBudget
 from megatron.tensor_record import read_events, read_index
 from tests.collection.samples import save
 
@@ -42,6 +43,38 @@ def collect(folder, tensors: int = 6, **limits):
     found = list(read_index(index))
     assert {path.name for path in folder.glob("*.pt")} == {r["file"] for r in found}
     return found, read_events(index), json.loads(card.read_text()), lines
+
+
+class WriterThatFinishesMeanwhile:
+    """Writer of which another thread finishes the pending file as soon as the disk is read."""
+
+    records = bytes = 0
+    pending, pending_bytes = 1, 100
+
+    @property
+    def disk(self):
+        usage = SimpleNamespace(free=150 - (100 - self.pending_bytes), total=1000)
+        self.pending = self.pending_bytes = 0
+        return usage
+
+    def wait(self):
+        self.pending = self.pending_bytes = 0
+
+
+def test_a_file_that_is_finished_meanwhile_is_counted(tmp_path, monkeypatch):
+    """150 bytes are free, the pending file takes 100, and 100 more do not fit."""
+    queried = SimpleNamespace(free=50, total=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: queried)
+    limits = SimpleNamespace(exceeded_by_files=lambda *_: None)
+    limits.exceeded_on_disk = lambda folder, needed, disk: (
+        "full" if (disk or shutil.disk_usage(folder)).free < needed else None
+    )
+    settings = SimpleNamespace(limits=limits, directory=tmp_path)
+    budget = WriteBudget(settings, WriterThatFinishesMeanwhile(), rank=0)
+    assert budget._exceeded(100) == "full"
+    queried.free = 100  # the file turned out to be small
+    budget = WriteBudget(settings, WriterThatFinishesMeanwhile(), rank=0)
+    assert budget.take(100 - OVERHEAD, {})
 
 
 def test_a_slice_that_leaves_nothing_of_a_tensor_is_said_once(tmp_path, caplog):
