@@ -96,8 +96,8 @@ def truncated_sum(
     BITS: largest number of mantissa bits of an element. Up to 10, products are int32.
     """
     TERM: tl.constexpr = tl.int32 if BITS <= 10 else tl.int64
-    UP: tl.constexpr = ALIGN - 2 * BITS if ALIGN > 2 * BITS else 0
-    DOWN: tl.constexpr = 2 * BITS - ALIGN if ALIGN < 2 * BITS else 0
+    UP: tl.constexpr = max(ALIGN - 2 * BITS, 0)
+    DOWN: tl.constexpr = max(2 * BITS - ALIGN, 0)
     total = tl.zeros(top.shape, tl.int64)
     a += PART * strides[0]
     b += PART * strides[1]
@@ -132,8 +132,8 @@ def with_running(
 
     start: significand of the running sum; `unit` is its exponent.
     """
-    UP: tl.constexpr = ALIGN - FLOAT32_BITS if ALIGN > FLOAT32_BITS else 0
-    DOWN: tl.constexpr = FLOAT32_BITS - ALIGN if ALIGN < FLOAT32_BITS else 0
+    UP: tl.constexpr = max(ALIGN - FLOAT32_BITS, 0)
+    DOWN: tl.constexpr = max(FLOAT32_BITS - ALIGN, 0)
     total += truncated(start.to(tl.int64) << UP, top - unit + DOWN, 63)
     return total.to(tl.float64) * power(top - ALIGN)
 

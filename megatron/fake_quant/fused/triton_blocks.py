@@ -259,8 +259,7 @@ def blocks(
         outer = tl.load(amax)
     if AMAX == "groups" or AMAX == "blocks":
         group = group_place(matrix, top + line, start + head, rows, columns, groups, ROWWISE, GROUP)
-        group, held = tl.broadcast(group, exists)  # a load of Triton 3.5 and older does not
-        outer = tl.load(amax + group, mask=held, other=0)
+        outer = tl.load(amax + group, mask=exists, other=0)
     if AMAX == "blocks":
         largest = outer
     else:

@@ -156,7 +156,7 @@ def hifloat8(
     must replace it by zero.
     """
     # Clamp at twice the largest number at most, because this magnitude overflows in every mode.
-    LIMIT: tl.constexpr = BEYOND if BEYOND < LARGEST + (1 << 23) else LARGEST + (1 << 23)
+    LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
     if ROUNDING == "nearest":
         rounded = nearest_hifloat8(magnitude, LIMIT)
     else:

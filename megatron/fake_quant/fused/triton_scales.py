@@ -211,16 +211,16 @@ def added_in_halves(total: tl.tensor, AXIS: tl.constexpr, COUNT: tl.constexpr) -
     """Sum the COUNT numbers along an axis of `[A, T, B]` by repeated halving.
 
     The first half is added to the second half until one sum is left. The sum of two numbers does
-    not depend on their order. COUNT is a power of two, at most 2^15.
+    not depend on their order.
     """
-    for level in tl.static_range(1, 16):
-        if (COUNT >> level) > 0:
-            if AXIS == 0:
-                split = tl.reshape(total, [2, COUNT >> level, total.shape[1], total.shape[2]])
-                total = tl.sum(split, axis=0)
-            else:
-                split = tl.reshape(total, [total.shape[0], total.shape[1], 2, COUNT >> level])
-                total = tl.sum(split, axis=2)
+    if COUNT > 1:
+        HALF: tl.constexpr = COUNT // 2
+        if AXIS == 0:
+            split = tl.reshape(total, [2, HALF, total.shape[1], total.shape[2]])
+            total = added_in_halves(tl.sum(split, axis=0), AXIS, HALF)
+        else:
+            split = tl.reshape(total, [total.shape[0], total.shape[1], 2, HALF])
+            total = added_in_halves(tl.sum(split, axis=2), AXIS, HALF)
     return total
 
 
