@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--formats",
         nargs="+",
         metavar="FORMAT",
-        help=f"default: all named ones and {len(SPELLED_OUT)} others",
+        help=f"formats to compare (default: all named formats and {len(SPELLED_OUT)} others)",
     )
     add(
         "--output",

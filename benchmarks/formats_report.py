@@ -12,7 +12,7 @@ COLUMNS = (
     "format",
     "dtype",
     "axis",
-    "who",
+    "implementation",
     "best_ms",
     "median_ms",
     "elements",
@@ -34,18 +34,18 @@ def count(elements: int) -> str:
     return f"{elements / 1e6:.1f}M" if elements >= 1e6 else f"{elements:,}"
 
 
-def typical(case: Event, who: str) -> float:
-    """Return the median time, in milliseconds, that the implementation `who` takes in a case."""
-    return statistics.median(case["times"][who])
+def typical(case: Event, name: str) -> float:
+    """Return the median time, in milliseconds, that the implementation `name` takes in a case."""
+    return statistics.median(case["times"][name])
 
 
-def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
-    """Return the time of the implementation `who` divided by that of the implementation `other`.
+def ratio(case: Event, name: str, other: str, memory: str = "times") -> float:
+    """Return the time of the implementation `name` divided by that of the implementation `other`.
 
     The result is the median of the ratios of the rounds in which both took part, which for slow
     peers are only the first ones. Other load on the machine affects both times of a round alike.
     """
-    pairs = zip(case[memory][who], case[memory][other], strict=False)
+    pairs = zip(case[memory][name], case[memory][other], strict=False)
     return statistics.median(time / base for time, base in pairs)
 
 
@@ -210,11 +210,11 @@ def write_csv(path: Path, cases: list[Event], elements: int) -> None:
             same = {key: case[key] for key in ("format", "dtype", "axis")} | {"elements": elements}
             reused = {f"{name}, reused memory": t for name, t in case.get("reused", {}).items()}
             for name, times in (case["times"] | reused).items():
-                row = same | {"who": name, "note": case["why"].get(name, "")}
+                row = same | {"implementation": name, "note": case["why"].get(name, "")}
                 row["best_ms"] = f"{min(times):.4f}"
                 row["median_ms"] = f"{statistics.median(times):.4f}"
                 for data, numbers in case["differ"].get(name, {}).items():
                     row[f"differ_{data}"], row[f"far_{data}"] = numbers
                 writer.writerow(row)
             for name, reason in case["failed"].items():
-                writer.writerow(same | {"who": name, "note": f"failed: {reason}"})
+                writer.writerow(same | {"implementation": name, "note": f"failed: {reason}"})

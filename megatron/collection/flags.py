@@ -76,8 +76,9 @@ FLAGS = (
         name="control_iter",
         type=int,
         metavar="N",
-        help="with --save-tensors: iterations to collect before training stops; 0: never (default: "
-        "1, or all that --collect-iterations names; 0 with --collect-ring and --collect-flag-file)",
+        help="with --save-tensors: iterations to collect before training stops; 0: it does not "
+        "stop early (default: 1, or all that --collect-iterations names; 0 with --collect-ring "
+        "and --collect-flag-file)",
         brief="iterations to collect before training stops; 0: never stop (default: 1, or all "
         "of --collect-iterations; 0 with a ring or a flag file)",
         topic=Topic.WHAT,
@@ -223,8 +224,8 @@ FLAGS = (
         name="collect_keep_free_gib",
         type=float,
         metavar="X",
-        help="GiB of the disk that stay free, 0: the disk may fill up (default: 1, or 5% of a disk "
-        "smaller than 20 GiB)",
+        help="GiB of disk space to keep free; with 0, the disk may fill up (default: 1, or 5% of a "
+        "disk smaller than 20 GiB)",
         brief="GiB of the disk to keep free (default: 1, or 5% of a disk below 20 GiB)",
         topic=Topic.HOW_MUCH,
         reader=Reader.LIMITS,
@@ -233,8 +234,8 @@ FLAGS = (
         name="collect_max_host_gib",
         type=float,
         metavar="X",
-        help="GiB of a machine's memory for tensors that wait to be written, or in a ring; where "
-        "they are used up training waits for the disk (default: a tenth of the memory). Each of "
+        help="GiB of a machine's memory for tensors that wait to be written, or in a ring; if "
+        "they are used up, training waits for the disk (default: a tenth of the memory). Each of "
         "the machine's ranks has an equal share",
         brief="GiB of memory for tensors that wait to be written, or in a ring (default: a "
         "tenth of the machine's memory)",

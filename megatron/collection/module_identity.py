@@ -38,7 +38,7 @@ class ModuleIdentity:
 
     @property
     def is_lm_head(self) -> bool:
-        """True for the LM head (the projection onto the vocabulary), which is not quantized."""
+        """True for the LM head, the projection onto the vocabulary. Only a recipe quantizes it."""
         return self.name.rpartition(".")[2] in LM_HEADS
 
 

@@ -94,8 +94,9 @@ class BlockScaling:
     #: columns if `size` is 1, and one block for all values if `size` is `WHOLE_AXIS`.
     height: int = 1
     scale: ScaleType = "e8m0"
-    #: number to which a block's maximum is mapped, or with E8M0 scales, the largest number to which
-    #: it may be mapped; None for the largest number of the element type
+    #: number to which a block's maximum is mapped; with E8M0 scales and the rule rceil or ceil, the
+    #: largest number to which it may be mapped. None for the largest number of the element type,
+    #: which the rules floor and even may exceed
     top: float | None = None
     #: fraction of `top` to which a block's maximum is mapped, such as 16/17; with E8M0 scales,
     #: factor by which values are multiplied before they are rounded
@@ -231,8 +232,8 @@ def _check_parts(scaling: BlockScaling) -> None:
     ragged = size not in (None, WHOLE_AXIS) and size % scaling.size > 0
     if scaling.search != "none" and scaling.height & (scaling.height - 1):
         raise ValueError(
-            f"a search in blocks of {scaling.height} rows, whose errors are added in halves; "
-            "choose a power of two"
+            "a search for scales (4over6) needs blocks whose number of rows is a power of two, "
+            f"not {scaling.height}; change the block, or remove the search"
         )
     if size is not None and (scaling.height > 1 or ragged):
         raise ValueError(

@@ -78,7 +78,10 @@ def kind_of(fmt: Format, dtype: torch.dtype, device: str) -> Kind:
 
 
 def _is_exact(fmt: Format, dtype: torch.dtype) -> bool:
-    """Return whether bfloat16 or float16 represents the quantized values of a tensor of `dtype`."""
+    """Return whether `dtype` represents every quantized value of its tensors exactly.
+
+    `dtype` is bfloat16 or float16.
+    """
     scaling = fmt.scaling
     if scaling is None or isinstance(scaling, PairScaling | GroupScaling):
         return True

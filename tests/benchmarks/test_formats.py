@@ -43,7 +43,10 @@ def test_quick_run_agrees_with_the_peers_that_are_here(tmp_path):
     with (tmp_path / "formats.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert all(float(row["best_ms"]) > 0 for row in rows)
-    by_peer = {peer: [r for r in rows if r["who"] == peer] for peer in ("ml_dtypes", "en_dtypes")}
+    by_peer = {
+        peer: [r for r in rows if r["implementation"] == peer]
+        for peer in ("ml_dtypes", "en_dtypes")
+    }
     cases = {(row["format"], row["dtype"], row["axis"]) for row in by_peer["ml_dtypes"]}
     assert cases == {
         (fmt, dtype, axis)

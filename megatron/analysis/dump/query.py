@@ -76,7 +76,10 @@ def _check(name: str, values: list[Any]) -> None:
 
 
 def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
-    """Return a mask of the rows whose value is one of `values`, where None stands for unknown."""
+    """Return a mask of the rows whose value is one of `values`; None stands for unknown.
+
+    Values of `module` are shell patterns; see `is_module`.
+    """
     if name == "module":
         modules = {module for module in column.unique() if isinstance(module, str)}
         matches = [

@@ -73,7 +73,7 @@ STATISTICS = (
         "%",
         True,
         percent=True,
-        help="share of the values beyond the format's largest number",
+        help="share of the values that exceed the format's largest number and do not round to it",
     ),
     Statistic(
         "relative_bias",

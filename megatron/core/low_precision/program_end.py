@@ -172,7 +172,7 @@ def ended_by_error() -> bool:
 
 
 def failure() -> str | None:
-    """Return an error message if models ran and the request was not fulfilled; None otherwise."""
+    """Return an error message if a model was refused or the request was not fulfilled, or None."""
     if ended_by_error():
         return None
     requested = run_request.description()

@@ -143,7 +143,10 @@ def _scales_of(scales: Tensor, columns: range, accumulator: Accumulator) -> Tens
 
 
 def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | float:
-    """Return the product of a block's scales, rounded to float32 and stored as float64, or 1."""
+    """Return the product of a block's scales, rounded to float32 and stored as float64.
+
+    Return 1.0 if the operands have no scales.
+    """
     assert (a.scales is None) == (b.scales is None), "only one operand has scales"
     if a.scales is None or b.scales is None:
         return 1.0

@@ -126,7 +126,7 @@ class Weights:
             claimed = f"{layers} layers" + (f" of {experts} experts" if experts else "")
             raise UserError(
                 f"--load-hf {self.folder} has {len(self._file_of)} tensors, but its config.json "
-                f"claims {claimed}; get both again"
+                f"claims {claimed}; download the weights and config.json again"
             )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:
@@ -166,7 +166,7 @@ class Weights:
         if shape != source.shape:
             raise UserError(
                 f"{source.name} in {self.folder / file} is {shape}, but by config.json it is "
-                f"{source.shape}; get both again"
+                f"{source.shape}; download the weights and config.json again"
             )
         if dtype not in PLAIN:
             raise UserError(
