@@ -44,7 +44,7 @@ from megatron.analysis.stats.matrix_view import PAIRWISE
 from megatron.analysis.stats.measure import Measurements, measure_dump
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study.first_look import FirstLook, default_formats, first_look
-from megatron.analysis.study.verdict import by_candidate
+from megatron.analysis.study.verdict import by_candidate, in_decibels
 from megatron.analysis.text_table import shown
 from megatron.fake_quant.names import get_format
 
@@ -242,7 +242,7 @@ def draw_comparison(compared: FirstLook, figure: SubFigure) -> None:
         plot_heatmap(
             data.assign(row=data["place"], column=[layer_name(int(n)) for n in data["layer_idx"]]),
             label="",
-            title=f"{name}\n{row.bits:.4g} bits, median {row.sqnr_db:.1f} dB",
+            title=f"{name}\n{row.bits:.4g} bits, median {in_decibels(row.sqnr_db)}",
             norm=norm,
             bar=False,
             numbers=len(layers) * len(summary) <= NUMBERS,

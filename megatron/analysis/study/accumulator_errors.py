@@ -246,6 +246,10 @@ def summary(rows: pd.DataFrame) -> list[str]:
     if rows.empty:
         return lines
     for (fmt, accumulator), part in rows.groupby(["format", "accumulator"], sort=False):
+        part = part[part["relative_error"].notna()]
+        if part.empty:
+            lines.append(f"{accumulator} with {fmt}: all results are zero, so no error is defined")
+            continue
         of_sum, of_format = part["relative_error"].median(), part["format_error"].median()
         worst = part.loc[part["relative_error"].idxmax()]
         lines.append(

@@ -64,10 +64,10 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """Text that differs between candidates with different formats."""
+        """Text that differs between candidates with different names or formats."""
         if self.recipe is None:
             return self.name
-        return hashlib.sha256(self.recipe.path.read_bytes()).hexdigest()
+        return f"{self.name} {hashlib.sha256(self.recipe.path.read_bytes()).hexdigest()}"
 
 
 def candidates_of(

@@ -59,7 +59,7 @@ class _Outcome:
     counter: int  #: number of the pass's first record, in the order of the run
     rows: list[Rows] = field(default_factory=list)  #: rows of each candidate
     problem: Problem | None = None
-    reason: str = ""  #: reason why the pass was left out
+    reasons: list[str] = field(default_factory=list)  #: reasons why parts of it were left out
 
 
 class _Gate:
@@ -139,10 +139,15 @@ def study(
             bar.update()
     outcomes.sort(key=lambda outcome: outcome.counter)
     problems = [*store.problems, *(each.problem for each in outcomes if each.problem)]
-    left_out.update(each.reason for each in outcomes if each.reason)
+    left_out.update(reason for each in outcomes for reason in each.reasons)
     tables = [rows for outcome in outcomes for rows in outcome.rows]
+    rows = _table([row for rows, _ in tables for row in rows])
+    if count := _zero_results(rows):
+        left_out["GEMM results that are zero in high precision, which have no relative error"] = (
+            count
+        )
     return Study(
-        _table([row for rows, _ in tables for row in rows]),
+        rows,
         _table([row for _, budgets in tables for row in budgets]),
         list(candidates),
         problems,
@@ -162,6 +167,7 @@ def _measure(
     try:
         keys = kept.keys(of_pass, candidates, settings)
         known = {name: rows for name, key in keys.items() if (rows := kept.get(key))}
+        outcome.reasons += _in_tiles(of_pass, candidates)
         outcome.rows += known.values()
         rest = [each for each in candidates if each.name not in known]
         if not rest:
@@ -171,21 +177,47 @@ def _measure(
             for candidate, errors, budgets in errors_of(matmul, rest, settings):
                 new[candidate.name][0].extend(errors)
                 new[candidate.name][1].extend(budgets)
-                if not errors:
-                    outcome.reason = f"passes whose PV {candidate.name} computes in tiles"
         for name, rows_of in new.items():
             kept.put(keys[name], rows_of)
         outcome.rows += new.values()
     except UnreadableTensorError as error:
         path = Path(str(error).partition(": ")[0])
         outcome.problem = Problem(path, error.why)
-        outcome.reason = "passes with a file that cannot be read"
+        outcome.reasons += ["passes with a file that cannot be read"]
     except FileNotFoundError as error:
         outcome.problem = Problem(Path(str(error.filename)), "removed while the study ran")
-        outcome.reason = "passes with a file that cannot be read"
+        outcome.reasons += ["passes with a file that cannot be read"]
     except (NotCheckedError, ValueError) as error:
-        outcome.reason = f"passes with {str(error).partition(chr(10))[0]} ({of_pass.place})"
+        outcome.reasons += [f"passes with {str(error).partition(chr(10))[0]} ({of_pass.place})"]
     return outcome
+
+
+def _in_tiles(of_pass: Pass, candidates: Sequence[Candidate]) -> list[str]:
+    """Return a reason for each candidate that computes PV in tiles, for which PV is left out."""
+    if of_pass.layer_type != "attention" or any("value" not in each for each in of_pass.ranks):
+        return []
+    first = of_pass.first
+    return [
+        f"passes whose PV {candidate.name} computes in tiles"
+        for candidate in candidates
+        if candidate.formats(
+            "pv",
+            first.module,
+            int(first.layer_idx),
+            num_layers=of_pass.num_layers,
+            iteration=int(first.iteration),
+        ).tiling
+        is not None
+    ]
+
+
+def _zero_results(rows: pd.DataFrame) -> int:
+    """Return the number of GEMM results that are zero in high precision and in every format."""
+    if rows.empty:
+        return 0
+    zero = rows[rows["relative_error"].isna() & (rows["nonfinite"] == 0)]
+    keys = ["run_id", "iteration", "micro_batch", "rank", "module", "operation", "gemm"]
+    return len(zero.drop_duplicates(keys))
 
 
 def _table(rows: list[dict[str, object]]) -> pd.DataFrame:

@@ -90,7 +90,7 @@ def first_look(
     candidates = candidates_of(formats, [])
     records, sample = part_of(store, len(candidates))
     result = study(store, candidates, select=records, workers=workers, budget=False)
-    if result.rows.empty:
+    if cells(result.rows).empty:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in result.left_out.items())
         raise ValueError(f"no matmul can be studied: {reasons or 'no readable operands'}")
     own = formats_of(str(result.rows["quant_type"].iloc[0]))

@@ -13,6 +13,8 @@ Y with the reference X and the error E = Y - X, with norms over all values:
     gradient_to_noise  ||X|| / ||E|| of the results that are gradients; see `gradients.py`
     bias, variance   relative_error² = bias² + variance
 
+If X is zero, all of them are NaN if E is zero too; otherwise, the relative error is infinite.
+
 The bias is the relative error of the mean result over all draws of the random numbers, and the
 variance is the expected squared distance from this mean, divided by ||X||². If rounding is
 deterministic, every draw is the same: the variance is 0, and the bias is the relative error. If it
@@ -252,7 +254,7 @@ class _Draws:
 def _squared(sums: NDArray[np.float64]) -> float:
     """Return the squared relative error."""
     xx, ee = float(sums[XX]), float(sums[EE])
-    return ee / xx if xx else math.nan
+    return ee / xx if xx else math.inf if ee else math.nan
 
 
 def numbers_of(
@@ -266,20 +268,20 @@ def numbers_of(
         draws: number of draws.
     """
     count, xx, xe, ee, e, lost = (float(sums[i]) for i in (COUNT, XX, XE, EE, E, NONFINITE))
-    squared = ee / xx if xx else math.nan
+    squared = ee / xx if xx else math.inf if ee else math.nan
     variance = 0.0 if not math.isnan(squared) else math.nan
     if of_mean is not None and xx:
         variance = max(ee - float(of_mean[EE]), 0.0) / xx * draws / (draws - 1)
     yy = xx + 2 * xe + ee
     return {
-        "sqnr_db": decibels(xx, ee) if xx else math.nan,
+        "sqnr_db": decibels(xx, ee) if xx or ee else math.nan,
         "gain": xe / xx if xx else math.nan,
-        "relative_error": math.sqrt(squared) if xx else math.nan,
-        "bias": math.sqrt(max(squared - variance, 0.0)) if xx else math.nan,
+        "relative_error": math.sqrt(squared),
+        "bias": math.nan if math.isnan(squared) else math.sqrt(max(squared - variance, 0.0)),
         "variance": variance,
         "cosine": (xx + xe) / math.sqrt(xx * yy) if xx * yy > 0 else math.nan,
         "mean_error": e / count / math.sqrt(xx / count) if xx else math.nan,
-        "nonfinite": round(lost),
+        "nonfinite": math.ceil(lost),
     }
 
 

@@ -41,7 +41,7 @@ def write_outputs(
         paths.insert(0, recipe)
     sentences = verdict(result, proposal)
     pictures = {}
-    if not result.rows.empty:
+    if not cells(result.rows).empty:
         pictures["study.png"] = draw_verdict(result, sentences, proposal)
     if (budget := draw_budget(result)) is not None:
         pictures["budget.png"] = budget

@@ -53,9 +53,9 @@ def page(
 
 def _table(result: Study) -> str:
     """Return a table with one row per place and candidate."""
-    if result.rows.empty:
-        return "<p>No results.</p>"
     table = cells(result.rows)
+    if table.empty:
+        return "<p>No results.</p>"
     order = {name: at for at, name in enumerate(by_candidate(table)["candidate"])}
     grouped = table.groupby(["place", "candidate"], sort=False).agg(
         layers=("layer_idx", "nunique"),
@@ -78,7 +78,7 @@ def _gradients(result: Study) -> list[str]:
 
     The table has one row per candidate, gradient and layer that the rule flags.
     """
-    if result.rows.empty or (gradients := gradients_of(cells(result.rows))).empty:
+    if (gradients := gradients_of(cells(result.rows))).empty:
         return []
     flagged = gradients[gradients["flagged"]].sort_values("gradient_to_noise", kind="stable")
     parts = [

@@ -53,6 +53,7 @@ class Proposal:
     budget: float
     choices: tuple[tuple[Place, Option], ...]
     uniform: Option | None  #: best single format within the budget; None if there is none
+    without: tuple[Place, ...] = ()  #: matmuls without an option, which stay in high precision
 
     @property
     def bits(self) -> float:
@@ -68,8 +69,8 @@ class Proposal:
 def places_of(rows: pd.DataFrame) -> list[Place]:
     """Return the matmuls of all layers with their options: formats without accumulators.
 
-    Errors are means over iterations, micro-batches and ranks. A format with NaN or Inf in a result
-    is left out.
+    Errors are means over iterations, micro-batches and ranks, without the results that are zero in
+    high precision. A format with NaN or Inf in a result of a matmul is no option there.
     """
     table = rows[rows["recipe"].isna() & (rows["layer_idx"] >= 0)]
     if "accumulator" in table:
@@ -77,17 +78,17 @@ def places_of(rows: pd.DataFrame) -> list[Place]:
     table = table.assign(
         squared=table["relative_error"] ** 2, weighted=table["bits"] * table["values"]
     )
-    table.loc[table["nonfinite"] > 0, "squared"] = math.nan
+    table.loc[table["nonfinite"] > 0, "squared"] = math.inf
     places = []
     keys = ["layer_idx", "module", "operation"]
     for (layer, module, operation), part in table.groupby(keys, sort=False):
         passes = part.groupby(["format", "gemm"], sort=False).agg(
-            squared=("squared", lambda values: values.mean(skipna=False)),
+            squared=("squared", "mean"),
             weighted=("weighted", "mean"),
             values=("values", "mean"),
         )
         by_format = passes.groupby("format", sort=False).agg(
-            squared=("squared", lambda values: values.sum(skipna=False)),
+            squared=("squared", "sum"),
             weighted=("weighted", "sum"),
             values=("values", "sum"),
         )
@@ -96,9 +97,8 @@ def places_of(rows: pd.DataFrame) -> list[Place]:
             for row in by_format.itertuples()
             if math.isfinite(row.squared)
         )
-        if options:
-            values = float(by_format["values"].iloc[0])
-            places.append(Place(int(layer), str(module), str(operation), values, options))
+        values = float(by_format["values"].iloc[0])
+        places.append(Place(int(layer), str(module), str(operation), values, options))
     return places
 
 
@@ -108,6 +108,8 @@ def propose(places: Sequence[Place], budget: float) -> Proposal:
     Raises:
         ValueError: if there is nothing to choose, or the cheapest formats exceed the budget.
     """
+    without = tuple(place for place in places if not place.options)
+    places = [place for place in places if place.options]
     if not places:
         raise ValueError("--bits needs formats whose results are finite; give --formats")
     chosen = {place: _hull(place.options)[0] for place in places}
@@ -131,10 +133,10 @@ def propose(places: Sequence[Place], budget: float) -> Proposal:
         else:
             closed.add(place)
     uniform = _uniform(places, budget)
-    proposal = Proposal(budget, tuple(chosen.items()), uniform)
+    proposal = Proposal(budget, tuple(chosen.items()), uniform, without)
     if uniform is not None and uniform.error < proposal.error:
         same = tuple((place, _named(place, uniform.format)) for place in places)
-        return Proposal(budget, same, uniform)
+        return Proposal(budget, same, uniform, without)
     return proposal
 
 

@@ -64,17 +64,22 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the SQNR and the bits of each candidate, place and layer.
 
     Squared relative errors and bits are means over modules of the same short name, iterations,
-    micro-batches and ranks. A result with NaN or Inf makes the SQNR NaN.
+    micro-batches and ranks. A result with NaN or Inf makes the SQNR NaN and the column `spoiled`
+    true. Results that are zero in high precision have no relative error and are left out.
     """
-    table = with_names(rows)
-    table = table.assign(squared=table["relative_error"] ** 2)
-    table.loc[table["nonfinite"] > 0, "squared"] = math.nan
     keys = ["candidate", "place", "layer_idx"]
+    if rows.empty:
+        return pd.DataFrame(columns=[*keys, "squared", "bits", "values", "spoiled", "sqnr_db"])
+    table = with_names(rows)
+    table = table.assign(squared=table["relative_error"] ** 2, spoiled=table["nonfinite"] > 0)
     merged = table.groupby(keys, sort=False).agg(
-        squared=("squared", lambda values: values.mean(skipna=False)),
+        squared=("squared", "mean"),
         bits=("bits", "mean"),
         values=("values", "sum"),
+        spoiled=("spoiled", "any"),
     )
+    merged = merged[merged["spoiled"] | merged["squared"].notna()].copy()
+    merged.loc[merged["spoiled"], "squared"] = math.nan
     merged["sqnr_db"] = [decibels(1.0, squared) for squared in merged["squared"]]
     return merged.reset_index()
 
@@ -82,35 +87,44 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 def by_candidate(table: pd.DataFrame) -> pd.DataFrame:
     """Return the median SQNR, the bits per value and the Pareto front, one row per candidate.
 
-    The column `front` is true if no other candidate has both fewer or equal bits and a higher or
-    equal SQNR.
+    In the median, a result with NaN or Inf counts as -inf dB. The column `front` is true if no
+    other candidate has both fewer or equal bits and a higher or equal SQNR; candidates with NaN or
+    Inf in a result, for which the column `spoiled` is true, take no part.
 
     Args:
         table: result of `cells`.
     """
+    table = table.assign(sqnr_db=table["sqnr_db"].mask(table["spoiled"], -math.inf))
     bits = table.assign(weighted=table["bits"] * table["values"]).groupby("candidate", sort=False)
     summary = pd.DataFrame(
         {
             "sqnr_db": table.groupby("candidate", sort=False)["sqnr_db"].median(),
             "bits": bits["weighted"].sum() / bits["values"].sum(),
+            "spoiled": table.groupby("candidate", sort=False)["spoiled"].any(),
         }
     ).reset_index(names="candidate")
-    points = list(zip(summary["bits"].round(6), summary["sqnr_db"], strict=True))
+    points = list(
+        zip(summary["bits"].round(6), summary["sqnr_db"], summary["spoiled"], strict=True)
+    )
     summary["front"] = [
-        not math.isnan(y)
+        not spoiled
         and not any(
             other_x <= x and other_y >= y and (other_x, other_y) != (x, y)
-            for other_x, other_y in points
+            for other_x, other_y, other_spoiled in points
+            if not other_spoiled
         )
-        for x, y in points
+        for x, y, spoiled in points
     ]
     return summary.sort_values("sqnr_db", ascending=False, kind="stable", ignore_index=True)
 
 
 def weakest(summary: pd.DataFrame) -> str:
-    """Return the candidate with the lowest median SQNR; bf16 only if there is no other."""
+    """Return the candidate with the lowest median SQNR.
+
+    Candidates whose median is -inf dB are chosen only if there is no other, and bf16 is the last.
+    """
     others = summary[summary["candidate"] != DEFAULT_TYPE]
-    known = others.dropna(subset=["sqnr_db"])
+    known = others[others["sqnr_db"] > -math.inf]
     for table in (known, others, summary):
         if len(table):
             return str(table["candidate"].iloc[-1])
@@ -122,9 +136,11 @@ def verdict(result: Study, proposal: Proposal | None = None) -> list[str]:
     if result.rows.empty:
         return ["No matmul of the dump could be studied."]
     table = cells(result.rows)
+    if table.empty:
+        return ["All results are zero in high precision, so no relative error is defined."]
     summary = by_candidate(table)
     name = weakest(summary)
-    third = _front(summary) if proposal is None else _proposed(proposal)
+    third = _front(summary) if proposal is None else proposed(proposal)
     sentences = [ranking(table, summary, result.rows), losses(table, result.budgets, name), third]
     gradients = gradients_of(table)
     return sentences if gradients.empty else [*sentences, rule(gradients)]
@@ -140,7 +156,7 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
     """
     first = table[table["candidate"] == table["candidate"].iloc[0]]
     results, layers = len(first), first["layer_idx"].nunique()
-    parts = [f"{_db(row.sqnr_db)} in {row.candidate}" for row in summary.itertuples()]
+    parts = [f"{in_decibels(row.sqnr_db)} in {row.candidate}" for row in summary.itertuples()]
     what = f"{results} GEMM result{'s' * (results > 1)} in {layers} layer{'s' * (layers > 1)}"
     text = f"The median SQNR of {what} is {_listed(parts)}"
     spoiled = rows.assign(candidate=candidate_names(rows))
@@ -162,13 +178,15 @@ def losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
     own = own.sort_values("sqnr_db", kind="stable")
     if own.empty:
         return f"In {name}, no result is finite."
+    if (own["sqnr_db"] == math.inf).all():
+        return f"In {name}, no result has an error."
     median = float(own["sqnr_db"].median())
-    apart = own[own["sqnr_db"] <= median - STANDS_OUT]
+    apart = own[(own["sqnr_db"] <= median - STANDS_OUT) & (own["sqnr_db"] < math.inf)]
     if apart.empty:
         lowest = own.iloc[0]
         text = (
             f"In {name}, no result lies {STANDS_OUT:g} dB below the median; the lowest is "
-            f"{_db(lowest['sqnr_db'])}, of {lowest['place']} in layer {lowest['layer_idx']}"
+            f"{in_decibels(lowest['sqnr_db'])}, of {lowest['place']} in layer {lowest['layer_idx']}"
         )
     else:
         places = []
@@ -192,28 +210,29 @@ def _operand(budgets: pd.DataFrame, name: str) -> str:
         return ""
     place, *operand = alone.idxmax()
     label = OPERAND_NAMES.get(tuple(operand), operand[1])
-    number = _db(decibels(1.0, float(alone.max())))
+    number = in_decibels(decibels(1.0, float(alone.max())))
     return f"the operand that costs most is {label} of {place} ({number} if only it is quantized)"
 
 
 def _front(summary: pd.DataFrame) -> str:
     front = summary[summary["front"]].sort_values("bits")
     if front.empty:
-        return "No candidate has a finite error, so no format can be recommended."
+        return "Every candidate has NaN or Inf in a result, so no format can be recommended."
     if len(summary) == 1:
         only = summary.iloc[0]
         return f"{only['candidate']} takes {only['bits']:.4g} bits per value, scales included."
     best = [f"{row.candidate} ({row.bits:.4g})" for row in front.itertuples()]
     verb = "makes the most of its" if len(best) == 1 else "make the most of their"
     text = f"{_listed(best)} {verb} bits per value, scales included"
-    rest = list(summary.loc[~summary["front"] & summary["sqnr_db"].notna(), "candidate"])
+    rest = list(summary.loc[~summary["front"] & ~summary["spoiled"], "candidate"])
     if rest:
         verb = "has" if len(rest) == 1 else "have"
         text += f"; {_listed(rest)} {verb} no smaller error than one of them at fewer or equal bits"
     return text + "."
 
 
-def _proposed(proposal: Proposal) -> str:
+def proposed(proposal: Proposal) -> str:
+    """Return the sentence that describes a proposal and compares it with a single format."""
     counts: dict[str, int] = {}
     for _, option in proposal.choices:
         counts[option.format] = counts.get(option.format, 0) + 1
@@ -222,6 +241,12 @@ def _proposed(proposal: Proposal) -> str:
         f"Within {proposal.budget:g} bits per value, recipe.yaml takes {_listed(parts)} of "
         f"{len(proposal.choices)} matmuls ({proposal.bits:.4g} bits)"
     )
+    if count := len(proposal.without):
+        verb, they = ("has", "it stays") if count == 1 else ("have", "they stay")
+        text += (
+            f"; {count} matmul{'s' * (count > 1)} {verb} NaN or Inf in every format, so {they} in "
+            "bf16 and outside of the budget"
+        )
     uniform = proposal.uniform
     if uniform is None or not uniform.error > 0:
         return text + "; no single format fits the budget." if uniform is None else text + "."
@@ -239,9 +264,10 @@ def _span(values: pd.Series[float]) -> str:
     return f"{low} dB" if low == high else f"{low} to {high} dB"
 
 
-def _db(value: float) -> str:
-    if math.isnan(value):
-        return "unknown"
+def in_decibels(value: float) -> str:
+    """Return an SQNR as text, such as "20.0 dB"."""
+    if value == -math.inf:
+        return "not finite"
     return "infinite (no error)" if value == math.inf else f"{value:.1f} dB"
 
 

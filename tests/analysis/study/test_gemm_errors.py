@@ -12,6 +12,7 @@ import torch
 from megatron.analysis.stats.kernels.product_errors import product_error_sums
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study import candidates_of, study
+from megatron.analysis.study.gemm_errors import numbers_of
 from megatron.analysis.study.gemm_results import SeparateGemm, independent, only, results
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant import fake_quantize, get_format
@@ -205,3 +206,19 @@ def test_an_accumulator_changes_the_sums_as_in_a_live_run(folder):
 def test_an_accumulator_that_multiplies_no_such_format_is_refused():
     with pytest.raises(ValueError, match="hopper_fp8"):
         candidates_of(["nvfp4"], [], ["hopper_fp8"])
+
+
+@pytest.mark.parametrize(
+    ("xx", "ee", "error", "sqnr_db"),
+    [(0.0, 0.0, math.nan, math.nan), (0.0, 4.0, math.inf, -math.inf), (4.0, 0.0, 0.0, math.inf)],
+)
+def test_results_without_a_size_or_without_an_error(xx, ee, error, sqnr_db):
+    numbers = numbers_of(np.array([2, xx, 0.0, ee, 0.0, 0.0]))
+    assert numbers["relative_error"] == pytest.approx(error, nan_ok=True)
+    assert numbers["sqnr_db"] == pytest.approx(sqnr_db, nan_ok=True)
+    assert numbers["bias"] == pytest.approx(error, nan_ok=True)
+
+
+def test_an_inf_in_one_of_several_draws_is_counted():
+    sums = np.array([8, 1.0, 0.0, 0.01, 0.0, 0.25])  # the mean over four draws
+    assert numbers_of(sums, of_mean=sums, draws=4)["nonfinite"] == 1

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from megatron.analysis.study.proposal import Option, Place, places_of, propose, ranges, recipe_text
+from megatron.analysis.study.verdict import proposed
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.quant_type import gemm_formats, parse_format
 
@@ -95,6 +96,24 @@ def test_places_average_passes_and_leave_out_what_is_not_finite():
     assert option.bits == pytest.approx(4.25)
     assert option.error == pytest.approx((0.01 + 0.09) / 2 + 0.04)
     assert math.isclose(only.values, 20)
+
+
+def test_a_result_that_is_zero_in_high_precision_leaves_no_matmul_out():
+    """A masked micro-batch has gradients of zero, whose relative error is undefined."""
+    masked = [row(gemm="wgrad", relative_error=math.nan, format=name) for name in BITS]
+    rows = [row(format=name, bits=bits) for name, bits in BITS.items()]
+    [only] = places_of(pd.DataFrame([*rows, *masked]))
+    assert [option.format for option in only.options] == list(BITS)
+    assert [option.error for option in only.options] == pytest.approx([0.01] * len(BITS))
+
+
+def test_a_matmul_that_no_format_computes_is_said():
+    spoiled = {"module": "m.layers.0.b", "nonfinite": 1}
+    rows = [row(), row(format="mxfp8", bits=8.25), row(**spoiled), row(format="mxfp8", **spoiled)]
+    proposal = propose(places_of(pd.DataFrame(rows)), 8.25)
+    assert [place.module for place, _ in proposal.choices] == ["m.layers.0.a"]
+    assert [place.module for place in proposal.without] == ["m.layers.0.b"]
+    assert "1 matmul has NaN or Inf in every format, so it stays in bf16" in proposed(proposal)
 
 
 def test_ranges():

@@ -6,6 +6,7 @@ import re
 
 import pandas as pd
 import pytest
+import torch
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
@@ -117,6 +118,49 @@ def test_a_damaged_file_is_named_and_the_rest_is_studied(folder, capsys):
 def test_wrong_options_are_explained(folder, capsys, options, message):
     assert run(folder, *options) == 2
     assert message in capsys.readouterr().err
+
+
+RECIPE = (
+    "configs: {}\nmatchers:\n"
+    "  all: {config: linear_mxfp4, type: glob, pattern: '*', enabled: true}\n"
+)
+
+
+def test_results_of_a_renamed_recipe_have_its_new_name(folder):
+    store, kept = TensorStore(folder), folder.parent / "kept"
+    kept.mkdir()
+    first, second = folder.parent / "a.yaml", folder.parent / "b.yaml"
+    for path in (first, second):
+        path.write_text(RECIPE)
+        named = study(store, candidates_of([], [path]), folder=kept, budget=False).rows["recipe"]
+        assert set(named) == {path.stem}
+
+
+def test_a_second_call_says_again_what_is_left_out(folder):
+    store, kept = TensorStore(folder), folder.parent / "kept"
+    kept.mkdir()
+    recipes = [folder.parent / "one.yaml", folder.parent / "two.yaml"]
+    for path in recipes:
+        path.write_text((REPO / "examples/recipes/fa_tiles.yaml").read_text())
+    results = [study(store, candidates_of([], recipes), folder=kept, budget=False) for _ in "12"]
+    assert results[0].left_out == results[1].left_out
+    assert sorted(results[0].left_out) == [
+        f"passes whose PV {name} computes in tiles" for name in ("one", "two")
+    ]
+
+
+def test_a_dump_of_zeros_has_no_errors(folder, capsys):
+    for path in folder.glob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        torch.save(content | {"tensor": torch.zeros_like(content["tensor"])}, path)
+    options = ("--formats", "mxfp8", "mxfp4", "--accumulators", "blackwell_mx")
+    assert run(folder, *options) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("All results are zero in high precision")
+    assert "blackwell_mx with mxfp8: all results are zero" in printed.out
+    zero = "GEMM results that are zero in high precision, which have no relative error: 18"
+    assert zero in printed.err
+    assert not (folder.parent / "out/study.png").exists()
 
 
 def test_matmuls_beyond_the_memory_are_left_out(folder, capsys):

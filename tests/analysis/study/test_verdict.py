@@ -83,6 +83,42 @@ def test_nan_and_exact_results_are_said_and_drawn(error):
     assert draw_verdict(study, sentences)[:4] == b"\x89PNG"
 
 
+def test_a_format_that_overflows_is_not_judged_by_its_finite_results():
+    """Two of three fp16-like results have NaN or Inf; the finite one is the best of all."""
+    errors = {"mxfp8": {"fc1": [0.02, 0.02, 0.02]}, "nvfp4": {"fc1": [0.001, 0.001, 0.001]}}
+    study = result(errors)
+    study.rows.loc[
+        study.rows["format"].eq("nvfp4") & (study.rows["layer_idx"] < 2), "nonfinite"
+    ] = 3
+    ranking, losses, front = verdict(study)
+    assert ranking == (
+        "The median SQNR of 3 GEMM results in 3 layers is 34.0 dB in mxfp8 and not finite in "
+        "nvfp4; NaN or Inf occurs in 2 results of nvfp4."
+    )
+    assert losses.startswith("In mxfp8, ")
+    assert front == "mxfp8 (8.25) makes the most of its bits per value, scales included."
+    study.rows.loc[study.rows["layer_idx"] == 1, "nonfinite"] = 0  # now the median is finite
+    summary = by_candidate(cells(study.rows)).set_index("candidate")
+    assert summary.loc["nvfp4", "sqnr_db"] == pytest.approx(60.0)
+    assert summary["front"].to_dict() == {"nvfp4": False, "mxfp8": True}
+
+
+def test_results_that_are_zero_in_high_precision_are_not_judged():
+    study = result({"mxfp8": {"fc1": [math.nan, 0.01]}, "mxfp4": {"fc1": [math.nan, 0.1]}})
+    assert verdict(study)[0] == (
+        "The median SQNR of 1 GEMM result in 1 layer is 40.0 dB in mxfp8 and 20.0 dB in mxfp4."
+    )
+    assert verdict(result({"mxfp8": {"fc1": [math.nan, math.nan]}})) == [
+        "All results are zero in high precision, so no relative error is defined."
+    ]
+
+
+def test_only_results_with_an_error_lose_most():
+    study = result({"mxfp8": {"fc1": [0.0] * 11 + [0.1]}})
+    assert verdict(study)[1] == "In mxfp8, fc1 fprop of layer 11 (20.0 dB) loses most."
+    assert verdict(result({"mxfp8": {"fc1": [0.0, 0.0]}}))[1] == "In mxfp8, no result has an error."
+
+
 def test_the_mixture_under_a_budget_is_one_more_point():
     errors = {"mxfp8": {"fc1": [0.01, 0.01, 0.01]}, "mxfp4": {"fc1": [0.1, 0.02, 0.3]}}
     study = result(errors)
