@@ -83,7 +83,8 @@
 #   --nproc N                  processes, one per GPU (default: NPROC if set, otherwise 1)
 #   --checkpoint-path DIR      save checkpoints in DIR/TYPE, and resume from the one found there
 #                              (default: none, which saves nothing)
-#   --                         words after it go to pretrain_gpt.py and take precedence
+#   --                         words after it go to pretrain_gpt.py and take precedence; the type and
+#                              the folder of the tensors must be given before it
 # Watching
 #   --stall-timeout S          stop and fail if neither a tensor nor a line of the log arrives for S
 #                              seconds; 0: never (default: 600)
@@ -110,7 +111,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 
-unbounded='' mode='' quant_type='' quant_recipe='' control_iter='' type_from=flag
+unbounded='' listed='' mode='' quant_type='' quant_recipe='' control_iter='' type_from=flag
 for name in $collection_flags $size_options; do printf -v "${name//-/_}" %s ''; done
 tensor_path='' tokenizer_path='' data_path='' dtype='' preset='' nproc='' yes=''
 checkpoint_path='' stall_timeout='' verbose='' start_iterations='' continuation=()
@@ -142,13 +143,32 @@ else
   quant_recipe=
 fi
 unset QUANT_RECIPE # from here on, the recipe is passed as a flag, or a type replaces it
+before=''
 for word in ${training_flags[@]+"${training_flags[@]}"}; do
+  if [[ $before == --control-iter ]]; then control_iter=$word; fi
+  before=$word
   case $word in # a ring and a flag file decide by themselves when the collection ends
     --collect-ring | --collect-ring=* | --collect-flag-file | --collect-flag-file=*) unbounded=yes ;;
+    --collect-iterations | --collect-iterations=*) listed=yes ;;
+    --control-iter=*) control_iter=${word#*=} ;;
+    --custom-quant-type | --custom-quant-type=* | --quant-recipe | --quant-recipe=*)
+      refuse "${word%%=*} after -- would collect into the folder of another type; give the type" \
+        "before --, as in 'single mxfp4' or 'single --quant-recipe FILE'"
+      ;;
+    --linear-quant | --linear-quant=* | --qk-quant | --qk-quant=* | --pv-quant | --pv-quant=*)
+      value=${word%%=*}
+      value=$(tr 'a-z-' 'A-Z_' <<<"${value#--}")_TYPE
+      refuse "${word%%=*} after -- would collect into the folder of another type; set the variable" \
+        "$value to the format instead, and give no type"
+      ;;
+    --tensor-save-dir | --tensor-save-dir=*)
+      refuse "--tensor-save-dir after --; give --tensor-path DIR before --, and the tensors go to" \
+        "DIR/TYPE"
+      ;;
   esac
 done
 if [[ -n $collect_ring$collect_flag_file ]]; then unbounded=yes; fi
-if [[ -z $collect_iterations$unbounded ]]; then
+if [[ -z $collect_iterations$listed$unbounded ]]; then
   : "${control_iter:=1}" # otherwise the iterations are listed, or unlimited
 fi
 : "${collect_micro_batches:=1}"

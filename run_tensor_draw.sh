@@ -12,8 +12,9 @@
 #
 # Writes everything that `python -m megatron.analysis draw` makes: draw/report.html to browse,
 # draw/quick_analysis.png and draw/tensor_stats.txt for an overview (earlier versions are kept under
-# names with their time), and a folder for each kind of figure. Exit status 3: some files could not
-# be read; all others were drawn.
+# names with their time), and a folder for each kind of figure. If a ring or a flag file collects
+# nothing, `both` draws nothing, with status 0. Exit status 3: some files could not be read; all
+# others were drawn.
 #
 # Mode and type, as the first words or as options
 #   --mode M           collect, visualize or both (visualize); it may be followed by a mode of
@@ -112,15 +113,23 @@ if [[ $mode == visualize ]]; then
   fi
 fi
 
+# saved: print the number of tensors below tensor_path. A collection never deletes any.
+saved() { (find "$tensor_path" -maxdepth 2 -name '*.pt' 2>/dev/null || :) | wc -l; }
+
 # The collection comes before find_python, because run_tensor_collection.sh checks its options
 # before it makes a Python environment.
-status=0
+status=0 before=''
 if [[ $mode != visualize ]]; then
+  if [[ $mode == both && -z ${DRY_RUN-} ]]; then before=$(saved); fi
   run_child bash "$repo/run_tensor_collection.sh" "${collecting:-single}" \
     ${quant_type:+"$quant_type"} --tensor-path "$tensor_path" \
     ${given[@]+"${given[@]}"} ${look[@]+"${look[@]}"} ${verbose:+--verbose} ${yes:+--yes} \
     -- ${training_flags[@]+"${training_flags[@]}"} || status=$?
   if ((status && status != 3)); then exit "$status"; fi # 3: a limit was reached; draw
+fi
+if [[ -n $before ]] && (($(saved) == before)); then
+  say "Nothing is drawn, because this run collected no tensor."
+  exit "$status"
 fi
 if [[ $mode != collect ]]; then
   find_python

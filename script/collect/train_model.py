@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import math
 import shlex
 import shutil
 import sys
@@ -152,13 +151,19 @@ def text_of(log: Path) -> str:
 
 
 def described(model: TrainedModel) -> str:
-    """Return a sentence about a trained model, with its first and its final loss."""
-    losses = list(losses_in(text_of(model.log)).values())
-    first, last = (losses[0], mean(losses[-LAST:])) if losses else (math.nan, math.nan)
+    """Return a sentence about a trained model, with its first and its final loss if known."""
+    try:
+        losses = list(losses_in(text_of(model.log)).values())
+    except OSError:  # The weights can be used without the log.
+        losses = []
+    known = (
+        f"loss {losses[0]:.2f} at first and {mean(losses[-LAST:]):.2f} at the end"
+        if losses
+        else f"the losses are unknown, because {model.log} is missing or has none"
+    )
     return (
         f"Starting from the weights in {model.folder}: {model.iterations} iterations in bf16, "
-        f"loss {first:.2f} at first and {last:.2f} at the end; --start-iterations 0 starts from "
-        "random weights"
+        f"{known}; --start-iterations 0 starts from random weights"
     )
 
 

@@ -30,6 +30,7 @@ PACKAGES = ("torch", "megatron-core")  #: packages whose versions can change the
 HARMLESS = (
     *("--collect-", "--control-iter", "--save-tensors", "--tensor-statistics", "--quant-audit"),
     *("--custom-quant-type", "--linear-quant", "--qk-quant", "--pv-quant", "--quant-recipe"),
+    *("--quant-accumulate",),
     *("--seed", "--lr", "--min-lr", "--weight-decay", "--clip-grad", "--adam-", "--train-iters"),
     *("--micro-batch-size", "--global-batch-size", "--seq-length", "--log-", "--tensorboard-"),
 )

@@ -72,10 +72,27 @@ def test_the_selection_and_the_limits_reach_training_under_the_same_names():
         assert {"--collect-plan", "--quant-audit"} <= set(words)
 
 
-def test_windows_say_themselves_how_many_iterations_there_are():
-    [words] = dry(COLLECT, "single", "mxfp8", "--collect-iterations", "1-3,10-")
-    assert value(words, "--collect-iterations") == "1-3,10-"
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--collect-iterations", "1-3,10-"],
+        ["--", "--collect-iterations", "1-3,10-"],
+        ["--", "--collect_iterations=1-3,10-"],
+        ["--", "--collect-ring", "2"],
+        ["--", "--collect-flag-file=x"],
+    ],
+    ids=" ".join,
+)
+def test_windows_and_events_say_themselves_how_many_iterations_there_are(given):
+    [words] = dry(COLLECT, "single", "mxfp8", *given)
+    assert words[-1] == given[-1].replace("collect_", "collect-") or given[0] != "--"
     assert "--control-iter" not in words
+
+
+def test_a_number_of_iterations_after_two_dashes_is_expected_by_the_driver():
+    given = ["--control_iter=4", "--control-iter", "3"]
+    [words] = dry(COLLECT, "single", "mxfp8", "--control-iter", "2", "--", *given)
+    assert value(words[:-3], "--control-iter") == "3"
 
 
 @pytest.mark.parametrize("flag", ["--collect-start", "--collect-every", "--collect-max-files"])

@@ -56,6 +56,25 @@ def test_help_is_the_header(script):
         (COLLECT, ["single", "mxfp8", "mxfp4"], "'mxfp4' is one word too many"),
         (COLLECT, ["batch", "mxfp8"], "batch collects bf16, mxfp8, mxfp4 and hifp8"),
         (COLLECT, ["single", "--mode", "batch"], "two values for mode: 'single' and 'batch'"),
+        (
+            COLLECT,
+            ["batch", "--", "--custom-quant-type", "mxfp4"],
+            "--custom-quant-type after -- would collect into the folder of another type; give the "
+            "type before --",
+        ),
+        (COLLECT, ["single", "--", "--quant_recipe=x"], "--quant-recipe after -- would collect"),
+        (
+            COLLECT,
+            ["single", "mxfp8", "--", "--qk-quant=mxfp4"],
+            "--qk-quant after -- would collect into the folder of another type; set the variable "
+            "QK_QUANT_TYPE to the format instead, and give no type",
+        ),
+        (
+            DRAW,
+            ["both", "mxfp8", "--", "--tensor-save-dir", "x"],
+            "--tensor-save-dir after --; give --tensor-path DIR before --",
+        ),
+        (COLLECT, ["single", "--", "--control-iter", "x"], "--control-iter is 'x'; give a whole"),
         (DRAW, ["visualize", "--nproc", "2"], "visualize trains nothing: '--nproc' belongs to"),
         (DRAW, ["both", "--run", "latest"], "--run belongs to visualize"),
         (TRAIN, ["a", "b", "c", "d", "bf16", "e"], "6 arguments, but there are five"),

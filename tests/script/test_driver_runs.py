@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tests import forks
 from tests.script.drivers import COLLECT, DRAW, bash
-from tests.subprocesses import REPO, environment
+from tests.script.stub_tree import stub_tree
+from tests.subprocesses import REPO, environment, run
 
 
 def test_an_audit_is_no_collection_that_failed(tmp_path):
@@ -30,6 +31,24 @@ def test_an_audit_is_no_collection_that_failed(tmp_path):
     assert "> stopping before training (--quant-audit)" in done.stdout
     assert "nvfp4:sr" in done.stdout
     assert not (tmp_path / "t").exists()
+
+
+def test_a_run_that_collects_nothing_is_not_drawn(tmp_path, files):
+    """An older run is not drawn in place of a run whose ring was never written."""
+    tree = stub_tree(tmp_path / "tree", "'no tensor'")
+    older = tmp_path / "dump" / "mxfp8" / "older.pt"
+    older.parent.mkdir(parents=True)
+    words = ["both", "mxfp8", "--preset", "tiny", "--tensor-dir", tmp_path / "dump", *files]
+    for _ in range(2):
+        done = run(
+            ["bash", tree / "run_tensor_draw.sh", *words, "--collect-ring", "2"],
+            env=environment(LAB_PYTHON=sys.executable),
+        )
+        assert done.returncode == 0, done.stderr
+        assert "no event triggered the collection" in done.stdout
+        assert "Nothing is drawn, because this run collected no tensor." in done.stderr
+        assert not (tree / "draw").exists()
+        older.touch()
 
 
 def test_an_interrupt_ends_training_too(tmp_path):

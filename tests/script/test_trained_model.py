@@ -109,6 +109,16 @@ def test_a_training_that_fails_leaves_no_model(files, trainings, capsys):
     assert "[ERROR] the model was not trained: no luck; see " in capsys.readouterr().err
 
 
+def test_a_model_without_its_log_is_used(files, trainings, capsys):
+    assert train_model.main(["--iterations", "3"]) == 0
+    log = TrainedModel(3, files).log
+    log.unlink()
+    assert train_model.main(["--iterations", "3"]) == 0
+    assert len(trainings) == 1
+    said = capsys.readouterr().err
+    assert f"the losses are unknown, because {log} is missing or has none" in said
+
+
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, files, trainings, capsys):
     (tmp_path / "model").write_text("a file")
     assert train_model.main(["--iterations", "3"]) == 1
@@ -120,6 +130,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, files, trainings,
     ("flags", "why"),
     [
         ("--seed 7 --lr 1e-3 --collect-layers 0 --adam-beta2 0.9 --log-throughput", None),
+        ("--quant-accumulate hopper_fp8", None),
         ("--num-layers 2", "--num-layers is given"),
         ("--seed 7 --load=x", "--load is given"),
         ("--seeds 7", "--seeds is given"),
