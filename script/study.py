@@ -53,6 +53,14 @@ from configs.options import add_parallel_sizes, positive, rate, split_flags, tra
 from megatron.console import run_main
 
 SOME_FAILED = 3  #: exit status if some runs failed
+START_ITERATIONS, CONTINUE_ITERATIONS = 500, 100  #: defaults of the options of these names
+#: Options that have no effect with another one.
+IGNORED = {
+    "from_scratch": ("load", "start_iterations", "continue_iterations", "continue_lr"),
+    "load": ("start_iterations",),
+    "text": ("data_path",),
+    "held_out_text": ("valid_data_path",),
+}
 #: Flags that the study sets itself, or that would make the runs differ in more than the formats.
 OWN = (
     *("--seed", "--train-iters", "--train-samples", "--load", "--finetune", "--save", "--load-hf"),
@@ -88,17 +96,15 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--start-iterations",
         type=positive,
-        default=500,
         metavar="N",
-        help="iterations of the bf16 model, at a constant learning rate (%(default)s)",
+        help=f"iterations of the bf16 model, at a constant learning rate ({START_ITERATIONS})",
     )
     add("--load", type=Path, metavar="DIR", help="continue from this checkpoint instead")
     add(
         "--continue-iterations",
         type=positive,
-        default=100,
         metavar="N",
-        help="iterations of each run; the learning rate decays to a tenth (%(default)s)",
+        help=f"iterations of each run; the learning rate decays to a tenth ({CONTINUE_ITERATIONS})",
     )
     add(
         "--continue-lr",
@@ -182,27 +188,45 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("nothing to compare; give --formats, --recipes or both")
     if options.bits and not options.formats:
         raise ConfigError("--bits chooses among --formats, and none is given")
-    if options.from_scratch and options.load:
-        raise ConfigError("--from-scratch and --load contradict each other; give one of them")
-    for first, second in (("text", "data_path"), ("held_out_text", "valid_data_path")):
-        if getattr(options, first) and getattr(options, second):
-            names = [f"--{name.replace('_', '-')}" for name in (first, second)]
-            raise ConfigError(f"{' and '.join(names)} contradict each other; give one of them")
+    _check_contradictions(options)
     for name in ("text", "held_out_text"):
         path = getattr(options, name)
         if path is not None and not path.is_file():
-            raise ConfigError(f"--{name.replace('_', '-')} {path} is not a file; name a text file")
+            raise ConfigError(f"{_flag(name)} {path} is not a file; name a text file")
+    for name, what in (("load", "a checkpoint"), ("dump", "operands collected in bf16")):
+        path = getattr(options, name)
+        if path is not None and not path.is_dir():
+            raise ConfigError(f"{_flag(name)} {path} is not a folder; name a folder with {what}")
+    if options.start_iterations is None:
+        options.start_iterations = START_ITERATIONS
+    if options.continue_iterations is None:
+        options.continue_iterations = CONTINUE_ITERATIONS
     for word in flags:
         if (name := word.partition("=")[0]) in OWN:
             raise ConfigError(f"{name} after --, but the study sets it; see --help for its options")
     return options
 
 
+def _check_contradictions(options: argparse.Namespace) -> None:
+    """Raise ConfigError if two options are given of which one would have no effect."""
+    for first, others in IGNORED.items():
+        for second in others:
+            if getattr(options, first) is not None and getattr(options, second) is not None:
+                raise ConfigError(
+                    f"{_flag(first)} and {_flag(second)} contradict each other; give one of them"
+                )
+
+
+def _flag(name: str) -> str:
+    """Return an option as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def study(options: argparse.Namespace) -> int:
     """Run the study, write all files, and return the exit status."""
     from loss_gaps.configurations import BASELINE, Configuration, configurations_of
     from loss_gaps.gaps import curve_table, gap_table, run_table, verdict
-    from loss_gaps.offline import errors_of, pairs_of, study_dump
+    from loss_gaps.offline import check_names, errors_of, pairs_of, study_dump
     from loss_gaps.page import PICTURE, Setting, page, picture
     from loss_gaps.run_log import COMPLETE, FAILED
     from loss_gaps.trainings import Trainings
@@ -210,8 +234,8 @@ def study(options: argparse.Namespace) -> int:
 
     folder = options.output_dir.resolve()
     configurations = configurations_of(options.formats, options.recipes, folder / "recipes")
+    check_names(configurations, options.bits, whole=options.dump is None)
     trainings = Trainings(options)
-    start = trainings.train_start()
     dump = trainings.collect()
     offline = folder / "offline"
     table = study_dump(trainings.launcher, dump, configurations, offline)
@@ -223,6 +247,7 @@ def study(options: argparse.Namespace) -> int:
     if new := [each for each in dict.fromkeys(new) if each.name not in known]:
         configurations += new
         table = study_dump(trainings.launcher, dump, configurations, offline)
+    start = trainings.train_start()
     runs = trainings.compare([Configuration(BASELINE), *configurations])
     gaps = gap_table(
         runs, errors_of(table, [each.name for each in configurations if not each.is_type])

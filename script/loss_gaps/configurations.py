@@ -58,7 +58,8 @@ def configurations_of(
         folder: folder in which to write recipes for types with a prefix.
 
     Raises:
-        ValueError: if a type is unknown, a recipe is invalid, or two configurations share a name.
+        ValueError: if a type is unknown, a recipe is invalid or in `folder`, two configurations
+            share a name, or none is left.
     """
     configurations: dict[str, Configuration] = {}
     for given in formats:
@@ -75,12 +76,25 @@ def configurations_of(
     if plain or recipes:
         candidates_of(plain, recipes)
     for path in dict.fromkeys(recipe.resolve() for recipe in recipes):
-        if path.stem in (BASELINE, *configurations):
+        if path.parent == folder.resolve():
+            raise ValueError(
+                f"the study writes its own recipes to {folder} and would overwrite {path.name}; "
+                "copy this recipe to another folder under another name"
+            )
+        if Configuration(path.stem).file_name in {
+            BASELINE,
+            *(each.file_name for each in configurations.values()),
+        }:
             raise ValueError(
                 f"two configurations are named {path.stem!r}; a recipe has the name of its file, "
                 f"so rename {path}"
             )
         configurations[path.stem] = Configuration(path.stem, path, is_type=False)
+    if not configurations:
+        raise ValueError(
+            f"nothing to compare, because every study trains {BASELINE}; give other --formats, "
+            "--recipes or both"
+        )
     for each in configurations.values():
         if each.recipe is not None and each.is_type:
             write_recipe(each.recipe, type_recipe(each.name))

@@ -14,6 +14,11 @@ from megatron.analysis.stats.paired import Interval, mean_interval, spearman, st
 
 Runs = Mapping[tuple[str, int], RunLog]  #: results by the name of a configuration and the seed
 LAST = 10  #: the last training loss is the mean over the last 1/10 of the iterations
+#: columns of the table of gaps
+COLUMNS = (
+    *("configuration", "gap", "standard_error", "low", "high", "gap_percent"),
+    *("seeds", "diverged", "failed", *ERRORS, "bits"),
+)
 ENOUGH = 20  #: minimum number of configurations for a meaningful correlation
 
 
@@ -100,14 +105,12 @@ def gap_table(runs: Runs, errors: pd.DataFrame) -> pd.DataFrame:
                 "diverged": states.count(DIVERGED),
                 "failed": len(states) - states.count(DIVERGED) - states.count(COMPLETE),
                 **{
-                    column: errors[column].get(name, math.nan)
+                    column: errors[column].get(name, math.nan) if column in errors else math.nan
                     for column in (*ERRORS, "bits")
-                    if column in errors
                 },
             }
         )
-    columns = [*(rows[0] if rows else ("configuration", "gap"))]
-    return pd.DataFrame(rows, columns=columns).sort_values("gap", kind="stable", ignore_index=True)
+    return pd.DataFrame(rows, columns=COLUMNS).sort_values("gap", kind="stable", ignore_index=True)
 
 
 def correlation(gaps: pd.DataFrame, column: str = ERRORS[0]) -> tuple[Interval, int]:
@@ -119,7 +122,7 @@ def correlation(gaps: pd.DataFrame, column: str = ERRORS[0]) -> tuple[Interval, 
 def verdict(gaps: pd.DataFrame, runs: Runs, pairs: Sequence[Pair]) -> list[str]:
     """Return sentences that answer the questions of the study, from the numbers alone."""
     interval, count = correlation(gaps)
-    sentences = [_predicts(interval, count), _visible(gaps)]
+    sentences = [_predicts(interval, count), _visible(gaps), _lost_baseline(runs)]
     sentences += [_compared(pair, runs) for pair in pairs]
     return [sentence for sentence in sentences if sentence]
 
@@ -164,6 +167,20 @@ def _visible(gaps: pd.DataFrame) -> str:
     return text + "."
 
 
+def _lost_baseline(runs: Runs) -> str:
+    """Return a sentence about diverged runs of the baseline, or an empty string."""
+    if not (diverged := _diverged(runs, BASELINE)):
+        return ""
+    return f"{diverged} of {BASELINE} diverged; their seeds are left out of all gaps."
+
+
+def _diverged(runs: Runs, name: str) -> str:
+    """Return text such as `2 of 5 runs`, or an empty string if no run has diverged."""
+    states = [log.status for (each, _), log in runs.items() if each == name]
+    count = states.count(DIVERGED)
+    return f"{count} of {len(states)} run{'s' * (len(states) > 1)}" if count else ""
+
+
 def _compared(pair: Pair, runs: Runs) -> str:
     """Return a sentence that compares a proposed recipe with its uniform counterpart."""
     head = (
@@ -172,6 +189,16 @@ def _compared(pair: Pair, runs: Runs) -> str:
     )
     if pair.same:
         return f"{head} are the same: no mixture of the formats has a smaller offline error."
+    diverged = [
+        f"{text} of {which}"
+        for name, which in ((pair.proposed.name, "the recipe"), (pair.uniform.name, "the format"))
+        if (text := _diverged(runs, name))
+    ]
+    if diverged:
+        return (
+            f"{head}: {' and '.join(diverged)} diverged, so the losses of the other runs are not "
+            "compared."
+        )
     interval = mean_interval(difference(runs, pair.proposed.name, pair.uniform.name))
     if math.isnan(interval.low):
         return f"{head} cannot be compared, because fewer than two seeds have both runs."

@@ -133,6 +133,48 @@ def _root_mean(squares: pd.Series) -> float:
     return math.sqrt(squares.mean(skipna=False)) if len(squares) else math.nan
 
 
+def check_names(
+    configurations: Iterable[Configuration], budgets: Collection[float], *, whole: bool
+) -> None:
+    """Refuse budgets without a format to choose, and recipes named like those that are proposed.
+
+    Args:
+        configurations: types and recipes that the user compares.
+        budgets: mean bits per value.
+        whole: as in `pairs_of`.
+
+    Raises:
+        ValueError: if the check fails.
+    """
+    if not budgets:
+        return
+    formats = [each for each in configurations if each.recipe is None]
+    if not formats:
+        raise ValueError(
+            "--bits chooses among formats, and --formats has only bf16 or types with a prefix; "
+            "give formats such as mxfp4"
+        )
+    own = {_proposed(budget) for budget in budgets}
+    if not whole:
+        own |= {_layers(each) for each in formats}
+    for each in configurations:
+        if not each.is_type and each.name in own:
+            raise ValueError(
+                f"with --bits, the study proposes a recipe that is named {each.name!r}, too; "
+                f"rename {each.recipe}"
+            )
+
+
+def _proposed(budget: float) -> str:
+    """Return the name of the recipe that is proposed for a budget."""
+    return f"proposed_{budget:g}_bits"
+
+
+def _layers(uniform: Configuration) -> str:
+    """Return the name of the recipe that sets a format for the studied matmuls only."""
+    return f"layers_{uniform.file_name}"
+
+
 def pairs_of(
     table: pd.DataFrame, budgets: Iterable[float], folder: Path, *, dump: str, whole: bool
 ) -> list[Pair]:
@@ -158,11 +200,10 @@ def pairs_of(
         proposal = propose(places, budget)
         name, bits = _uniform(places, budget)
         choices = tuple((place, option_of(place, name)) for place in places)
-        proposed = _recipe(f"proposed_{budget:g}_bits", proposal, folder, dump)
+        proposed = _recipe(_proposed(budget), proposal, folder, dump)
         uniform = Configuration(name)
         if not whole:
-            stem = f"layers_{uniform.file_name}"
-            uniform = _recipe(stem, Proposal(budget, choices, None), folder, dump)
+            uniform = _recipe(_layers(uniform), Proposal(budget, choices, None), folder, dump)
         same = [option.format for _, option in proposal.choices] == [name] * len(places)
         pairs.append(Pair(budget, proposed, proposal.bits, uniform, bits, same))
     return pairs

@@ -88,13 +88,16 @@ def losses_in(text: str) -> dict[int, float]:
     return {int(number): float(loss) for number, loss, _ in _ITERATION.findall(text)}
 
 
-def read_log(path: Path, head: str, iterations: int, *, evaluated: bool = True) -> RunLog | None:
+def read_log(
+    path: Path, head: str, iterations: int, *, evaluated: bool = True, failed: bool = False
+) -> RunLog | None:
     """Return the result in a log file, or None if the run must be done or repeated.
 
-    A failed run must be repeated; a diverged one would diverge again.
+    A failed run must be repeated, unless `failed` asks for its result, too. A diverged run would
+    diverge again.
     """
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
     result = parse_log(text, head, iterations, evaluated=evaluated)
-    return None if result is None or result.status == FAILED else result
+    return None if result is not None and result.status == FAILED and not failed else result

@@ -109,13 +109,15 @@ class Trainings:
     def collect(self) -> Path:
         """Collect the operands for the offline study, and return the folder of the dump.
 
-        They are those of the first iteration after the checkpoint, or of the last one from scratch.
+        They are those of the first iteration after the checkpoint, which is trained first, or of
+        the last one from scratch.
 
         Raises:
             RuntimeError: if the run fails.
         """
         if self.options.dump is not None:
             return Path(self.options.dump)
+        self.train_start()
         iterations = self.iterations if self.options.from_scratch else 1
         dump = self.folder / "operands"
         # A run that collects ends with the collection, before any evaluation.
@@ -177,7 +179,7 @@ class Trainings:
     def compare(self, configurations: Sequence[Configuration]) -> dict[tuple[str, int], RunLog]:
         """Train all configurations with all seeds, and return the results.
 
-        With `--report-only`, only return those of complete runs.
+        With `--report-only`, only return those of runs that have ended.
         """
         runs: dict[tuple[str, int], RunLog] = {}
         missing: list[tuple[Configuration, int, list[str], Path, str]] = []
@@ -186,7 +188,8 @@ class Trainings:
                 log = self.folder / "runs" / f"{each.file_name}_seed{seed}.log"
                 arguments = [*self.flags, *each.flags, *self._run_flags(seed, self.iterations)]
                 head = _head(arguments, each.digest)
-                if (result := read_log(log, head, self.iterations)) is not None:
+                result = read_log(log, head, self.iterations, failed=self.options.report_only)
+                if result is not None:
                     runs[each.name, seed] = result
                 else:
                     missing.append((each, seed, arguments, log, head))

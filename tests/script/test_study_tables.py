@@ -13,7 +13,7 @@ import pytest
 from configs.lookup import ConfigError
 from loss_gaps import gaps, page, trainings
 from loss_gaps.configurations import Configuration, configurations_of
-from loss_gaps.offline import errors_of, pairs_of
+from loss_gaps.offline import check_names, errors_of, pairs_of
 from loss_gaps.run_log import COMPLETE, DIVERGED, FAILED, RunLog, ending, parse_log, read_log
 from megatron.fake_quant.recipe import load_recipe
 from tests.subprocesses import REPO
@@ -89,6 +89,7 @@ def test_a_diverged_run_is_a_result_and_a_failed_one_is_repeated(tmp_path):
     assert parse_log(path.read_text(), HEAD, 2).status == FAILED
     assert parse_log(path.read_text(), HEAD, 2).message == "no memory"
     assert read_log(path, HEAD, 2) is None
+    assert read_log(path, HEAD, 2, failed=True).status == FAILED
     killed = parse_log("".join([*lines[:3], ending(-9, 2.0)]), HEAD, 2)
     assert (killed.status, killed.message) == (FAILED, "exit status -9")
     assert parse_log(log_of(), HEAD, 3).status == FAILED
@@ -248,6 +249,11 @@ def test_a_proposal_is_paired_with_the_uniform_format_of_the_same_bits(tmp_path)
     runs = runs_of(**{mixed.uniform.name: (5.1, 5.2, 5.3), mixed.proposed.name: (5.0, 5.11, 5.19)})
     text = gaps._compared(mixed, runs)
     assert "layers_nvfp4 (4.5 bits), which are not equal bits: the recipe's loss is lower" in text
+    runs[mixed.proposed.name, 3] = run(math.nan, DIVERGED)
+    text = gaps._compared(mixed, runs)
+    assert text.endswith(
+        "1 of 3 runs of the recipe diverged, so the losses of the other runs are not compared."
+    )
     runs = runs_of(**{mixed.uniform.name: (5.1,), mixed.proposed.name: (5.0,)})
     assert "cannot be compared" in gaps._compared(mixed, runs)
     with pytest.raises(ValueError, match=r"cheapest of the formats take 4\.25 bits"):
@@ -274,6 +280,47 @@ def test_types_with_a_prefix_become_recipes(tmp_path):
     (tmp_path / "mxfp8.yaml").write_text(given.read_text())
     with pytest.raises(ValueError, match="more than one candidate is named 'mxfp8'"):
         configurations_of(["mxfp8"], [tmp_path / "mxfp8.yaml"], tmp_path / "recipes")
+
+
+def test_names_that_the_study_itself_takes_are_refused(tmp_path):
+    rule = "{config: mxfp8, type: glob, pattern: '*', enabled: true}"
+    names = ("recipes/mine", "proposed_4.5_bits", "layers_mxfp4", "nvfp4-sr")
+    (tmp_path / "recipes").mkdir()
+    paths = [tmp_path / f"{name}.yaml" for name in names]
+    for path in paths:
+        path.write_text(f"configs: {{}}\nmatchers:\n  a: {rule}\n")
+    inside, proposed, layers, stochastic = paths
+    folder = tmp_path / "recipes"
+    with pytest.raises(ValueError, match=r"would overwrite mine\.yaml; copy this recipe"):
+        configurations_of(["mxfp4"], [inside], folder)
+    with pytest.raises(ValueError, match="two configurations are named 'nvfp4-sr'"):
+        configurations_of(["nvfp4:sr"], [stochastic], folder)
+    given = configurations_of(["mxfp4"], [proposed], folder)
+    check_names(given, [], whole=True)
+    check_names(given, [6.25], whole=True)
+    with pytest.raises(ValueError, match=r"a recipe that is named 'proposed_4\.5_bits', too"):
+        check_names(given, [6.25, 4.5], whole=True)
+    given = configurations_of(["mxfp4"], [layers], folder)
+    check_names(given, [4.5], whole=True)
+    with pytest.raises(ValueError, match="a recipe that is named 'layers_mxfp4', too"):
+        check_names(given, [4.5], whole=False)
+    with pytest.raises(ValueError, match="--formats has only bf16 or types with a prefix"):
+        check_names(configurations_of(["linear_mxfp4", "bf16"], [], folder), [4.5], whole=True)
+
+
+def test_a_study_of_bf16_alone_is_refused_and_its_tables_are_complete(tmp_path):
+    with pytest.raises(ValueError, match="nothing to compare, because every study trains bf16"):
+        configurations_of(["bf16", "none"], [], tmp_path)
+    table = gaps.gap_table(runs_of(bf16=(5.0, 5.1)), errors())
+    assert "too few" in gaps.verdict(table, {}, [])[0]
+    assert list(table.columns) == list(gaps.COLUMNS)
+
+
+def test_diverged_runs_of_the_baseline_are_named():
+    runs = runs_of(bf16=(5.0, DIVERGED, 5.2), mxfp4=(5.1, 5.2, 5.3))
+    table = gaps.gap_table(runs, errors(mxfp4=0.3))
+    text = gaps.verdict(table, runs, [])[-1]
+    assert text == "1 of 3 runs of bf16 diverged; their seeds are left out of all gaps."
 
 
 def test_the_time_that_remains_is_that_of_the_same_configurations():
@@ -346,6 +393,17 @@ def test_contradictions_and_own_flags_are_refused(tmp_path):
         (["--recipes", "a.yaml", "--bits", "4"], "--bits chooses among --formats"),
         (["--formats", "mxfp4", "--from-scratch", "5", "--load", "x"], "contradict each other"),
         (["--formats", "mxfp4", "--text", "x", "--data-path", "y"], "contradict each other"),
+        *(
+            (["--formats", "mxfp4", *first, *second], f"{first[0]} and {second[0]} contradict")
+            for first, second in (
+                (("--from-scratch", "5"), ("--start-iterations", "7")),
+                (("--from-scratch", "5"), ("--continue-iterations", "100")),
+                (("--from-scratch", "5"), ("--continue-lr", "1e-5")),
+                (("--load", str(tmp_path)), ("--start-iterations", "500")),
+            )
+        ),
+        (["--formats", "mxfp4", "--dump", str(tmp_path / "no")], "--dump .*no is not a folder"),
+        (["--formats", "mxfp4", "--load", str(tmp_path / "no")], "--load .*no is not a folder"),
         (["--formats", "mxfp4", "--text", str(tmp_path / "no.txt")], "is not a file"),
         (["--formats", "mxfp4", "--", "--seed=3"], "--seed after --, but the study sets it"),
         (["--formats", "mxfp4", "--model", "llama9"], "unknown model 'llama9'"),
