@@ -3,7 +3,9 @@
 An operand has three numbers per measured iteration: the binary logarithms of its amax and of its
 rms, and its SQNR in dB. The band of such a number is the range of its last 32 values, widened on
 both sides by the width of this range, or by a factor of 4 (amax, rms) or 6 dB (SQNR) if that is
-more. A number outside its band has left it. So has an amax that is not finite, at any time.
+more. A number outside its band has left it. So has an amax that is not finite, at any time. An amax
+or rms of zero has no logarithm. It leaves the band if none of the previous values in the window is
+zero.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def excursions(table: pd.DataFrame) -> pd.DataFrame:
     Returns:
         The columns that identify the operand, `iteration`, `statistic`, `value`, `low` and `high`
         (the ends of the band, NaN if there is none), and `distance`: how far the number is outside
-        the band, in widths of the band; Inf if the number is not finite.
+        the band, in widths of the band; Inf if the number is zero or not finite.
     """
     numbered = table.assign(order=table.groupby(["iteration", "rank"]).cumcount())
     # pandas 2 compares strings only up to a zero byte.
@@ -47,6 +49,8 @@ def excursions(table: pd.DataFrame) -> pd.DataFrame:
         with np.errstate(invalid="ignore"):
             beyond = np.maximum(values - high, low - values) / (high - low)
             outside = np.isfinite(values) & (beyond > 0)
+        zero = np.isneginf(values)  # the logarithm of zero; no SQNR is -Inf
+        outside |= zero & np.isfinite(low) & ~_in_window(zero)
         rows, columns = np.nonzero(outside | broken)
         ends = (low, high) if statistic == "sqnr_db" else (np.exp2(low), np.exp2(high))
         parts.append(
@@ -73,6 +77,14 @@ def _present(numbered: pd.DataFrame, keys: pd.Series, grid: pd.DataFrame) -> np.
     counts = pd.crosstab(numbered["iteration"], keys)
     present: np.ndarray = counts.reindex(index=grid.index, columns=grid.columns).to_numpy() > 0
     return present
+
+
+def _in_window(marked: np.ndarray) -> np.ndarray:
+    """Return which values have a marked one in their column among the `WINDOW` rows above."""
+    found = np.zeros_like(marked)
+    for row in range(1, len(marked)):
+        found[row] = marked[max(0, row - WINDOW) : row].any(0)
+    return found
 
 
 def _bands(values: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:

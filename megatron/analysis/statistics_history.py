@@ -21,14 +21,23 @@ def read_statistics(folder: str | Path) -> pd.DataFrame:
         folder: folder `statistics` of the run.
 
     Raises:
-        ValueError: if the folder holds no such files.
+        ValueError: if the folder holds no such files, or one that is damaged or has another origin.
     """
     return _read(Path(folder), "operands")
 
 
 def read_iterations(folder: str | Path) -> pd.DataFrame:
-    """Return the loss and the gradient norm, one row per iteration; see `read_statistics`."""
+    """Return the loss and the gradient norm, one row per iteration; see `read_statistics`.
+
+    Raises:
+        ValueError: if the folder holds none, as after a trainer that does not report its losses.
+    """
     return _read(Path(folder), "iterations")
+
+
+def has_iterations(folder: Path) -> bool:
+    """Return whether a folder holds the losses that `read_iterations` reads."""
+    return any(folder.glob("iterations_*.parquet"))
 
 
 def gradients_of(table: pd.DataFrame) -> pd.DataFrame:
@@ -48,21 +57,34 @@ def gradients_of(table: pd.DataFrame) -> pd.DataFrame:
 
 def _read(folder: Path, name: str) -> pd.DataFrame:
     files = sorted(folder.glob(f"{name}_*.parquet"))
+    if not files and has_iterations(folder):
+        raise ValueError(
+            f"{folder} holds losses and no statistics, because the run has not yet written a "
+            "measured iteration; --tensor-statistics EVERY measures those that EVERY divides"
+        )
     if not files:
         raise ValueError(
             f"{folder} holds no {name}_*.parquet; give the folder `statistics` of a run with "
             "--tensor-statistics"
         )
     check_installed("pyarrow", f"{folder}, which holds Parquet files,")
+    import pyarrow
     import pyarrow.parquet
 
     runs: dict[str, list[pd.DataFrame]] = {}
     starts: dict[str, int] = {}
     for path in files:
-        table = pyarrow.parquet.read_table(path)
-        about = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-        runs.setdefault(about["run_id"], []).append(table.to_pandas())
-        starts[about["run_id"]] = int(about["resumed_after"])
+        try:
+            table = pyarrow.parquet.read_table(path)
+            about = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+            run, start = about["run_id"], int(about["resumed_after"])
+        except (pyarrow.ArrowException, AttributeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{path} is damaged or was not written by --tensor-statistics; move it out of the "
+                "folder"
+            ) from error
+        runs.setdefault(run, []).append(table.to_pandas())
+        starts[run] = start
     frames, until = [], None
     for run in sorted(runs, reverse=True):  # the name of a run begins with the time of its start
         frame = pd.concat(runs[run], ignore_index=True)

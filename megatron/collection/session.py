@@ -127,7 +127,7 @@ def configure(
     settings = together(requested)
     _check_same_switch(settings is not None)
     chosen = by_reader(flags)[Reader.STATISTICS]
-    chosen["train_iters"] = args.get("train_iters")
+    chosen |= {"train_iters": args.get("train_iters"), "iteration": iteration}
     history = together(lambda: StatisticsSettings.parse(directory=save_dir, **chosen))
     if settings is None and history is None:
         return

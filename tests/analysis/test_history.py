@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from megatron.analysis.__main__ import main
-from megatron.analysis.bands import ENOUGH, excursions
+from megatron.analysis.bands import ENOUGH, WINDOW, excursions
 from megatron.analysis.statistics_history import gradients_of
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.statistics.history import (
@@ -82,14 +82,29 @@ def test_an_amax_that_is_not_finite_leaves_at_once(value):
     assert found.distance[0] == math.inf
 
 
-def test_there_is_no_band_without_history_and_zeros_are_ignored():
+def test_there_is_no_band_without_history():
     table = changed(made_up(ENOUGH), iteration=10 * ENOUGH, layer=0, amax=1e6)
     assert excursions(table).empty
-    table = changed(made_up(), iteration=200, layer=0, amax=0.0, rms=0.0, sqnr_db=math.inf)
-    assert excursions(table).empty
+    zeros = {"amax": 0.0, "rms": 0.0, "sqnr_db": math.inf}
+    assert excursions(changed(made_up(), iteration=10 * ENOUGH, layer=0, **zeros)).empty
 
 
-def written(folder, table: pd.DataFrame) -> None:
+def test_a_tensor_that_collapses_to_zero_leaves_its_band_once():
+    """A tensor that is zero now and then, such as an idle expert's, is reported once."""
+    table, zeros = made_up(60), {"amax": 0.0, "rms": 0.0, "sqnr_db": math.inf}
+    for iteration in (200, 210, 300, 310 + 10 * WINDOW - 90):
+        table = changed(table, iteration=iteration, layer=0, **zeros)
+    found = excursions(table)
+    assert found.iteration.tolist() == [200, 200]
+    assert found.statistic.tolist() == ["amax", "rms"]
+    assert (found.value == 0).all()
+    assert (found.low > 0).all()
+    assert (found.distance == math.inf).all()
+    again = excursions(changed(table, iteration=300, layer=0, amax=8.0, rms=1.0, sqnr_db=19.0))
+    assert again.iteration.tolist() == [200, 200, 540, 540], "the window holds no zero any more"
+
+
+def written(folder, table: pd.DataFrame, *, losses: bool = True) -> None:
     """Write statistics as a run does."""
     history = TensorStatistics(
         StatisticsSettings(10, folder / "statistics"), "20260101_000000_aa", rank_coordinates(), 0
@@ -98,7 +113,8 @@ def written(folder, table: pd.DataFrame) -> None:
         clock.iteration = iteration
         numbers = rows.assign(values=4, nonzero=4, underflow=0.0)[list(OPERAND_COLUMNS)]
         history._write(0, list(numbers.itertuples(index=False, name=None)))
-        history.observe(2.0, 1.0)
+        if losses:
+            history.observe(2.0, 1.0)
     assert history.close() is None
 
 
@@ -137,7 +153,7 @@ def test_the_command_says_that_nothing_was_unusual(tmp_path, capsys):
 def test_the_command_says_that_too_few_iterations_were_measured(tmp_path, capsys):
     written(tmp_path, made_up(ENOUGH))
     assert main(["history", str(tmp_path)]) == 0
-    assert f"Only {ENOUGH} of them were measured" in capsys.readouterr().out
+    assert f"Only {ENOUGH} iterations were measured" in capsys.readouterr().out
 
 
 def gradients(sqnr_db) -> pd.DataFrame:
@@ -168,4 +184,37 @@ def test_gradients_above_the_threshold_are_counted(tmp_path, capsys):
 
 def test_a_folder_without_statistics_is_refused(tmp_path, capsys):
     assert main(["history", str(tmp_path)]) == 2
-    assert "holds no iterations_*.parquet" in capsys.readouterr().err
+    assert "holds no operands_*.parquet; give the folder" in capsys.readouterr().err
+
+
+def test_a_trainer_that_reports_no_losses_has_a_history(tmp_path, capsys):
+    table = changed(made_up(), iteration=200, layer=1, amax=200.0)
+    written(tmp_path, table, losses=False)
+    assert main(["history", str(tmp_path)]) == 1
+    assert "iteration 200: amax 200, band " in capsys.readouterr().out
+    assert (tmp_path / "statistics" / "history.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["history", str(tmp_path), "--since", "210"]) == 0
+    assert "No tensor left its band in 40 iterations." in capsys.readouterr().out
+    assert main(["history", str(tmp_path), "--since", "401"]) == 2
+    assert "the last iteration is 400" in capsys.readouterr().err
+
+
+def test_losses_without_statistics_are_named_so(tmp_path, capsys):
+    written(tmp_path, made_up(1))
+    for path in (tmp_path / "statistics").glob("operands_*"):
+        path.unlink()
+    assert main(["history", str(tmp_path)]) == 2
+    assert "holds losses and no statistics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["iterations_mine.parquet", "operands_mine.parquet"])
+@pytest.mark.parametrize("content", ["foreign", "damaged"])
+def test_a_file_of_another_program_is_named(tmp_path, capsys, name, content):
+    written(tmp_path, made_up(2))
+    path = tmp_path / "statistics" / name
+    if content == "foreign":
+        pd.DataFrame({"iteration": [1], "loss": [2.0]}).to_parquet(path)
+    else:
+        path.write_bytes(b"PAR1")
+    assert main(["history", str(tmp_path)]) == 2
+    assert f"[ERROR] {path} is damaged or was not written by --tensor-" in capsys.readouterr().err

@@ -1,12 +1,14 @@
 """Test the statistics of operands: their numbers, and files that survive a kill and a resume."""
 
 import math
+from contextlib import nullcontext
 
 import pandas as pd
 import pytest
 import torch
 
 from megatron.analysis.statistics_history import read_iterations, read_statistics
+from megatron.collection import session
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.statistics import history, measure, parquet_files
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
@@ -195,3 +197,26 @@ def test_a_number_of_iterations_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="--tensor-statistics is 0; give 1 or more"):
         StatisticsSettings.parse(tensor_statistics=0)
     assert StatisticsSettings.parse() is None
+
+
+@pytest.mark.parametrize(
+    ("every", "done", "train_iters", "measures"),
+    [
+        (10, 0, 9, False),
+        (10, 0, 10, True),
+        (10, 12, 19, False),
+        (10, 12, 20, True),
+        (10, 20, 29, False),
+        (10, 19, 20, True),
+        (10, 20, 20, True),  # nothing is left to train
+        (10, 12, None, True),
+    ],
+)
+def test_a_run_that_would_measure_nothing_is_refused(tmp_path, every, done, train_iters, measures):
+    """Test `session.configure`, which knows the iteration of a resumed run."""
+    flags = {"save_dir": str(tmp_path), "tensor_statistics": every}
+    message = f"--tensor-statistics {every} measures none of the iterations"
+    expected = nullcontext() if measures else pytest.raises(ValueError, match=message)
+    with expected:
+        session.configure({"train_iters": train_iters}, iteration=done, **flags)
+    session.close()

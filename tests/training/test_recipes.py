@@ -218,4 +218,4 @@ def test_a_recipe_or_statistics_after_the_last_iteration_are_refused(tmp_path):
     assert "sets its first format in iteration 100, and the run ends at iteration 6" in done.errors
     done = train("--mock-data", "--tensor-statistics", "7")
     assert done.status != 0
-    assert "--tensor-statistics 7 measures no iteration of a run to --train-iters 6" in done.errors
+    assert "--tensor-statistics 7 measures none of the iterations" in done.errors

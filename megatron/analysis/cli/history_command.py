@@ -17,7 +17,7 @@ of tensors outside their bands and the smallest ratio of a gradient to its noise
 The band of an amax, an rms or an SQNR is the range of its last 32 values, widened on both sides by
 its own width, or by at least a factor of 4 (6 dB). It takes 8 measured iterations. A single batch
 with large gradients may leave the bands, too. If the loss jumps in iteration 101, --since 95 leaves
-out what happened long before.
+out what happened long before. An amax or rms of zero after 8 other values is outside as well.
 
 A quantized gradient is too noisy if its rms is below sqrt(3) times that of its quantization error
 (arXiv 2505.19115). Such gradients do not change the exit status.
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.bands import ENOUGH, excursions
     from megatron.analysis.statistics_history import (
         gradients_of,
+        has_iterations,
         read_iterations,
         read_statistics,
     )
@@ -69,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
     if (folder / "statistics").is_dir():
         folder /= "statistics"
-    losses, table = read_iterations(folder), read_statistics(folder)
-    if arguments.since > losses.iteration.max():
-        raise ValueError(
-            f"--since is {arguments.since}, but the last iteration is {losses.iteration.max()}"
-        )
+    table = read_statistics(folder)
+    losses = read_iterations(folder) if has_iterations(folder) else None
+    iterations = table.iteration if losses is None else losses.iteration
+    if arguments.since > (last := max(iterations.max(), table.iteration.max())):
+        raise ValueError(f"--since is {arguments.since}, but the last iteration is {last}")
     found = excursions(table)
     found = found[found.iteration >= arguments.since]
     gradients = gradients_of(table[table.iteration >= arguments.since])
@@ -87,12 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     if len(lines) > arguments.most:
         print(f"  and {len(lines) - arguments.most} more")
     if not lines:
-        print(f"No tensor left its band in {len(losses)} iterations.")
+        print(f"No tensor left its band in {iterations.nunique()} iterations.")
         measured = table.iteration.nunique()
         if measured <= ENOUGH:
             print(
-                f"Only {measured} of them were measured, and a band takes {ENOUGH} earlier ones: "
-                "this finds no more than values that are not finite."
+                f"Only {measured} iterations were measured, and a band takes {ENOUGH} earlier "
+                "ones: this finds no more than values that are not finite."
             )
     for line in noisy(gradients, arguments.most):
         print(line)
@@ -144,37 +145,51 @@ def noisy(gradients: pd.DataFrame, most: int) -> list[str]:
     return lines
 
 
-def draw(losses: pd.DataFrame, found: pd.DataFrame, gradients: pd.DataFrame, *, path: Path) -> None:
+def draw(
+    losses: pd.DataFrame | None, found: pd.DataFrame, gradients: pd.DataFrame, *, path: Path
+) -> None:
     """Draw the loss, the gradient norm and the number of tensors outside their bands.
 
     If there are quantized gradients, the smallest ratio to their noise is drawn below.
+
+    Args:
+        losses: result of `read_iterations`; None if the run has reported no losses.
+        found: result of `excursions`.
+        gradients: result of `gradients_of`.
+        path: PNG file to write.
     """
     import matplotlib.pyplot as plt
 
     from megatron.fake_quant.gradient_rule import THRESHOLD
 
-    rows = 3 + (not gradients.empty)
+    scalars, iterations = {}, None
+    if losses is not None:
+        iterations = losses["iteration"]
+        scalars = {"Loss": losses["loss"], "Gradient norm": losses["grad_norm"]}
+    rows = len(scalars) + 1 + (not gradients.empty)
     size = (8, 1 + 2 * rows)
-    figure, axes = plt.subplots(rows, 1, figsize=size, sharex=True, layout="constrained")
-    for ax, column, label in zip(
-        axes, ("loss", "grad_norm"), ("Loss", "Gradient norm"), strict=False
-    ):
-        ax.plot(losses["iteration"], losses[column].astype(float), color="#2a6f97", linewidth=1.2)
+    figure, grid = plt.subplots(
+        rows, 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
+    axes = list(grid[:, 0])
+    for ax, (label, numbers) in zip(axes, scalars.items(), strict=False):
+        ax.plot(iterations, numbers.astype(float), color="#2a6f97", linewidth=1.2)
         ax.set(ylabel=label)
-        positive = losses[column][losses[column] > 0]
+        positive = numbers[numbers > 0]
         if len(positive) and positive.max() > 30 * positive.min():
             ax.set_yscale("log")
     counts = found.drop_duplicates(["iteration", "rank", "module", "operation", "gemm", "tensor"])
     counts = counts.groupby("iteration").size()
-    axes[2].bar(counts.index, counts.to_numpy(), color="#e07a5f", width=1.0)
-    axes[2].set_ylim(0, max(1, counts.max()) * 1.05 if len(counts) else 1)
-    axes[2].yaxis.get_major_locator().set_params(integer=True)
-    axes[2].set(ylabel="Operands outside\ntheir bands")
+    bars = axes[len(scalars)]
+    bars.bar(counts.index, counts.to_numpy(), color="#e07a5f", width=1.0)
+    bars.set_ylim(0, max(1, counts.max()) * 1.05 if len(counts) else 1)
+    bars.yaxis.get_major_locator().set_params(integer=True)
+    bars.set(ylabel="Operands outside\ntheir bands")
     if not gradients.empty:
         smallest = gradients.groupby("iteration")["gradient_to_noise"].min()
-        axes[3].plot(smallest.index, smallest.to_numpy(), color="#2a6f97", linewidth=1.2)
-        axes[3].axhline(THRESHOLD, color="#e07a5f", linestyle="--", linewidth=1)
-        axes[3].set(ylabel="Smallest gradient\n/ its noise", yscale="log")
+        axes[-1].plot(smallest.index, smallest.to_numpy(), color="#2a6f97", linewidth=1.2)
+        axes[-1].axhline(THRESHOLD, color="#e07a5f", linestyle="--", linewidth=1)
+        axes[-1].set(ylabel="Smallest gradient\n/ its noise", yscale="log")
     axes[-1].set(xlabel="Iteration")
     if len(found):
         first = found.iloc[0]

@@ -22,7 +22,11 @@ import pandas as pd
 
 from megatron.analysis.dump.loss_curve import loss_curve
 from megatron.analysis.dump.tensor_files import reason
-from megatron.analysis.statistics_history import read_iterations, read_statistics
+from megatron.analysis.statistics_history import (
+    has_iterations,
+    read_iterations,
+    read_statistics,
+)
 from megatron.bounded_files import (
     UnusableFileError,
     check_regular,
@@ -220,7 +224,7 @@ class Training:
         try:
             if sum(map(_rows_of, files)) > MOST_ROWS:
                 return False
-            with contextlib.suppress(ValueError):
+            if has_iterations(folder):
                 for row in read_iterations(folder).itertuples():
                     series.add("lm loss", int(row.iteration), float(row.loss))
                     if row.grad_norm is not None:

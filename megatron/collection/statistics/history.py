@@ -74,6 +74,7 @@ class StatisticsSettings:
         directory: str | None = None,
         tensor_statistics: int | None = None,
         train_iters: int | None = None,
+        iteration: int = 0,
     ) -> "StatisticsSettings | None":
         """Create the settings from the flags; return None without `--tensor-statistics`.
 
@@ -81,10 +82,11 @@ class StatisticsSettings:
             directory: folder of the collection; None for the default.
             tensor_statistics: value of the flag.
             train_iters: last iteration of the run, if known.
+            iteration: number of iterations completed before this run.
 
         Raises:
-            ValueError: if the number of iterations is not positive, if the run ends before it, or
-                if pyarrow is not installed.
+            ValueError: if the number of iterations is not positive, if the run trains no measured
+                iteration although it trains, or if pyarrow is not installed.
         """
         if tensor_statistics is None:
             return None
@@ -92,10 +94,12 @@ class StatisticsSettings:
             raise ValueError(
                 f"--tensor-statistics is {tensor_statistics}; give 1 or more, or leave it out"
             )
-        if train_iters and tensor_statistics > train_iters:
+        first = tensor_statistics * (iteration // tensor_statistics + 1)
+        if train_iters and iteration < train_iters < first:
             raise ValueError(
-                f"--tensor-statistics {tensor_statistics} measures no iteration of a run to "
-                f"--train-iters {train_iters}; lower it, or raise --train-iters"
+                f"--tensor-statistics {tensor_statistics} measures none of the iterations that "
+                f"this run trains, {iteration + 1} to {train_iters}; lower it, raise "
+                "--train-iters, or leave it out"
             )
         check_installed("pyarrow", "--tensor-statistics")
         return cls(tensor_statistics, collection_folder(directory) / FOLDER)
