@@ -19,9 +19,10 @@ the errors of all matmuls under each configuration. The page says whether these 
 gaps. With --bits, the study also proposes recipes from these errors, and trains each of them and
 the uniform format of the same bits.
 
-The same command continues after Ctrl-C: a run whose log is complete is not repeated. A run that
-diverges counts as a result. Runs that fail are listed, and repeated by the next call. Flags after
--- are passed to all runs of pretrain_gpt.py.
+The same command continues after Ctrl-C: a run whose log is complete is not repeated, unless its
+checkpoint, recipe or data, or the versions of packages have changed since. A run that diverges
+counts as a result. Runs that fail are listed, and repeated by the next call. Flags after -- are
+passed to all runs of pretrain_gpt.py.
 
 Files in the output folder:
   study.md, study.png  the answer, the offline errors against the gaps, and all tables

@@ -18,6 +18,9 @@ import pandas as pd
 
 from loss_gaps.configurations import BASELINE, Configuration, write_recipe
 from loss_gaps.launcher import Launcher
+from loss_gaps.run_heads import state_of
+from megatron.analysis.dump.scan import kind_of
+from megatron.analysis.study.kept_results import source_version
 from megatron.analysis.study.proposal import (
     Option,
     Place,
@@ -68,7 +71,12 @@ def study_dump(
         each.name: "" if each.recipe is None else each.recipe.read_text(encoding="utf-8")
         for each in configurations
     }
-    studied = {"dump": [str(dump.resolve()), dump.stat().st_mtime_ns], "configurations": contents}
+    files = [path for path in dump.rglob("*") if kind_of(path.name) and path.is_file()]
+    studied = {
+        "dump": [str(dump.resolve()), state_of(files)],
+        "code": source_version(),
+        "configurations": contents,
+    }
     if not (table.is_file() and _covers(log, studied)):
         formats = [each.name for each in configurations if each.recipe is None]
         recipes = [str(each.recipe) for each in configurations if each.recipe is not None]
@@ -90,6 +98,7 @@ def _covers(log: Path, studied: dict[str, Any]) -> bool:
     earlier = json.loads(head)
     return bool(
         earlier["dump"] == studied["dump"]
+        and earlier.get("code") == studied["code"]
         and studied["configurations"].items() <= earlier["configurations"].items()
     )
 

@@ -45,6 +45,11 @@ def ending(status: int, seconds: float) -> str:
     return f"[STUDY] exit status {status} after {seconds:.1f} s\n"
 
 
+def has_ended(text: str) -> bool:
+    """Return whether a log is that of a run that has ended, also one that failed."""
+    return _END.search(text) is not None
+
+
 def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) -> RunLog | None:
     """Return the result of a run, or None if the log is of another run or has no end.
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import shlex
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from configs import launch, resolve
 from configs.lookup import ConfigError, number
 from configs.resolve import REPO, say
 from configs.run_names import Formats
-from configs.trained_model import continue_flags, start_flags, without
+from configs.trained_model import PACKAGES, VERSION, continue_flags, start_flags, without
 from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.held_out import cut
 from loss_gaps.launcher import Launcher
-from loss_gaps.run_log import COMPLETE, RunLog, parse_log, read_log
+from loss_gaps.run_heads import changed, checkpoint_files, files_in, head_of, state_of
+from loss_gaps.run_log import COMPLETE, RunLog, has_ended, parse_log, read_log
 from megatron.training import device
 
 #: Evaluation interval with which a run is evaluated only at its end.
@@ -69,9 +71,19 @@ class Trainings:
             *("--train-data-path", parts.train, "--valid-data-path", parts.held_out),
             *("--eval-interval", str(NEVER), "--eval-iters", str(options.eval_iters)),
         ]
-        forks = sys.platform == "linux" and experiment.parallelism.world == 1
-        forks = forks and resolve.cuda_devices(python) == 0
-        self.launcher = Launcher(words[:at], forks=forks)
+        world, devices = experiment.parallelism.world, resolve.cuda_devices(python)
+        self.launcher = Launcher(
+            words[:at], forks=sys.platform == "linux" and world == 1 and devices == 0
+        )
+        packages = [f"{name} {version(name)}" for name in PACKAGES]
+        #: values that determine the results of all runs, for the first lines of their logs
+        self.causes = {
+            "files": state_of(files_in(self.flags)),
+            "processes": f"{world} on {'cuda' if devices else 'cpu'}",
+            "versions": ", ".join([*packages, f"training code {VERSION}"]),
+        }
+        if options.load:
+            self.causes["start"] = state_of(checkpoint_files(options.load, options.flags))
 
     def _matrix(self) -> argparse.Namespace:
         """Return the options with which train_config.py would start one of the compared runs."""
@@ -95,7 +107,8 @@ class Trainings:
     def train_start(self) -> RunLog | None:
         """Train the bf16 model from which all configurations continue, and return the result.
 
-        The result is None if there is no such run.
+        The result is None if there is no such run. Otherwise, its losses identify the weights for
+        the runs that start from them.
 
         Raises:
             RuntimeError: if the run fails.
@@ -104,7 +117,11 @@ class Trainings:
             return None
         iterations = self.options.start_iterations
         flags = [*start_flags(iterations), "--save", str(self.start)]
-        return self._needed("start", flags, iterations, self.start)
+        self.causes.pop("start", None)
+        result = self._needed("start", flags, iterations, self.start)
+        weights = [flags, self.causes, result.losses, result.gradient_norms, result.held_out_loss]
+        self.causes["start"] = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
+        return result
 
     def collect(self) -> Path:
         """Collect the operands for the offline study, and return the folder of the dump.
@@ -149,17 +166,18 @@ class Trainings:
         """
         log = self.folder / f"{name}.log"
         arguments = [*self.flags, "--custom-quant-type", BASELINE, *flags]
-        head = _head(arguments)
+        head = head_of(arguments, self.causes)
         result = None
         if output.is_dir():
             result = read_log(log, head, iterations, evaluated=evaluated)
+        why = _why_repeated([(log, head)])
         if result is None and self.options.report_only:
             raise RuntimeError(
-                f"the bf16 run {name!r} is not complete, so there is nothing to report; leave out "
-                "--report-only"
+                f"the bf16 run {name!r} is not complete{why}, so there is nothing to report; leave "
+                "out --report-only"
             )
         if result is None:
-            say(f"bf16 run {name!r}, {iterations} iterations; log in {log}")
+            say(f"bf16 run {name!r}{why}, {iterations} iterations; log in {log}")
             shutil.rmtree(output, ignore_errors=True)
             self.launcher.train(arguments, log, head)
             result = _result(log, head, iterations, evaluated=evaluated)
@@ -187,14 +205,17 @@ class Trainings:
             for each in configurations:
                 log = self.folder / "runs" / f"{each.file_name}_seed{seed}.log"
                 arguments = [*self.flags, *each.flags, *self._run_flags(seed, self.iterations)]
-                head = _head(arguments, each.digest)
+                head = head_of(arguments, {**self.causes, "recipe": each.digest})
                 result = read_log(log, head, self.iterations, failed=self.options.report_only)
                 if result is not None:
                     runs[each.name, seed] = result
                 else:
                     missing.append((each, seed, arguments, log, head))
         total = len(runs) + len(missing)
-        say(f"{len(runs)} of {total} runs were trained earlier; logs in {self.folder / 'runs'}")
+        why = _why_repeated([(log, head) for *_, log, head in missing])
+        say(
+            f"{len(runs)} of {total} runs were trained earlier{why}; logs in {self.folder / 'runs'}"
+        )
         for done, (each, seed, arguments, log, head) in enumerate(missing, 1):
             if self.options.report_only:
                 break
@@ -218,10 +239,26 @@ def _result(log: Path, head: str, iterations: int, *, evaluated: bool = True) ->
     return result
 
 
-def _head(arguments: Sequence[str], digest: str = "") -> str:
-    """Return the first line of a run's log, which differs between different runs."""
-    recipe = f" # recipe {digest}" if digest else ""
-    return f"pretrain_gpt.py {shlex.join(arguments)}{recipe}\n"
+def _why_repeated(missing: Sequence[tuple[Path, str]]) -> str:
+    """Return text that says why runs that have ended cannot be used, or an empty string.
+
+    Args:
+        missing: logs of the runs that are missing, and the first lines that they should have.
+    """
+    differences: dict[str, None] = {}
+    count = 0
+    for log, head in missing:
+        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        if has_ended(text) and not text.startswith(head):
+            count += 1
+            differences |= dict.fromkeys(changed(text, head))
+    if not count:
+        return ""
+    logs = "their logs have" if count > 1 else "its log has"
+    return (
+        f" ({count} ended earlier and cannot be used, because {logs} other values, or none, "
+        f"for {', '.join(differences)})"
+    )
 
 
 def outcome(result: RunLog) -> str:

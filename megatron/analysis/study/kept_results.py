@@ -68,8 +68,7 @@ class KeptResults:
                 stat = Path(row.path).stat()
                 files.append((row.path, stat.st_size, stat.st_mtime_ns))
         card = json.dumps([of_pass.card.get("arguments"), of_pass.card.get("quantization")])
-        sources = (Path(__file__).parent, Path(__file__).parents[1] / "verification")
-        shared = [code_version(*sources), files, card]
+        shared = [source_version(), files, card]
 
         def key(candidate: Candidate) -> str:
             causes = [*shared, candidate.digest, astuple(settings)]
@@ -89,6 +88,11 @@ class KeptResults:
                 with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(self._gap + json.dumps({"key": key, "rows": rows}) + "\n")
                 self._gap = ""
+
+
+def source_version() -> str:
+    """Return a hash of the source code that computes the results of a study."""
+    return code_version(Path(__file__).parent, Path(__file__).parents[1] / "verification")
 
 
 def _is_rows(value: Any) -> bool:
