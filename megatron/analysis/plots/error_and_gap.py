@@ -14,9 +14,9 @@ from megatron.analysis.plots.style import (
     color_of,
     decades,
     guide,
+    list_below,
     nothing,
     quiet,
-    right_of_title,
     text_size,
 )
 
@@ -36,7 +36,7 @@ def plot_error_and_gap(
 
     The axis of gaps is logarithmic if all gaps and intervals are positive. Otherwise, it is linear
     near zero: within the median half width of the intervals. Rows without a finite gap or a
-    positive error are listed beside the title.
+    positive error are listed below the x axis.
 
     Args:
         data: table with columns `name`, `x` (an error), `y` (a gap), and its interval `low` and
@@ -68,7 +68,7 @@ def plot_error_and_gap(
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, loc="left")
     if len(rest := data[~data.index.isin(drawn.index)]):
-        right_of_title(ax, f"not drawn: {', '.join(map(str, rest['name']))}")
+        list_below(ax, f"not drawn: {', '.join(map(str, rest['name']))}")
     quiet(ax)
     _name_all(ax, drawn)
     return ax

@@ -12,9 +12,9 @@ from megatron.analysis.plots.style import (
     colors_of,
     decades,
     guide,
+    list_below,
     nothing,
     quiet,
-    right_of_title,
     text_size,
 )
 
@@ -29,7 +29,7 @@ def plot_pareto(
 ) -> Axes:
     """Draw one labeled dot per row, and a line through the points of the front.
 
-    Points without a positive, finite error are listed beside the title instead.
+    Points without a positive, finite error are listed below the x axis instead.
 
     Args:
         data: table with columns `name`, `x`, `y` (an error) and `front` (a bool).
@@ -56,11 +56,12 @@ def plot_pareto(
             ha="right" if to_left else "left",
             fontsize=text_size(8.5),
         )
-    if len(rest := data[~data.index.isin(drawn.index)]):
-        right_of_title(ax, f"without error or not finite: {', '.join(map(str, rest['name']))}")
     decades(ax.yaxis)
     guide(ax, "both")
     ax.set(xlabel=xlabel, ylabel=ylabel)
+    if len(rest := data[~data.index.isin(drawn.index)]):
+        names = ", ".join(map(str, rest["name"]))
+        list_below(ax, f"not drawn, because the error is zero or not finite: {names}")
     ax.set_title(title, loc="left")
     return quiet(ax)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import zlib
 from collections.abc import Iterable
 from colorsys import hls_to_rgb
@@ -241,6 +242,12 @@ def quiet(ax: Axes) -> Axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(length=3)
     return ax
+
+
+def list_below(ax: Axes, note: str) -> None:
+    """Write a note of any length below the label of the x axis, which must be set before."""
+    lines = textwrap.wrap(note, 64)
+    ax.set_xlabel("\n".join([ax.get_xlabel(), *lines]))
 
 
 def right_of_title(ax: Axes, note: str) -> None:

@@ -137,6 +137,18 @@ def test_an_empty_study():
     assert verdict(empty) == ["No matmul of the dump could be studied."]
 
 
+def test_points_that_are_not_drawn_are_listed_where_they_cover_nothing():
+    names = [f"mxfp8:t{top}" for top in range(20)]
+    data = pd.DataFrame({"name": ["a", *names], "x": 4, "y": [0.2] + [0.0] * 20, "front": True})
+    _, ax = plt.subplots()
+    plot_pareto(data, xlabel="bits", ylabel="error", title="A long title" * 3, ax=ax)
+    label, *lines = ax.get_xlabel().splitlines()
+    assert (label, ax.get_title(loc="right")) == ("bits", "")
+    assert " ".join(lines).endswith(f"not finite: {', '.join(names)}")
+    assert max(map(len, lines)) <= 64
+    plt.close("all")
+
+
 def test_the_front_is_a_line_through_its_points():
     data = pd.DataFrame(
         {
