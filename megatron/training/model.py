@@ -4,6 +4,7 @@ The pipeline stages of this rank are wrapped for mixed precision and data parall
 """
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 
@@ -25,6 +26,13 @@ from megatron.training import device
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.errors import UserError
 from megatron.training.printing import print_rank_0
+
+#: Layers whose weights are split between tensor-parallel ranks, and the dimension that is split.
+SPLIT = (
+    (tensor_parallel.ColumnParallelLinear, 0),
+    (tensor_parallel.RowParallelLinear, 1),
+    (tensor_parallel.VocabParallelEmbedding, 0),
+)
 
 
 def check_buildable(args: argparse.Namespace) -> None:
@@ -144,6 +152,7 @@ def build_chunks(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
         for vp_stage in (range(stages) if stages is not None else (None,))
     ]
     for chunk in chunks:
+        _mark_shards(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     _print_size(chunks)
@@ -173,18 +182,56 @@ def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
     return wrapped
 
 
+def _mark_shards(chunk: torch.nn.Module) -> None:
+    """Mark weights that are split between tensor-parallel ranks, unless they are marked already.
+
+    megatron-core marks them when it initializes them. `--load-hf` and `--no-initialization` skip
+    this. An unmarked shard counts as a copy of rank 0's, and is missing in the gradient norm.
+    """
+    for module in chunk.modules():
+        split = [("weight", dim) for kind, dim in SPLIT if isinstance(module, kind)]
+        if type(module).__name__ == "GroupedMLP":  # newer releases of megatron-core lack the class
+            split = [("weight1", 1), ("weight2", 0)]
+        for name, dim in split:
+            weight = getattr(module, name)
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
 def _print_size(chunks: list[torch.nn.Module]) -> None:
-    """Print the number of parameters on this model-parallel rank, once per data-parallel group."""
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return
-    count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
-    print(
-        f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({parallel_state.get_tensor_model_parallel_rank()}, "
-        f"{parallel_state.get_pipeline_model_parallel_rank()}): {count}\n",
-        end="",
-        flush=True,
-    )
+    """Print the number of parameters: per model-parallel rank as Megatron-LM, and in all.
+
+    The numbers per rank do not add up to that of the model, because norms are on all
+    tensor-parallel ranks, and a line has the experts of one expert-parallel rank only.
+    """
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        print(
+            f" > number of parameters on (tensor, pipeline) model parallel rank "
+            f"({parallel_state.get_tensor_model_parallel_rank()}, "
+            f"{parallel_state.get_pipeline_model_parallel_rank()}): {count}\n",
+            end="",
+            flush=True,
+        )
+    own = sum(p.numel() for chunk in chunks for p in _without_copies(chunk))
+    total = torch.tensor(own, dtype=torch.int64, device=device.current())
+    torch.distributed.all_reduce(total)
+    print_rank_0(f" > number of parameters of the model: {int(total)}")
+
+
+def _without_copies(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield parameters so that all ranks together yield each parameter of the model once."""
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            replica = parallel_state.get_expert_data_parallel_rank()
+            shard = parallel_state.get_expert_tensor_parallel_rank()
+        else:
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            shard = parallel_state.get_tensor_model_parallel_rank()
+        is_split = parameter.tensor_model_parallel
+        is_shared = getattr(parameter, "shared", False)  # the copy on the last pipeline stage
+        if replica == 0 and (is_split or shard == 0) and not is_shared:
+            yield parameter
 
 
 def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOptimizer:

@@ -22,7 +22,7 @@ _HELD_OUT = re.compile(
     rf"^ validation loss at iteration \d+ on validation set \|.*?\blm loss value: {_NUMBER} \|",
     re.M | re.I,
 )
-_PARAMETERS = re.compile(r"^ > number of parameters on .*?: *([\d,]+)$", re.M)
+_PARAMETERS = re.compile(r"^ > number of parameters of the model: (\d+)$", re.M)
 _NOT_FINITE = re.compile(r"^\[ERROR\] .* is (?:nan|-?inf) at iteration (\d+)", re.M)
 _END = re.compile(r"^\[STUDY\] exit status (-?\d+) after ([\d.]+) s$", re.M)
 
@@ -36,7 +36,7 @@ class RunLog:
     gradient_norms: dict[int, float]
     held_out_loss: float  #: NaN unless the run is complete
     seconds: float  #: duration of the run
-    parameters: int | None  #: number of parameters on all ranks; None if the log lacks it
+    parameters: int | None  #: number of parameters of the model; None if the log lacks it
     message: str = ""  #: reason why the run is not complete
 
 
@@ -76,14 +76,14 @@ def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) 
         status, message = FAILED, f"{len(losses)} of {iterations} iterations are in the log"
     elif evaluated and not math.isfinite(loss):
         status, message = DIVERGED, f"the held-out loss is {loss}"
-    counts = [int(count.replace(",", "")) for count in _PARAMETERS.findall(text)]
+    parameters = _PARAMETERS.search(text)
     return RunLog(
         status,
         losses,
         norms,
         loss if status == COMPLETE else math.nan,
         float(end[2]),
-        sum(counts) or None,
+        None if parameters is None else int(parameters[1]),
         message,
     )
 

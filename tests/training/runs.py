@@ -96,6 +96,12 @@ class Training:
         return {int(m["iteration"]): m.groupdict() for m in matches if m}
 
     @property
+    def parameters(self) -> int:
+        """The number of parameters of the model, whatever its layout."""
+        (count,) = re.findall(r"^ > number of parameters of the model: (\d+)$", self.output, re.M)
+        return int(count)
+
+    @property
     def losses(self) -> dict[int, float]:
         """The loss of each iteration."""
         return {iteration: float(line["loss"]) for iteration, line in self.lines.items()}

@@ -83,6 +83,7 @@ def quantized(go_on):
 def test_every_layout_has_the_losses_of_one_rank(single, go_on, layout, ranks):
     moved = go_on(*layout, ranks=ranks)
     assert list(moved.losses) == [3, 4, 5, 6]
+    assert moved.parameters == single.parameters
     for iteration, loss in moved.losses.items():
         assert loss == pytest.approx(single.losses[iteration], rel=2e-6)
         actual, expected = moved.lines[iteration], single.lines[iteration]

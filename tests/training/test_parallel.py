@@ -18,6 +18,7 @@ def single(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("single") / "ck"
     whole = train("--data-path", corpus, *NO_DROPOUT, "--save", folder, "--save-interval", "2")
     assert whole.status == 0, whole.errors
+    assert f"model parallel rank (0, 0): {whole.parameters}\n" in whole.output
     return whole, folder
 
 
@@ -41,6 +42,7 @@ def test_a_checkpoint_of_one_rank_goes_on_in_every_layout(single, corpus, layout
     )
     assert moved.status == 0, moved.errors[-3000:]
     assert list(moved.losses) == [3, 4, 5, 6]
+    assert moved.parameters == whole.parameters
     for iteration, loss in moved.losses.items():
         assert loss == pytest.approx(whole.losses[iteration], rel=1e-5)
         expected_norm = float(whole.lines[iteration]["norm"])

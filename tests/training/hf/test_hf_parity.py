@@ -90,6 +90,9 @@ def worked(ranks: int, checkpoints: dict[str, Path], folder: Path) -> dict[str, 
     env = environment(PYTHONPATH=REPO)
     done = forks.run(*(WORKER, folder / "cases.json"), ranks=ranks if ranks > 1 else None, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
+    counts = re.findall(r"^ > number of parameters of the model: (\d+)$", done.stdout, re.M)
+    for out, count in zip(results.values(), counts, strict=True):
+        (out / "parameters").write_text(count)
     return results
 
 
@@ -114,6 +117,21 @@ def test_logits_are_those_of_transformers(results, theirs):
         difference = (ours[..., : hf_models.VOCABULARY] - reference).abs().max()
         assert difference < TOLERANCE * reference.abs().max(), name_of(case)
         assert not ours[..., hf_models.VOCABULARY :].any(), "rows of padding are zero"
+
+
+def test_every_layout_counts_the_parameters_of_transformers(results, checkpoints):
+    """No copy counts: of a norm, of a tied embedding, or of an expert.
+
+    The weights are not initialized here, so the model marks those that are split between ranks
+    itself. The gradient norm needs these marks, too.
+    """
+    ranks, found = results
+    for case in CASES[ranks]:
+        model = hf_models.read(checkpoints[case[0]])
+        tied = model.config.tie_word_embeddings
+        rows = (128 - hf_models.VOCABULARY) * (1 if tied else 2)  # padding of the vocabulary
+        expected = model.num_parameters() + rows * model.config.hidden_size
+        assert int((found[name_of(case)] / "parameters").read_text()) == expected, name_of(case)
 
 
 def test_weights_come_back_bit_for_bit(results, checkpoints, theirs):
