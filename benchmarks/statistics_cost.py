@@ -55,9 +55,9 @@ def train(options: argparse.Namespace) -> None:
                     forward_step_func=training_worker.forward_step,
                     data_iterator=data,
                     model=model,
-                    num_microbatches=training_worker.MICRO_BATCHES,
+                    num_microbatches=options.micro_batches,
                     seq_length=options.seq_length,
-                    micro_batch_size=training_worker.BATCH,
+                    micro_batch_size=options.sequences,
                 )
                 optimizer.step()
                 optimizer.zero_grad()
@@ -115,7 +115,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.in_this_process:
-        options.dtype = "bf16"
+        options.dtype, options.sequences, options.micro_batches = "bf16", 2, 2
         train(options)
         return 0
     rows, added = zip(*(row(name, measure(name, options)) for name in options.types), strict=True)

@@ -39,9 +39,9 @@ def test_the_statistics_are_those_of_the_definition(monkeypatch, part, dtype):
     result = measured(x, quantized)
     assert (result.values, result.nonzero) == (384, int((x != 0).sum()))
     assert result.amax == 30
-    assert result.rms == pytest.approx(float(wide.square().mean().sqrt()), rel=1e-6)
+    assert result.rms == pytest.approx(float(wide.square().mean().sqrt()), rel=1e-12)
     ratio = float(wide.square().sum() / error.square().sum())
-    assert result.sqnr_db == pytest.approx(10 * math.log10(ratio), abs=1e-5)
+    assert result.sqnr_db == pytest.approx(10 * math.log10(ratio), abs=1e-9)
     lost = int(((x != 0) & (quantized == 0)).sum())
     assert lost > 5
     assert result.underflow == lost / result.nonzero
@@ -60,7 +60,7 @@ def test_the_kernel_and_torch_agree_in_every_memory_order(monkeypatch, dtype):
             with monkeypatch.context() as patch:
                 patch.setattr(measure, "KERNEL_DTYPES", ())
                 by_torch = measure.measure(view, other)
-            torch.testing.assert_close(by_kernel, by_torch, rtol=1e-5, atol=0)
+            torch.testing.assert_close(by_kernel, by_torch, rtol=1e-12, atol=0)
     gaps = x[:, ::2, 1:]
     assert measured(gaps, gaps) == pytest.approx(measured(gaps.contiguous(), gaps.contiguous()))
 
@@ -79,6 +79,34 @@ def test_corner_cases_have_values(monkeypatch, kernel):
     assert all(map(math.isnan, (result.amax, result.rms, result.sqnr_db)))
     broken[0, 0] = math.inf
     assert measured(broken).amax == math.inf
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_zeros_that_a_nan_poisons_are_no_negative_underflow(monkeypatch, kernel):
+    if not kernel:
+        monkeypatch.setattr(measure, "KERNEL_DTYPES", ())
+    x = torch.zeros(2, 32)
+    x[0, 0], x[1, 0], x[1, 1] = math.nan, 30, 0.01
+    quantized = fake_quantize(x, get_format("mxfp4"), axis=-1)
+    assert quantized[0].isnan().all(), "the whole block becomes NaN"
+    result = measured(x, quantized)
+    assert result.nonzero == 3
+    assert result.underflow == 1 / 3
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-22, 1e25, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_squares_beyond_the_range_of_float32(monkeypatch, scale, dtype, kernel):
+    if not kernel:
+        monkeypatch.setattr(measure, "KERNEL_DTYPES", ())
+    x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(4)) * scale).to(dtype)
+    quantized = fake_quantize(x, get_format("mxfp8"), axis=-1)
+    wide, error = x.double(), x.double() - quantized.double()
+    result = measured(x, quantized)
+    assert result.rms == pytest.approx(float(wide.square().mean().sqrt()), rel=1e-12)
+    ratio = float(wide.square().sum() / error.square().sum())
+    assert result.sqnr_db == pytest.approx(10 * math.log10(ratio), abs=1e-9)
 
 
 def test_shards_are_joined_as_if_they_were_one_tensor():

@@ -1,7 +1,7 @@
 """Sum over an operand and its quantized values in one pass on the CPU.
 
-torch needs eight passes and takes ten times as long as quantizing. The kernel adds the values of a
-block in float32, in any order, and the blocks in float64.
+torch needs several passes and takes ten times as long as quantizing. The kernel forms the squares
+in float64, because those of a small gradient are too small for float32, and adds them in any order.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.fused.numba_bits import MAGNITUDE, as_float, widen
 from megatron.fake_quant.fused.numba_compile import kernel_compiler
 
-BLOCK = 1024  #: number of values whose squares are added in float32
+BLOCK = 1024  #: number of values that are counted in int32
 LEAST = 1 << 16  #: minimum number of values per thread
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}  #: dtypes that the kernel accepts
 
@@ -37,29 +37,26 @@ def sums(x, quantized, start, stop, totals):
         start: first index.
         stop: index after the last.
         totals: array of five float64 numbers: bits of the largest magnitude, sum of squares, number
-            of nonzero values, sum of squared errors, number of nonzero quantized values.
+            of nonzero values, sum of squared errors, number of nonzero values quantized to zero.
     """
     largest = np.int32(0)
-    squares, errors, nonzero, kept = 0.0, 0.0, 0, 0
+    squares, errors, nonzero, lost = 0.0, 0.0, 0, 0
     for begin in range(start, stop, BLOCK):
-        square, error = np.float32(0), np.float32(0)
-        count, left = np.int32(0), np.int32(0)
+        count, zeros = np.int32(0), np.int32(0)
         values, others = x[begin : min(begin + BLOCK, stop)], quantized[begin:stop]
         for i in range(len(values)):
             bits, rounded = np.int32(widen(values[i])), np.int32(widen(others[i]))
             magnitude = np.int32(bits & MAGNITUDE)
             largest = max(largest, magnitude)
-            value = as_float(bits)
-            difference = np.float32(as_float(rounded) - value)
-            square = np.float32(square + np.float32(value * value))
-            error = np.float32(error + np.float32(difference * difference))
+            value = np.float64(as_float(bits))
+            difference = np.float64(as_float(rounded)) - value
+            squares += value * value
+            errors += difference * difference
             count = np.int32(count + np.int32(magnitude != 0))
-            left = np.int32(left + np.int32((rounded & MAGNITUDE) != 0))
-        squares += square
-        errors += error
+            zeros = np.int32(zeros + np.int32((magnitude != 0) & ((rounded & MAGNITUDE) == 0)))
         nonzero += count
-        kept += left
-    totals[0], totals[1], totals[2], totals[3], totals[4] = largest, squares, nonzero, errors, kept
+        lost += zeros
+    totals[0], totals[1], totals[2], totals[3], totals[4] = largest, squares, nonzero, errors, lost
 
 
 def measure(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:

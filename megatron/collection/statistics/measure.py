@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  #: dtypes for which there is a CPU kernel
-PART = 1 << 24  #: maximum number of values that are converted to float32 at a time
+PART = 1 << 23  #: maximum number of values that are converted to float64 at a time
 
 
 class Sums(NamedTuple):
@@ -22,7 +22,7 @@ class Sums(NamedTuple):
     square: float  #: sum of squares
     nonzero: float  #: number of values that are not zero
     error: float  #: sum of the squared quantization errors
-    kept: float  #: number of quantized values that are not zero
+    lost: float  #: number of values that are not zero and are quantized to zero
 
 
 class Statistics(NamedTuple):
@@ -57,15 +57,15 @@ def measure(x: torch.Tensor, quantized: torch.Tensor | None = None) -> torch.Ten
 
 
 def _measure(x: torch.Tensor, quantized: torch.Tensor | None) -> torch.Tensor:
-    wide = x.float()
+    wide = x.double()  # the squares of a small gradient are too small for float32
     amax = torch.linalg.vector_norm(wide, math.inf)
-    square = torch.linalg.vector_norm(wide).double().square()
-    nonzero = kept = torch.count_nonzero(x).double()
-    error = square.new_zeros(())
+    square = torch.linalg.vector_norm(wide).square()
+    nonzero = torch.count_nonzero(x).double()
+    error = lost = square.new_zeros(())
     if quantized is not None:
-        kept = torch.count_nonzero(quantized).double()
-        error = torch.linalg.vector_norm(wide.sub(quantized)).double().square()
-    return torch.stack([amax.double(), square, nonzero, error, kept])
+        lost = torch.count_nonzero((x != 0) & (quantized == 0)).double()
+        error = torch.linalg.vector_norm(wide.sub(quantized)).square()
+    return torch.stack([amax, square, nonzero, error, lost])
 
 
 def joined(shards: Iterable[Sums]) -> Sums:
@@ -79,7 +79,7 @@ def statistics(sums: Sums, *, quantized: bool) -> Statistics:
     """Return the statistics of an operand from its sums."""
     sqnr = underflow = None
     if quantized:
-        underflow = (sums.nonzero - sums.kept) / sums.nonzero if sums.nonzero else 0.0
+        underflow = sums.lost / sums.nonzero if sums.nonzero else 0.0
         if sums.error == 0:
             sqnr = math.inf
         else:
