@@ -24,13 +24,15 @@ PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
 DEFAULT_FOLDER = "enhanced_tensor_logs"
 #: Prefixes of the environment variables that the run card lists.
 VARIABLES = (
-    policy.TYPE_VARIABLE,
-    *policy.OPERATION_VARIABLES.values(),
-    policy.SETTINGS_VARIABLE,
+    *policy.VARIABLES,
     "TENSOR_SAVE",
     "CUDA",
+    "CUBLAS",
     "NCCL",
+    "NVIDIA_TF32",
+    "NVTE",
     "OMP_NUM_THREADS",
+    "LAB_FUSED",
 )
 #: Kinds of parallel groups: tensor, pipeline, data, context, expert and expert-tensor parallel.
 GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")
@@ -77,6 +79,9 @@ def collect_run_card(
         "command": sys.argv,
         "quant_type": current.quant_type,
         "formats": current.describe(),
+        "recipe": None
+        if current.recipe is None
+        else {"path": str(current.recipe.path), "digest": current.recipe.digest},
         "arguments": {key: _plain(value) for key, value in sorted(args.items())},
         "seed": args.get("seed"),
         "topology": dict(coordinates),

@@ -15,9 +15,17 @@ NAMED = 12  #: maximum number of differing settings that the text lists
 _SHOWN = 80  #: maximum length of a setting's value, in characters
 _FACTS = ("quant_type", "seed", "device", "platform")
 _GROUPS = ("versions", "topology", "arguments")
-#: An argument whose name contains one of these is not compared: it says where files are or how
-#: often something is logged.
-_HARMLESS = ("dir", "path", "save", "load", "log", "tensorboard", "wandb", "timestamp", "rank")
+#: An argument with one of these words in its name is not compared: it says where the run writes, or
+#: how often something is logged.
+_HARMLESS_WORDS = frozenset(
+    ("dir", "save", "log", "logger", "logging", "tensorboard", "wandb", "mlflow", "timestamp")
+)
+#: Other arguments that are not compared. The entry `loaded` of the run card has the checkpoint from
+#: which a run really started.
+_HARMLESS = frozenset(("load", "data_cache_path", "rank", "local_rank", "node_rank"))
+#: Beginnings of the environment variables that are compared. Flags and formats replace all others.
+_ENVIRONMENT = ("CUDA", "CUBLAS", "NCCL", "NVIDIA_TF32", "NVTE", "OMP_NUM_THREADS", "LAB_FUSED")
+_HARMLESS_VARIABLES = frozenset(("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"))
 MISSING = "(not given)"
 
 
@@ -89,14 +97,88 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str
     first, second = _settings(a), _settings(b)
     names = dict.fromkeys([*first, *second])
     pairs = {name: (first.get(name, MISSING), second.get(name, MISSING)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    pairs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not {"quant_type", "accumulator"} & set(pairs):
+        pairs |= _differing_matmuls(a, b)
+    return {_cut(name): (_cut(values[0]), _cut(values[1])) for name, values in pairs.items()}
 
 
 def _settings(card: Mapping[str, Any]) -> dict[str, str]:
     settings = {name: card.get(name) for name in _FACTS}
+    settings |= _formats(card) | _start(card)
     for group in _GROUPS:
-        content = card.get(group)
-        for name, value in content.items() if isinstance(content, Mapping) else ():
-            if not any(part in name for part in _HARMLESS):
+        for name, value in _mapping(card.get(group)).items():
+            if name not in _HARMLESS and not _HARMLESS_WORDS & set(name.split("_")):
                 settings.setdefault(name, value)
-    return {shown(name)[:_SHOWN]: shown(value)[:_SHOWN] for name, value in settings.items()}
+    for name, value in _mapping(card.get("environment")).items():
+        if name.startswith(_ENVIRONMENT) and name not in _HARMLESS_VARIABLES:
+            settings.setdefault(name, value)
+    return {str(name): str(value) for name, value in settings.items()}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return an entry of a run card; an empty mapping if the entry is anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _formats(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the accumulator of all matmuls, the recipe's hash, and the commit of the code.
+
+    `quant_type` describes all other formats that are the same in every layer.
+    """
+    settings: dict[str, Any] = {}
+    for line in _list(card.get("formats")):
+        name, _, value = str(line).partition(": ")
+        if name == "accumulator":
+            settings[name] = value.partition(" (")[0]  # without its source
+    if "digest" in (recipe := _mapping(card.get("recipe"))):
+        settings["recipe_digest"] = recipe["digest"]
+    if "commit" in (git := _mapping(card.get("git"))):
+        settings["commit"] = f"{git['commit']}{' with changes' if git.get('modified') else ''}"
+    return settings
+
+
+def _start(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint from which a run started, if any."""
+    loaded = _mapping(card.get("loaded"))
+    names = ("checkpoint", "iteration", "weights_only")
+    return {f"loaded_{name}": loaded[name] for name in names if name in loaded}
+
+
+def _differing_matmuls(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the first matmul whose formats differ, if both cards have a format audit."""
+    first, second = _matmuls(a), _matmuls(b)
+    if not first or not second or first == second:
+        return {}
+    only = [
+        next((line for line in lines if line not in others), MISSING)
+        for lines, others in ((first, set(second)), (second, set(first)))
+    ]
+    return {"formats": (only[0], only[1])} if only != [MISSING, MISSING] else {}
+
+
+def _matmuls(card: Mapping[str, Any]) -> list[str]:
+    """Return one line per group of matmuls in the format audit, without the source of the formats.
+
+    A later period of a recipe begins with its iteration. The first one begins with the run.
+    """
+    lines = []
+    for number, part in enumerate(map(_mapping, _list(card.get("quantization")))):
+        when = f"from iteration {part.get('iteration')} on, " if number else ""
+        for matmul in map(_mapping, _list(part.get("operands"))):
+            slots = [f"{name} {fmt}" for name, fmt in _mapping(matmul.get("slots")).items()]
+            marks = map(str, _list(matmul.get("marks")))
+            softmax = [f"softmax {matmul['softmax']}"] if matmul.get("softmax") else []
+            formats = ", ".join([*slots, *marks, *softmax])
+            lines.append(f"{when}{matmul.get('modules')} {matmul.get('operation')}: {formats}")
+    return lines
+
+
+def _cut(text: str) -> str:
+    """Return a printable text of about `_SHOWN` characters, without the middle of a longer one."""
+    half = (_SHOWN - 3) // 2
+    return shown(text if len(text) <= _SHOWN else f"{text[:half]}...{text[-half:]}")
