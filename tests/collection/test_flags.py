@@ -13,7 +13,7 @@ from megatron.collection.loss_spikes import Jumps
 from tests.subprocesses import REPO
 
 #: Parameters of the readers that are no flags.
-OTHER_PARAMETERS = {"num_layers", "world_size", "directory", "train_iters"}
+OTHER_PARAMETERS = {"num_layers", "world_size", "directory", "train_iters", "iteration"}
 
 
 def parameters(reader: Reader) -> dict[str, inspect.Parameter]:
