@@ -205,6 +205,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for word in flags:
         if (name := word.partition("=")[0]) in OWN:
             raise ConfigError(f"{name} after --, but the study sets it; see --help for its options")
+        if name == "--min-lr" and options.continue_lr is not None:
+            raise ConfigError(
+                "--continue-lr and --min-lr after -- contradict each other, because the learning "
+                "rate decays to a tenth of the former; give one of them"
+            )
     return options
 
 

@@ -61,10 +61,11 @@ def changed(log: str, head: str) -> list[str]:
 
 
 def _causes(line: str) -> dict[str, str]:
-    command, mark, rest = line.rpartition(_MARK)
-    if not mark or not rest.startswith("{"):
+    command, _, rest = line.rpartition(_MARK)
+    try:
+        return {COMMAND: command, **json.loads(rest)}
+    except (ValueError, TypeError):
         return {COMMAND: line}
-    return {COMMAND: command, **json.loads(rest)}
 
 
 def state_of(paths: Iterable[Path]) -> str:

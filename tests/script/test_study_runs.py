@@ -15,7 +15,7 @@ from configs.lookup import ConfigError
 from loss_gaps import held_out
 from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.offline import study_dump
-from loss_gaps.run_heads import changed, checkpoint_files, files_in, head_of, state_of
+from loss_gaps.run_heads import CAUSES, changed, checkpoint_files, files_in, head_of, state_of
 from loss_gaps.run_log import FAILED
 from loss_gaps.trainings import Trainings
 from megatron.training.data.indexed_data import LENGTH
@@ -157,7 +157,8 @@ def test_a_head_names_what_has_changed():
     assert changed(head, head) == []
     other = head_of(["--lr", "2", *LOAD], {"start": "b", "versions": "torch 2"})
     assert changed(f"{other}text\n", head) == ["the command", "the checkpoint at the start"]
-    assert "the checkpoint at the start" in changed(OLD, head)
+    for old in (OLD, "pretrain_gpt.py --tokenizer-model 'a # {b'\n", "x # 3\n", "\n"):
+        assert changed(old, head) == [*list(CAUSES.values())[:2], "the versions of the packages"]
     marked = head_of(["--tokenizer-model", "a # {b"], {"start": "a"})
     assert changed(marked, marked) == []
 

@@ -403,6 +403,10 @@ def test_contradictions_and_own_flags_are_refused(tmp_path):
                 (("--load", str(tmp_path)), ("--start-iterations", "500")),
             )
         ),
+        (
+            [*("--formats", "mxfp4", "--continue-lr", "1", "--", "--min_lr", "1")],
+            "--continue-lr and --min-lr after -- contradict",
+        ),
         (["--formats", "mxfp4", "--dump", str(tmp_path / "no")], "--dump .*no is not a folder"),
         (["--formats", "mxfp4", "--load", str(tmp_path / "no")], "--load .*no is not a folder"),
         (["--formats", "mxfp4", "--text", str(tmp_path / "no.txt")], "is not a file"),
