@@ -298,8 +298,11 @@ def tokenized(text: Path, tokenizer: str, folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in (text, Path(tokenizer)):
-        state = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
-        digest.update(path.read_bytes() if path.is_file() else state.encode())
+        if path.is_dir():
+            state = state_of(each for each in path.iterdir() if each.is_file())
+            digest.update(state.encode())
+        else:
+            digest.update(path.read_bytes())
     prefix = folder / f"{text.stem}_{digest.hexdigest()[:12]}"
     data = f"{prefix}_text_document"
     if not resolve.has_data(data):

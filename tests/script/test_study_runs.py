@@ -17,7 +17,7 @@ from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.offline import study_dump
 from loss_gaps.run_heads import CAUSES, changed, checkpoint_files, files_in, head_of, state_of
 from loss_gaps.run_log import FAILED
-from loss_gaps.trainings import Trainings
+from loss_gaps.trainings import Trainings, tokenized
 from megatron.training.data.indexed_data import LENGTH
 from tests.script.test_study_tables import LOG, ending
 
@@ -194,6 +194,18 @@ def test_the_files_of_a_command_are_its_data_and_its_tokenizer(tmp_path):
     names = ["tokenizer.json", "flags.yaml"]
     assert [path.name for path in found[2:]] == names
     assert [path.suffix for path in found[:2]] == [".bin", ".idx"]
+
+
+def test_a_text_is_tokenized_again_for_another_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr("loss_gaps.trainings.resolve.has_data", lambda data: True)
+    text, folder = tmp_path / "text.txt", tmp_path / "tokenizer"
+    text.write_text("text")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    before = tokenized(text, str(folder), tmp_path)
+    assert tokenized(text, str(folder), tmp_path) == before
+    (folder / "tokenizer.json").write_text("{ }")  # this does not change the folder's time
+    assert tokenized(text, str(folder), tmp_path) != before
 
 
 def test_the_last_tokens_of_a_data_set_are_not_taken_for_its_first(tmp_path):
