@@ -144,15 +144,23 @@ class TensorStore:
             ValueError: if `record` is a table that does not have exactly one row.
             UnreadableTensorError: if the file is corrupt or contradicts its record.
         """
+        return self.load_with_metadata(record)[0]
+
+    def load_with_metadata(self, record: Any) -> tuple[Tensor, dict[str, Any] | None]:
+        """Return what `load` returns, and the metadata in the file (None if there are none).
+
+        Raises:
+            ValueError, UnreadableTensorError: as `load`.
+        """
         record = self._row(record)
         path, shape = (_field(record, name) for name in ("path", "shape"))
-        tensor, _ = read_tensor(Path(path))
+        tensor, metadata = read_tensor(Path(path))
         if shape is not None and list(tensor.shape) != list(shape):
             raise UnreadableTensorError(
                 Path(path),
                 f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}",
             )
-        return tensor
+        return tensor, metadata
 
     def load_codes(self, record: Any) -> QuantizedTensor:
         """Return the memory-mapped codes and scales of a matmul operand.
@@ -188,6 +196,7 @@ class TensorStore:
             record: any shard of the tensor, or a table of its shards; the other shards are looked
                 up.
             dp: data-parallel rank, required if there are several; see also `load_global_all`.
+                Ignored for a weight, which is the same on all of them.
             conditions: conditions on columns, as in `select`. They replace or supplement `record`,
                 and must identify one logical tensor.
 
@@ -197,7 +206,8 @@ class TensorStore:
         """
         frame = self._one_tensor(record, conditions)
         ranks = sorted(frame["data_rank"].unique())
-        if dp is not None:
+        shared = len(ranks) == 1 and (frame["tensor_name"] == "weight").all()
+        if dp is not None and not shared:
             frame = frame[frame["data_rank"] == dp]
             if frame.empty:
                 raise ValueError(f"no data-parallel rank {dp}; there are {_listed(ranks)}")

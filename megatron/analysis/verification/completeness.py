@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from megatron.analysis.verification import counter_gaps
@@ -158,7 +159,11 @@ def check_run(
     if not _selection(card, _TENSORS):
         yield from _ranks(run)
     lost_some = False
-    for rank, gaps in counter_gaps.gaps(records).items():
+    gaps_of_ranks = counter_gaps.gaps(records)
+    for finding in _lost_ends(run, gaps_of_ranks):
+        lost_some = True
+        yield finding
+    for rank, gaps in gaps_of_ranks.items():
         last = run.last_iterations.get(rank)
         late = last is not None and counter_gaps.within(records, rank, gaps, last)
         lost_some |= not late
@@ -166,6 +171,26 @@ def check_run(
         text = f"{count} of its records' numbers are in no index and no file: {in_words(gaps)}"
         yield Finding("numbers", f"{run.where}, rank {rank}", text, note=late)
     yield from _missing(run, lost_some=lost_some)
+
+
+def _lost_ends(run: _Run, gaps: Mapping[int, Sequence[counter_gaps.Range]]) -> Iterator[Finding]:
+    """Report ranks whose last records are missing, by the number of tensors in the run card.
+
+    Args:
+        run: the run to check.
+        gaps: missing numbers before each rank's last record, from `counter_gaps.gaps`.
+    """
+    if run.card.get("status") == "running":  # killed; a limit or an error changes the status
+        return
+    present = run.records.groupby("rank")["counter"].nunique()
+    for outcome in run.card.get("ranks") or []:
+        rank, saved = (outcome.get(name) for name in ("rank", "tensors"))
+        if type(rank) is not int or type(saved) is not int or rank not in present.index:
+            continue
+        before = sum(high - low + 1 for low, high in gaps.get(rank, ()))
+        if (lost := saved - int(present[rank]) - before) > 0:
+            text = f"its last {lost} of {saved} records by the run card are in no index and no file"
+            yield Finding("numbers", f"{run.where}, rank {rank}", text)
 
 
 def _how_it_ended(run: _Run) -> Iterator[Finding]:
@@ -284,7 +309,7 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
         lost_some: whether gaps in the counters of a rank show that records were lost.
     """
     records = run.records
-    present = _passes_of_tensors(records)
+    present = _passes_of_tensors(records) | _codes_of_empty_operands(records)
     passes = sorted(set(records[_PASS].itertuples(index=False, name=None)))
     if not records["micro_batch"].groupby(records["iteration"]).nunique().nunique() > 1:
         iterations, batches = ({each[i] for each in passes} for i in (0, 1))
@@ -307,7 +332,8 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
         expected += [name for name in ON_REQUEST if name in known[module]]
         never = [name for name in expected if name not in known[module]]
         if never and not lost_some:
-            text = f"{', '.join(never)}: no number is missing, so never made (frozen) or collected"
+            cause = "frozen, or cut by the limit" if run.last_iterations else "frozen"
+            text = f"{', '.join(never)}: no number is missing, so never made ({cause}) or collected"
             yield Finding("never there", module, text, note=True)
             expected = [name for name in expected if name in known[module]]
         for iteration, batch in passes:
@@ -325,18 +351,35 @@ def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, s
     """Return the rank, iteration, micro-batch, module and name of each tensor that is present.
 
     A tensor that may be saved only once per iteration (`OF_ITERATION`, such as a weight) counts as
-    present in all passes of the iteration.
+    present in all passes of the iteration, unless its module saved several in any
+    iteration, as with delayed scaling.
     """
     names = ["rank", *_PASS, "module", "tensor_name"]
     present = set(records[names].itertuples(index=False, name=None))
     batches = records["micro_batch"].unique().tolist()
     for name in OF_ITERATION:
         once = records.loc[records["tensor_name"] == name, names].drop_duplicates()
-        if once.duplicated(["rank", "iteration", "module"]).any():
-            continue
+        again = once[once.duplicated(["rank", "iteration", "module"])]
+        modules = pd.MultiIndex.from_frame(once[["rank", "module"]])
+        once = once[~modules.isin(pd.MultiIndex.from_frame(again[["rank", "module"]]))]
         for rank, iteration, _, module, _ in once.itertuples(index=False, name=None):
             present |= {(rank, iteration, batch, module, name) for batch in batches}
     return present
+
+
+def _codes_of_empty_operands(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
+    """Return codes that no run saves, because their operand has no values.
+
+    Such operands are those of an expert that got no token. The result has the form of that of
+    `_passes_of_tensors`.
+    """
+    empty = np.array([isinstance(shape, list) and 0 in shape for shape in records["shape"]], bool)
+    found = set()
+    for row in records[empty].itertuples():
+        of_operand = f"_{row.tensor_name}_codes"
+        place = (int(row.rank), int(row.iteration), int(row.micro_batch), str(row.module))
+        found |= {(*place, name) for name in ON_REQUEST if name.endswith(of_operand)}
+    return found
 
 
 def _ranks_of_modules(records: pd.DataFrame) -> dict[str, list[int]]:

@@ -1,7 +1,7 @@
 """Verify that a dump can be trusted: read every file, and recompute every result.
 
-1. Files: each file is readable, agrees with the shape and dtype in its record, and contains only
-   finite values.
+1. Files: each file is readable, agrees with its record in the index (which tensor it is, format,
+   shape and dtype), and contains only finite values.
 2. Replicas: tensors that should be equal on several ranks are bit-identical. The same applies to
    tensors that activation recomputation saved a second time.
 3. Linear layers and attention: each output and gradient can be recomputed from the saved operands
@@ -14,8 +14,9 @@ No check is skipped silently: results that cannot be checked are counted by reas
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from megatron.analysis.verification import completeness
 from megatron.analysis.verification.recompute_linear import Outcome
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.analysis.verification.results import Finding, Results
+
+#: Fields of a record that say which tensor it is, and in which format it is multiplied.
+_FIELDS = (*IDENTITY, "format", "dims")
 
 
 @dataclass
@@ -132,7 +136,8 @@ class Verification:
         """
         self.progress()
         try:
-            tensor = self.store.load(row)
+            tensor, metadata = self.store.load_with_metadata(row)
+            _check_identity(row, metadata)
             self._check_metadata(row, tensor)
         except (UnreadableTensorError, ValueError) as error:
             text = error.why if isinstance(error, UnreadableTensorError) else str(error)
@@ -166,7 +171,7 @@ class Verification:
         shape = list(tensor.shape)
         for cut in cuts:
             if cut.axis is not None and not pd.isna(size := getattr(row, f"{cut.group}_size")):
-                shape[cut.axis] *= int(size)
+                shape[cut.axis] *= int(size) // cut.copies
         if shape != list(row.global_shape):
             raise ValueError(
                 f"its shape {list(tensor.shape)} with dims {row.dims!r} makes {shape} of all "
@@ -216,3 +221,25 @@ def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Ve
 def _identified(records: pd.DataFrame) -> Any:
     """Return a mask of the records that state their run, pass, rank, layer and tensor name."""
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)
+
+
+def _check_identity(row: Any, metadata: Mapping[str, Any] | None) -> None:
+    """Check that the metadata in a file and its record in the index name the same tensor.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if metadata is None:
+        return
+    pairs = {name: (metadata[name], getattr(row, name)) for name in _FIELDS if name in metadata}
+    rank = metadata.get("rank")
+    if isinstance(rank, dict):
+        pairs["rank"] = rank.get("world"), row.rank
+    for name, pair in pairs.items():
+        own, indexed = (None if _is_null(value) else value for value in pair)
+        if own != indexed:
+            raise ValueError(f"its metadata say {name} {own!r}, but the index says {indexed!r}")
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))

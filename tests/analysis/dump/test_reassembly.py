@@ -202,6 +202,7 @@ def test_data_parallel_ranks_have_other_data_but_the_same_weights(tmp_path):
     store = TensorStore(tmp_path)
     with pytest.raises(ValueError, match="data-parallel ranks 0, 1 have other data each; give dp="):
         store.load_global(tensor_name="input")
+    assert torch.equal(store.load_global(tensor_name="weight", dp=1), WHOLE)
     with pytest.raises(ValueError, match="no data-parallel rank 2; there are 0, 1"):
         store.load_global(tensor_name="input", dp=2)
     assert torch.equal(store.load_global(tensor_name="input", dp=1), WHOLE + 1)

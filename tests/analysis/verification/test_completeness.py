@@ -6,6 +6,7 @@ Some are left out on purpose, and some could not be written; these are notes.
 from __future__ import annotations
 
 import json
+import shutil
 import tracemalloc
 from collections import Counter
 
@@ -284,3 +285,78 @@ def test_iterations_that_a_ring_or_a_flag_file_left_out_are_not_missed(tmp_path)
         assert "--collect-" in notes[0].text
     change_card(tmp_path, arguments={"control_iter": 0}, iterations=90)
     assert len(errors(tmp_path)[0]) == 1
+
+
+def test_lost_last_records_are_missed_by_the_number_in_the_card(tmp_path):
+    """The last micro-batch of the last iteration leaves no gap, and its other passes are whole."""
+    micro_batches(tmp_path, shared=True)
+    saved = len(TensorStore(tmp_path).records)
+    outcome = [{"rank": 0, "tensors": saved}, {"rank": "0"}, {"rank": 7, "tensors": 3}]
+    change_card(tmp_path, ranks=outcome)
+    assert errors(tmp_path) == ([], [])
+    lost = 0
+
+    def cut(line):
+        nonlocal lost
+        last = (line["iteration"], line["micro_batch"]) == (2, 1)
+        lost += last
+        return None if last else line
+
+    rewrite(tmp_path, cut)
+    [numbers] = errors(tmp_path)[0]
+    assert f"its last {lost} of {saved} records by the run card" in numbers
+    assert lost > 10
+
+
+def add_records(folder, copies):
+    """Add copies of the records of a dump with other fields, and number all records anew.
+
+    `copies` is a function that returns the changed fields of each copy of a record.
+    """
+    [index] = folder.glob("index_*.jsonl")
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    for line in lines.copy():
+        for number, changes in enumerate(copies(line)):
+            file = f"{number}_{line['file']}"
+            shutil.copy(folder / line["file"], folder / file)
+            lines.append(line | changes | {"file": file})
+    renumbered = [json.dumps(line | {"counter": i}) for i, line in enumerate(lines, start=1)]
+    index.write_text("\n".join(renumbered) + "\n")
+
+
+def test_a_weight_with_several_values_does_not_change_what_other_modules_save(tmp_path):
+    """Delayed scaling saves a weight's codes in each micro-batch, of its own module only."""
+    micro_batches(tmp_path, shared=False)
+
+    def of_another_module(line):
+        if line["layer_type"] != "linear" or (
+            line["tensor_name"] == "weight" and line["micro_batch"] == 1
+        ):
+            return []
+        return [{"module": "decoder.layers.0.mlp.linear_fc1"}]
+
+    add_records(tmp_path, of_another_module)
+    assert errors(tmp_path) == ([], [])
+
+
+def test_the_codes_of_an_expert_without_tokens_are_not_missing(tmp_path):
+    micro_batches(tmp_path, shared=True)
+    gemms = {"input": "fprop", "grad_output": "dgrad"}
+    empty = (2, 1)  # iteration and micro-batch without a token
+
+    def without_tokens(line):
+        if (line["iteration"], line["micro_batch"]) == empty and line["tensor_name"] in gemms:
+            line["shape"] = [0, 64]
+        return line
+
+    rewrite(tmp_path, without_tokens)
+
+    def codes(line):
+        name = line["tensor_name"]
+        if line["layer_type"] != "linear" or name not in gemms or 0 in line["shape"]:
+            return []
+        return [{"tensor_name": f"{gemms[name]}_{name}_codes"}]
+
+    add_records(tmp_path, codes)
+    assert TensorStore(tmp_path).records["tensor_name"].str.endswith("_codes").sum() == 6
+    assert errors(tmp_path) == ([], [])

@@ -238,6 +238,41 @@ def test_a_lost_file_is_named_and_its_results_are_not_checked(copied):
     assert verdict.unchecked == {"no input to recompute it from": 2}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensor_name": "key"},
+        {"layer_idx": 1},
+        {"format": "mxfp4"},
+        {"micro_batch": 1},
+        {"rank": {"world": 1}},
+    ],
+    ids=str,
+)
+def test_a_file_whose_metadata_contradict_the_index_is_named(copied, change):
+    folder = copied("one")
+    path = path_of(folder, layer=0, tensor_name="query", micro_batch=0)
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"metadata": content["metadata"] | change}, path)
+    [error] = [each for each in verify(folder).errors if each.what == "file"]
+    assert error.where == str(path)
+    assert f"its metadata say {next(iter(change))} " in error.text
+    assert "but the index says " in error.text
+
+
+def test_query_groups_on_several_ranks_are_counted_once(tmp_path):
+    """Neighboring ranks hold the same group if there are fewer groups than ranks."""
+    folder = foreign(
+        tmp_path / "dump",
+        dims="s b g[tp:2] d",
+        tensor=torch.ones(4, 2, 1, 8),
+        shape=[4, 2, 1, 8],
+        global_shape=[4, 2, 1, 8],
+        rank={"world": 0, "world_size": 2, "tp": 0, "tp_size": 2},
+    )
+    assert [each for each in verify(folder).errors if each.what == "file"] == []
+
+
 def test_values_and_metadata(copied):
     folder = copied("one")
     first, second, third = (
