@@ -133,6 +133,14 @@ class GemmFormats:
         named = ((gemm, getattr(self, f"{gemm}_accumulator")) for gemm in GEMM_SLOTS)
         return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
 
+    def names(self, *slots: str) -> str:
+        """Return the formats of the operands that are made from one tensor, as records have them.
+
+        Args:
+            slots: slots of these operands; equal formats are named once.
+        """
+        return " | ".join(dict.fromkeys(str(self.effective(slot)) for slot in slots))
+
     def effective(self, slot: str) -> Operand:
         """Return the operand, with transform and format, that the slot `slot` really uses.
 

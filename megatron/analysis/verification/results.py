@@ -36,6 +36,22 @@ ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 CheckedResult = tuple[str, Any, Outcome]
 
 
+#: Slots of the operands that are made from each tensor, whose formats its record names.
+_SLOTS = {
+    "linear": {
+        "input": ("fprop_a", "wgrad_a"),
+        "weight": ("fprop_b", "dgrad_b"),
+        "grad_output": ("dgrad_c", "wgrad_c"),
+    },
+    "attention": {
+        "query": ("fprop_a", "wgrad_a"),
+        "key": ("fprop_b", "dgrad_b"),
+        "value": ("fprop_b", "dgrad_b"),
+        "grad_output": ("dgrad_c", "wgrad_c"),
+    },
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Error found in a dump, or note about something harmless."""
@@ -149,6 +165,8 @@ class Results:
         except NotCheckedError as reason:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return
+        if of_card:
+            yield from _contradictions(by_name, dict.fromkeys(_SLOTS["linear"], of_card))
         tensors, codes = self._tensors(by_name.values()), self._codes(by_name)
         slots = zip(SLOTS, CODES["linear"], strict=True)
         of_codes = {slot: by_name[name].format for slot, name in slots if name in by_name}
@@ -174,6 +192,14 @@ class Results:
             if not pd.isna(sizes) and len(ranks) != int(sizes):
                 raise NotCheckedError("keys and values of a context-parallel rank are missing")
             formats = _attention_formats(by_rank, self.card)
+            if self.card.get("quantization"):
+                matmuls = {
+                    name: formats.qk if name in ("query", "key") else formats.pv
+                    for name in _SLOTS["attention"]
+                }
+                of_tensors = {name: of for name, of in matmuls.items() if of is not None}
+                for by_name in by_rank:
+                    yield from _contradictions(by_name, of_tensors)
             tensors = [self._tensors(by_name.values()) for by_name in by_rank]
             amaxes = [_amaxes(by_name.values()) for by_name in by_rank]
             for rank, name, outcome in attention(tensors, formats, self.slack, amaxes=amaxes):
@@ -181,6 +207,24 @@ class Results:
         except NotCheckedError as reason:
             results = rows[rows["tensor_name"].isin(RESULTS)]
             yield from ((row, reason) for row in results.itertuples())
+
+
+def _contradictions(
+    by_name: Mapping[str, Any], formats: Mapping[str, GemmFormats]
+) -> Iterator[tuple[Any, Outcome]]:
+    """Yield the operands whose record names another format than the run card's format audit.
+
+    Args:
+        by_name: records of a pass through a layer on one rank, by tensor name.
+        formats: formats of the matmul that each operand enters, by tensor name.
+    """
+    for name, of_matmul in formats.items():
+        if (row := by_name.get(name)) is None:
+            continue
+        expected = of_matmul.names(*_SLOTS[row.layer_type][name])
+        if recorded_formats.uses(row.format) != recorded_formats.uses(expected):
+            text = f"its record says the format {row.format}, but the run card says {expected}"
+            yield row, Recomputation(exact=False, excess=math.inf, text=text)
 
 
 #: Exceptions that a recomputation may raise if operand shapes do not match or a file is damaged.

@@ -166,10 +166,5 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """Return the `format` field of a tensor's metadata: the formats of the operands in `slots`.
-
-    These are the operands that are made from the tensor.
-    """
-    if formats is None:
-        return None
-    return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))
+    """Return the `format` field of a tensor's record; see `GemmFormats.names`."""
+    return None if formats is None else formats.names(*slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,6 +259,31 @@ def test_a_file_whose_metadata_contradict_the_index_is_named(copied, change):
     assert error.where == str(path)
     assert f"its metadata say {next(iter(change))} " in error.text
     assert "but the index says " in error.text
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "grad_output", "query", "key", "value"])
+def test_a_format_that_the_audit_does_not_have_is_named(copied, name):
+    """The results follow from the audit's formats, so only the record can be wrong."""
+    folder = copied("cp2-mxfp8")
+    chosen = {"layer": 1, "tensor_name": name, "micro_batch": 0, "rank": 1}
+    chosen["layer_type"] = "linear" if name in ("input", "weight", "grad_output") else "attention"
+    paths = {Path(record.path).name for record in TensorStore(folder).select(**chosen).itertuples()}
+    for index in folder.glob("index_*.jsonl"):
+        lines = [json.loads(line) for line in index.read_text().splitlines()]
+        changed = [
+            line | {"format": "mxfp4"} if line.get("file") in paths else line for line in lines
+        ]
+        index.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    for path in paths:
+        content = torch.load(folder / path, weights_only=True)
+        torch.save(content | {"metadata": content["metadata"] | {"format": "mxfp4"}}, folder / path)
+    errors = verify(folder).errors
+    assert paths
+    assert {Path(error.where).name for error in errors} == paths
+    assert all(
+        "its record says the format mxfp4, but the run card says mxfp8" in error.text
+        for error in errors
+    )
 
 
 def test_query_groups_on_several_ranks_are_counted_once(tmp_path):
