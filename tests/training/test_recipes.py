@@ -50,6 +50,16 @@ def test_a_ready_recipe_trains(path, plain):
     assert (mark in done.output) == (path.stem == "fa_tiles")
 
 
+@pytest.mark.parametrize("name", ["fa_only", "fa_tiles"])
+def test_attention_with_dropout_is_refused_if_the_recipe_has_none(name):
+    recipe = REPO / "examples" / "recipes" / f"{name}.yaml"
+    done = train("--mock-data", "--attention-dropout", "0.1", "--quant-recipe", recipe)
+    assert done.status == 2
+    assert f"[ERROR] recipe {name}.yaml, matcher" in done.errors
+    assert "give --attention-dropout 0" in done.errors
+    assert "Traceback" not in done.errors
+
+
 def test_a_schedule_switches_at_its_iteration(plain, tmp_path):
     path = tmp_path / "late.yaml"
     path.write_text(
@@ -104,7 +114,7 @@ def test_the_audit_tells_apart_what_multiplies_differently(tmp_path):
         "  linear: {config: through, type: glob, pattern: '*.linear_*', enabled: true}\n"
         "  core: {config: raw, type: glob, pattern: '*.core_attention', enabled: true}\n"
     )
-    done = train("--mock-data", "--quant-audit", "--quant-recipe", path)
+    done = train("--mock-data", *NO_DROPOUT, "--quant-audit", "--quant-recipe", path)
     assert done.status == 0, done.errors
     gemms = "fprop mxfp8 x mxfp8, dgrad none x mxfp8, wgrad none x mxfp8 (straight-through)"
     assert gemms in done.output

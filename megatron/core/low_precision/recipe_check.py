@@ -153,9 +153,9 @@ def _complaint(
 def _misfits(module: Quantized, seq_length: int | None) -> Iterator[str]:
     """Yield a message for each setting that does not fit a module.
 
-    These are tiles of an attention that cannot run in tiles, tiles that cut the blocks of a format,
-    Hadamard transforms whose size does not divide the reduction axis, and accumulators of units
-    that do not multiply the model's dtype.
+    These are tiles or unnormalized probabilities of an attention that cannot have them, tiles that
+    cut the blocks of a format, Hadamard transforms whose size does not divide the reduction axis,
+    and accumulators of units that do not multiply the model's dtype.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
@@ -175,6 +175,8 @@ def _misfits(module: Quantized, seq_length: int | None) -> Iterator[str]:
                     f"{source}: {module.identity.name}: attention in {formats.tiling}: {reason}, "
                     "or leave this module out"
                 )
+            if formats.unnormalized and formats.tiling is None and _is_normalized_only(module):
+                yield f"{source}: {module.identity.name}: {attention_tiles.NORMALIZED_ONLY}"
             yield from _other_dtypes(module, operation, formats, source)
             for gemm, slot in (("fprop", "fprop_b"), ("dgrad", "dgrad_b")):
                 transform = getattr(formats, slot).hadamard
@@ -185,6 +187,10 @@ def _misfits(module: Quantized, seq_length: int | None) -> Iterator[str]:
                         f"{sizes[gemm]} {axes[gemm]}{_shard_note(module, operation)}; choose a "
                         "size that does, or leave this module out"
                     )
+
+
+def _is_normalized_only(attention: torch.nn.Module) -> bool:
+    return attention.softmax_offset is not None or attention.attention_dropout.p > 0
 
 
 def _cut_blocks(module: Quantized) -> Iterator[str]:

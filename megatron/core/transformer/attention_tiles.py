@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 _IN_TILES = {"qk": ("dgrad_c", "wgrad_c"), "pv": ("fprop_a", "wgrad_a")}
 
 
+#: Why attention with a softmax offset or with dropout cannot have unnormalized probabilities.
+NORMALIZED_ONLY = (
+    "unnormalized probabilities are for attention without a softmax offset and without "
+    "dropout; give --attention-dropout 0, or leave out probabilities: unnormalized"
+)
+
+
 def refusal(attention: torch.nn.Module) -> str | None:
     """Return why an attention layer cannot run in tiles; None if it can."""
     if attention.config.softmax_type != "vanilla":

@@ -241,10 +241,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         """
         softmax = self.scale_mask_softmax
         if self.softmax_offset is not None or (self.training and self.attention_dropout.p > 0):
-            raise ValueError(
-                "unnormalized probabilities are for attention without a softmax offset and without "
-                "dropout; give --attention-dropout 0, or leave out probabilities: unnormalized"
-            )
+            raise ValueError(attention_tiles.NORMALIZED_ONLY)
         scaled = scores.float() if softmax.scale is None else scores.float() * softmax.scale
         attention_mask = visible_mask(softmax, scores, attention_mask)
         if attention_mask is not None:
