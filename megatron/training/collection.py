@@ -152,7 +152,7 @@ def print_plan(
     batches = datasets.micro_batches(
         args,
         dataset,
-        total=datasets.split_sizes(args)["train"],
+        total=datasets.split_sizes(args, progress)["train"],
         consumed=progress.consumed_train_samples,
     )
     for chunk in state.model:

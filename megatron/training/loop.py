@@ -55,7 +55,7 @@ class TrainingLoop:
         self.run_, self.args = run, run.args
         self.state, self.progress, self.timers = state, progress, timers
         self.forward_step = partial(forward_step, args=run.args)
-        sizes = data.split_sizes(run.args)
+        sizes = data.split_sizes(run.args, progress)
         consumed = {
             "train": progress.consumed_train_samples,
             "valid": progress.consumed_valid_samples,
@@ -96,11 +96,13 @@ class TrainingLoop:
                 self._iterate()
                 reason = self._reason_to_stop()
             print_rank_0(f"[after training is done] datetime: {stamp()}")
+            if reason is not None:
+                print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
+            # Save first: the checkpoint must not count the samples of the evaluation at the end,
+            # which a longer run does not take at this iteration.
+            self._save()
             if reason is None:
                 self._evaluate_at_end()
-            else:
-                print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
-            self._save()
             self._export(early=reason is not None)
         except BaseException:
             self.scalars.close(failed=True)

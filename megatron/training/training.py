@@ -73,7 +73,7 @@ def pretrain(run: RunConfig) -> None:
     if args.quant_audit:
         print_rank_0("> stopping before training (--quant-audit)")
         return
-    datasets = data.build_datasets(args, tokenizer)
+    datasets = data.build_datasets(args, tokenizer, progress)
     try:
         configure_collection(args, chunks, progress, quantization)
         if args.collect_plan:

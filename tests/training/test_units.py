@@ -8,10 +8,11 @@ import pytest
 
 from megatron.training.checkpointing import files, optimizer_state
 from megatron.training.data import paths
+from megatron.training.data.datasets import split_sizes
 from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import UserError
 from megatron.training.evaluate import perplexity
-from megatron.training.logging import LogInterval, TimeLeft
+from megatron.training.logging import LogInterval, TimeLeft, TrainingProgress
 from megatron.training.train_step import StepResult
 
 
@@ -42,6 +43,31 @@ def test_data_parallel_ranks_share_the_samples_of_one():
     ranks = [list(sampler(data_parallel_rank=r, data_parallel_size=2)) for r in range(2)]
     together = [batch for pair in zip(*ranks, strict=True) for batch in pair]
     assert together == list(sampler())
+
+
+@pytest.mark.parametrize(
+    ("flags", "progress", "sizes"),
+    [
+        ({}, (0, 0, 0), (20, 12)),
+        ({}, (6, 12, 6), (20, 12)),  # resumed: as if it was never interrupted
+        ({}, (6, 12, 8), (20, 14)),  # the checkpoint counts an evaluation at the end
+        ({"train_iters": 6}, (6, 12, 6), (12, 8)),
+        ({"train_iters": 6}, (6, 12, 8), (12, 10)),
+        ({"eval_interval": 5}, (6, 12, 6), (20, 10)),
+        ({"global_batch_size": 1}, (6, 12, 6), (16, 9)),
+        ({"global_batch_size": 4}, (6, 12, 6), (40, 24)),
+        ({"eval_iters": 0}, (6, 12, 6), (20, 0)),
+        ({"train_iters": 4, "global_batch_size": 1}, (6, 12, 6), (4, 7)),
+    ],
+)
+def test_a_resumed_run_has_samples_to_its_end(flags, progress, sizes):
+    values = {
+        **{"train_iters": 10, "train_samples": None, "global_batch_size": 2},
+        **{"eval_iters": 1, "eval_interval": 2},
+    }
+    args = arguments(**values | flags)
+    found = split_sizes(args, TrainingProgress(*progress))
+    assert (found["train"], found["valid"]) == sizes
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from megatron.training.data.paths import blend_prefixes, default_cache, index_st
 from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import RankError, RunError, UserError
 from megatron.training.printing import print_rank_0
+
+if TYPE_CHECKING:  # an import at run time would be circular
+    from megatron.training.logging import TrainingProgress
 
 SPLITS = ("train", "valid", "test")
 
@@ -50,13 +54,27 @@ def _is_reader(args: argparse.Namespace) -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0 and stage_needs_data(args)
 
 
-def split_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Return the number of samples that the whole run takes from each split."""
-    per_evaluation = args.eval_iters * args.global_batch_size
-    evaluations = args.train_iters // args.eval_interval + 1
+def split_sizes(args: argparse.Namespace, progress: "TrainingProgress") -> dict[str, int]:
+    """Return the number of samples that the whole run takes from each split.
+
+    A resumed run with other flags may take more samples than a run with these flags from the start.
+    If the flags are unchanged, the sizes are those of the uninterrupted run, because megatron-core
+    shuffles the samples depending on their number.
+    """
+    batch = args.global_batch_size
+    iterations = max(args.train_iters - progress.iteration, 0)
+    per_evaluation = args.eval_iters * batch
+    done, total = (n // args.eval_interval for n in (progress.iteration, args.train_iters))
+    evaluations = max(total - done, 0) + 1
     return {
-        "train": args.train_samples or args.train_iters * args.global_batch_size,
-        "valid": evaluations * per_evaluation,
+        "train": max(
+            args.train_samples or args.train_iters * batch,
+            progress.consumed_train_samples + iterations * batch if iterations else 0,
+        ),
+        "valid": max(
+            (total + 1) * per_evaluation,
+            progress.consumed_valid_samples + evaluations * per_evaluation if per_evaluation else 0,
+        ),
         "test": per_evaluation,
     }
 
@@ -89,7 +107,9 @@ def _prefixes(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(p for blend in blends if blend for p in blend_prefixes(blend)))
 
 
-def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
+def build_datasets(
+    args: argparse.Namespace, tokenizer, progress: "TrainingProgress"
+) -> dict[str, torch.utils.data.Dataset]:
     """Return the data sets of the splits that this run uses. Must be called on all ranks.
 
     Every data set is None on a rank that reads no data.
@@ -102,7 +122,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
         check_fits(prefix, tokenizer)
     if args.mock_data:  # suppress the warning that the indices are not cached
         logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
-    sizes = split_sizes(args)
+    sizes = split_sizes(args, progress)
     config = _dataset_config(args, tokenizer)
     wanted = [sizes[split] > 0 for split in SPLITS]
     wanted = _without_empty_parts(config, wanted)

@@ -27,6 +27,7 @@ from megatron.training.data.tokenizer import build_tokenizer, fingerprint  # noq
 from megatron.training.errors import UserError  # noqa: E402
 from megatron.training.hf.loading import check_weights  # noqa: E402
 from megatron.training.initialize import initialize  # noqa: E402
+from megatron.training.logging import TrainingProgress  # noqa: E402
 from megatron.training.low_precision import configure_formats  # noqa: E402
 from megatron.training.train_step import TrainingState  # noqa: E402
 
@@ -70,7 +71,7 @@ class Worker:
         """Build the data sets with the cached sample indices."""
         args = argparse.Namespace(**vars(self.run.args))
         args.data_cache_path = folder
-        datasets.build_datasets(args, self.tokenizer)
+        datasets.build_datasets(args, self.tokenizer, TrainingProgress())
 
 
 def measured(work: Worker, case: dict[str, str], canary: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A run resumes only from a checkpoint that fits it, and reports every difference."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests import forks
 from tests.training.corpus import make_corpus
-from tests.training.runs import MOCK_DATA, refused, succeeded
+from tests.training.runs import MOCK_DATA, Training, refused, succeeded
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,27 @@ def test_a_finished_run_says_that_nothing_is_left(run_quickly, checkpoints, tmp_
         assert f"> nothing left to train: {message}" in done.output
         assert ("saving checkpoint" in done.output) == (save == other)
     assert list(succeeded(run_quickly("--load", other, "--ckpt-step", "4", "--finetune")).lines)
+
+
+def test_a_finished_run_is_evaluated_again_and_extended(run_quickly, tmp_path):
+    """The evaluation at the end does not count, and a smaller batch leaves enough samples."""
+    evaluated = ("--eval-iters", "1", "--eval-interval", "2", "--load", tmp_path)
+    first = succeeded(run_quickly(*evaluated, "--save", tmp_path))
+    again = succeeded(run_quickly(*evaluated))
+    expected = validations(first)[2:]
+    assert [where for where, _ in expected] == ["4 on validation set", "4 on test set"]
+    assert validations(again) == expected
+    changed = ("--train-iters", "6", "--global-batch-size", "2", "--override-opt_param-scheduler")
+    longer = succeeded(run_quickly(*evaluated, *changed, "--allow-changed-run"))
+    assert list(longer.lines) == [5, 6]
+    places = [where for where, _ in validations(longer)]
+    assert places == ["6", "6 on validation set", "6 on test set"]
+
+
+def validations(training: Training) -> list[tuple[str, str]]:
+    """Return the place and the loss of each evaluation of a run."""
+    pattern = r"^ validation loss at iteration (.+?) \| lm loss value: (\S+)"
+    return re.findall(pattern, training.output, re.M)
 
 
 def test_a_new_run_does_not_overwrite_the_checkpoints_it_starts_from(
