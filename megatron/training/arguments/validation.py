@@ -99,27 +99,65 @@ _MINIMUMS = {
             "context_parallel_size",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "recompute_num_layers",
+            "rotary_base",
         ),
         1,
     ),
     **dict.fromkeys(
-        ("lr", "min_lr", "clip_grad", "weight_decay", "control_iter", "collect_micro_batches"), 0
+        (
+            *("lr", "min_lr", "clip_grad", "weight_decay", "control_iter", "collect_micro_batches"),
+            *("init_method_std", "embedding_init_method_std", "layernorm_epsilon"),
+            *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        ),
+        0,
     ),
+}
+#: accepted intervals of numbers that also have an upper bound, or whose lower bound is excluded
+_INTERVALS = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "sgd_momentum"), "[0, 1)"),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), "[0, 1]"),
+    "rotary_percent": "(0, 1]",
+    **dict.fromkeys(("adam_eps", "softmax_scale"), "(0, inf)"),
 }
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raise `UserError` if the value of a numeric flag is below its minimum or not finite."""
+    """Raise `UserError` if the value of a numeric flag is out of range or not finite."""
     for name, minimum in (_MINIMUMS | minimums(GROUPS)).items():
-        value = getattr(args, name)
-        if value is not None and not (value >= minimum and math.isfinite(value)):
-            raise UserError(
-                f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more"
-            )
+        for value in _numbers(args, name):
+            if not (value >= minimum and math.isfinite(value)):
+                raise UserError(f"{_flag(name)} {value} is too small; give {minimum} or more")
+    for name, interval in _INTERVALS.items():
+        low, high = map(float, interval[1:-1].split(","))
+        for value in _numbers(args, name):
+            inside = low < value < high
+            inside |= interval[0] == "[" and value == low
+            inside |= interval[-1] == "]" and value == high
+            if not inside:
+                raise UserError(f"{_flag(name)} {value} is outside {interval}; change it")
+
+
+def _numbers(args: argparse.Namespace, name: str) -> list[float]:
+    """Return the values of a flag that takes one number or several."""
+    value = getattr(args, name)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _flag(name: str) -> str:
+    """Return the flag of a field."""
+    spelled = {"layernorm_epsilon": "norm_epsilon"}.get(name, name)
+    return f"--{spelled.replace('_', '-')}"
 
 
 def _check_batches(args: argparse.Namespace) -> None:
     step = args.micro_batch_size * args.data_parallel_size
+    if args.rampup_batch_size is not None:
+        _check_rampup(args)
     if args.global_batch_size % step and args.rampup_batch_size is None:
         raise UserError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
@@ -144,11 +182,32 @@ def _check_batches(args: argparse.Namespace) -> None:
             )
 
 
+def _check_rampup(args: argparse.Namespace) -> None:
+    """Raise `UserError` unless the batch grows to `--global-batch-size` in whole increments."""
+    start, increment, samples = args.rampup_batch_size
+    flag = f"--rampup-batch-size {start} {increment} {samples}"
+    if min(start, increment, samples) < 1:
+        raise UserError(f"{flag} holds a number below 1; give three numbers from 1")
+    growth = args.global_batch_size - start
+    if growth <= 0 or growth % increment:
+        raise UserError(
+            f"{flag} does not reach --global-batch-size {args.global_batch_size} in whole "
+            "increments; give a smaller start, and an increment that divides the difference"
+        )
+
+
 def _check_model(args: argparse.Namespace) -> None:
     if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
         raise UserError(
             f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads "
             f"{args.num_attention_heads}; change one or give --kv-channels"
+        )
+    rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
+    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    if rotary and args.rotary_percent in (None, 1) and channels % 2:
+        raise UserError(
+            f"--kv-channels {channels} is odd, but rotary position embeddings rotate pairs "
+            "of channels; make it even or lower --rotary-percent"
         )
     groups = args.num_query_groups
     if groups is not None and args.num_attention_heads % groups:
@@ -194,6 +253,11 @@ def _check_local_only(args: argparse.Namespace) -> None:
                 "format give --custom-quant-type mxfp8 (or another), or --transformer-impl "
                 "transformer_engine on a GPU"
             )
+    if args.fp32_residual_connection and (args.bf16 or args.fp16):
+        raise UserError(
+            "--fp32-residual-connection needs Transformer Engine's layers if the model is bf16 or "
+            "fp16; remove it, or give --transformer-impl transformer_engine on a GPU"
+        )
     backend = getattr(args.attention_backend, "name", "auto")
     if backend in ("flash", "fused"):
         raise UserError(
