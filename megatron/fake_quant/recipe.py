@@ -44,7 +44,7 @@ Interval = tuple[float, float]  #: first and last iteration, from 1; the last ma
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _ENDS = re.compile(r"(first|last) ([1-9][0-9]{0,11})")
 _SPACES = re.compile(r" *([-,]|^|$) *")  # spaces that have no effect: not those between digits
-_ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
+_ITERATIONS = re.compile(r"([0-9]{1,12})(-([0-9]{0,12}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +230,11 @@ def _layers(node: Node, what: str) -> Layers:
 def _iterations(node: Node, what: str) -> Interval:
     text = node.text_of("iterations", what)
     match = _ITERATIONS.fullmatch(_SPACES.sub(r"\1", text))
-    last = int(match[2]) if match and match[2] else None
-    if match is None or int(match[1]) < 1 or (last is not None and last < int(match[1])):
+    first = int(match[1]) if match else 0
+    last = first if match and not match[2] else int(match[3]) if match and match[3] else math.inf
+    if first < 1 or last < first:
         raise node.error(
-            f"{what} has iterations: {text}; they count from 1, as in '1-100' or '101-'"
+            f"{what} has iterations: {text}; they count from 1; give a number or a range, as in "
+            "'5', '1-100' or '101-', and a matcher for each if there are several"
         )
-    return int(match[1]), math.inf if last is None else last
+    return first, last

@@ -1,5 +1,6 @@
 """Recipes: the format of each operand, and the messages for invalid recipes."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,25 @@ def test_rules_whose_iterations_are_all_taken_do_not_count(load):
 def test_operands_without_a_format_are_high_precision(load):
     recipe = load("configs:\n  c: {linear: {format: bf16, backward: none}}\n" + MATCHER % "c")
     assert in_force(recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"), [("5", (5, 5)), ("1-100", (1, 100)), ("101-", (101, math.inf))]
+)
+def test_a_number_or_a_range_of_iterations(load, text, interval):
+    recipe = load(
+        "matchers:\n"
+        f"  a: {{config: mxfp8, type: glob, pattern: '*', enabled: true, iterations: {text}}}\n"
+    )
+    assert recipe.rules[0].iterations == interval
+
+
+def test_a_list_of_iterations_is_refused(load):
+    with pytest.raises(ValueError, match=r"1,3-5; .* a matcher for each if there are several"):
+        load(
+            "matchers:\n"
+            "  a: {config: mxfp8, type: glob, pattern: '*', enabled: true, iterations: '1,3-5'}\n"
+        )
 
 
 def test_a_schedule_over_iterations(load):
