@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +64,7 @@ class Candidate:
     @property
     def digest(self) -> str:
         """Text that differs between candidates with different names or formats."""
-        if self.recipe is None:
-            return self.name
-        return f"{self.name} {hashlib.sha256(self.recipe.path.read_bytes()).hexdigest()}"
+        return self.name if self.recipe is None else f"{self.name} {self.recipe.digest}"
 
 
 def candidates_of(
