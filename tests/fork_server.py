@@ -10,7 +10,8 @@ server, which ends when none of them is connected.
 A request on a connection is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
 descriptors to write to: standard output, standard error, and a status pipe. The status pipe gets
 one line with the ids of the process group and of all ranks, and one line with the exit status. A
-fourth file descriptor is the standard input, which is empty otherwise.
+program without ranks counts as one. A fourth file descriptor is the standard input, which is empty
+otherwise.
 
 A fork leaves the loop of the server and becomes the program: it has its own environment, working
 directory, `argv` and `__main__`, and exits as the interpreter does. It differs from a new process
@@ -34,6 +35,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,6 +94,9 @@ def prepare(imports: str, lock: Path) -> None:
             importlib.import_module(name)
         if imports not in ("wheel", "libraries"):
             load_kernels()
+    for finalizer, call in list(weakref.finalize._registry.items()):
+        if call.func.__module__ == "torch.library":
+            finalizer.atexit = False  # All of them take 20 ms in each fork, to free memory.
     gc.freeze()
     gc.enable()
 
@@ -155,18 +160,24 @@ def launch(request: dict[str, Any], files: list[int]) -> Callable:
     server = socket.create_server(("127.0.0.1", 0))
     port = str(server.getsockname()[1])
     ranks: dict[int, int] = {}
-    for rank in range(count or 1):
+    for rank in range(count):
         pid = os.fork()
         if pid == 0:
             server.close()
-            return become(request, files, of_rank(rank, count, port) if count else {})
+            return become(request, files, of_rank(rank, count, port))
         ranks[pid] = rank
-    store = store_of_ranks(server) if count else None
+    store = store_of_ranks(server)
     os.write(files[2], (" ".join(map(str, [os.getpid(), *ranks])) + "\n").encode())
-    status = wait(ranks, files[1]) if count else os.waitstatus_to_exitcode(os.wait()[1])
+    status = wait(ranks, files[1])
     del store
     os.write(files[2], f"{status}\n".encode())
     os._exit(0)
+
+
+def run_alone(request: dict[str, Any], files: list[int]) -> Callable:
+    """Return what the fork of a program without ranks runs; the server reports its exit status."""
+    os.setsid()  # so that the client can end the program with its children
+    return become(request, files, {})
 
 
 def of_rank(rank: int, count: int, port: str) -> dict[str, str]:
@@ -214,7 +225,8 @@ def end(ranks: dict[int, int], number: signal.Signals) -> None:
 
 def serve(listener: socket.socket, lock: Path) -> Callable:
     """Answer requests until all clients are gone; in the fork of a program, return what it runs."""
-    signal.signal(signal.SIGCHLD, reap)
+    programs: dict[int, int] = {}  #: status pipes of programs without ranks, by process id
+    signal.signal(signal.SIGCHLD, lambda *_: reap(programs))
     clients: list[socket.socket] = []
     while True:
         ready, _, _ = select.select([listener, *clients], [], [])
@@ -230,11 +242,23 @@ def serve(listener: socket.socket, lock: Path) -> Callable:
             message = b""
             while len(message) < int.from_bytes(length, "big"):
                 message += connection.recv(1 << 16)
-            if os.fork() == 0:
+            request = json.loads(message)
+            alone = request["ranks"] is None
+            # A program that ends at once must be among the programs before it is reaped.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            pid = os.fork()
+            if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
                 for inherited in (listener, *clients):
                     inherited.close()
-                return launch(json.loads(message), files)
+                for status_pipe in programs.values():
+                    os.close(status_pipe)
+                return (run_alone if alone else launch)(request, files)
+            if alone:
+                programs[pid] = os.dup(files[2])
+                write_line(files[2], f"{pid} {pid}")
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             for file in files:
                 os.close(file)
         if not clients and closed(listener, lock):
@@ -251,10 +275,21 @@ def closed(listener: socket.socket, lock: Path) -> bool:
         return True
 
 
-def reap(*_: Any) -> None:
+def reap(programs: dict[int, int]) -> None:
+    """Reap the processes that have ended, and report the exit status of programs without ranks."""
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            if pid in programs:
+                file = programs.pop(pid)
+                write_line(file, str(os.waitstatus_to_exitcode(status)))
+                os.close(file)
+
+
+def write_line(file: int, text: str) -> None:
+    """Write a line to a status pipe, unless its reader has ended."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(file, f"{text}\n".encode())
 
 
 def leave() -> NoReturn:

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from configs.command import Experiment, Sizes
@@ -148,6 +147,9 @@ def _digest(path: Path) -> str | None:
 
 def _version(package: str) -> str | None:
     """Return the version of a package, or None if a dry run's Python lacks it."""
+    # The import takes 20 ms, and most calls of the drivers need no version.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
