@@ -161,6 +161,12 @@ for word in ${training_flags[@]+"${training_flags[@]}"}; do
       refuse "${word%%=*} after -- would collect into the folder of another type; set the variable" \
         "$value to the format instead, and give no type"
       ;;
+    --save | --save=* | --save-hf | --save-hf=* | --tensorboard-dir | --tensorboard-dir=*)
+      if [[ $mode == batch ]]; then
+        refuse "${word%%=*} after -- is one folder for all types of batch; collect the types one by" \
+          "one, or give --checkpoint-path DIR before --, which saves checkpoints in DIR/TYPE"
+      fi
+      ;;
     --tensor-save-dir | --tensor-save-dir=*)
       refuse "--tensor-save-dir after --; give --tensor-path DIR before --, and the tensors go to" \
         "DIR/TYPE"

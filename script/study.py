@@ -64,7 +64,8 @@ IGNORED = {
 }
 #: Flags that the study sets itself, or that would make the runs differ in more than the formats.
 OWN = (
-    *("--seed", "--train-iters", "--train-samples", "--load", "--finetune", "--save", "--load-hf"),
+    *("--seed", "--train-iters", "--train-samples", "--load", "--finetune", "--save"),
+    *("--load-hf", "--save-hf"),
     *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--split"),
     *("--eval-iters", "--eval-interval", "--log-interval", "--tensorboard-dir", "--save-tensors"),
     *("--custom-quant-type", "--linear-quant", "--qk-quant", "--pv-quant", "--quant-recipe"),

@@ -30,6 +30,8 @@ from megatron.analysis.study.proposal import (
     recipe_text,
 )
 from megatron.analysis.study.verdict import candidate_names
+from megatron.fake_quant.inspect.format_properties import bits_a_value
+from megatron.fake_quant.names import get_format
 
 SAME_BITS = 0.01  #: largest difference of bits per value that counts as equal
 #: Modules that a quantization type leaves in high precision; a recipe can quantize them.
@@ -145,7 +147,9 @@ def _root_mean(squares: pd.Series) -> float:
 def check_names(
     configurations: Iterable[Configuration], budgets: Collection[float], *, whole: bool
 ) -> None:
-    """Refuse budgets without a format to choose, and recipes named like those that are proposed.
+    """Refuse budgets that no format meets, and recipes named like those that are proposed.
+
+    Anything that this function finds would otherwise be found after the first training runs.
 
     Args:
         configurations: types and recipes that the user compares.
@@ -162,6 +166,12 @@ def check_names(
         raise ValueError(
             "--bits chooses among formats, and --formats has only bf16 or types with a prefix; "
             "give formats such as mxfp4"
+        )
+    bits, name = min((bits_a_value(get_format(each.name)), each.name) for each in formats)
+    if (budget := min(budgets)) + SAME_BITS < bits:
+        raise ValueError(
+            f"--bits is {budget:g}, but the smallest format of --formats, {name}, has {bits:g} "
+            "bits per value; give more bits or a smaller format"
         )
     own = {_proposed(budget) for budget in budgets}
     if not whole:

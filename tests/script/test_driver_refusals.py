@@ -74,6 +74,8 @@ def test_help_is_the_header(script):
             ["both", "mxfp8", "--", "--tensor-save-dir", "x"],
             "--tensor-save-dir after --; give --tensor-path DIR before --",
         ),
+        (COLLECT, ["batch", "--", "--save", "x"], "--save after -- is one folder for all types of"),
+        (COLLECT, ["batch", "--", "--save_hf=x"], "--save-hf after -- is one folder for all types"),
         (COLLECT, ["single", "--", "--control-iter", "x"], "--control-iter is 'x'; give a whole"),
         (DRAW, ["visualize", "--nproc", "2"], "visualize trains nothing: '--nproc' belongs to"),
         (DRAW, ["both", "--run", "latest"], "--run belongs to visualize"),

@@ -301,6 +301,9 @@ def test_names_that_the_study_itself_takes_are_refused(tmp_path):
     check_names(given, [6.25], whole=True)
     with pytest.raises(ValueError, match=r"a recipe that is named 'proposed_4\.5_bits', too"):
         check_names(given, [6.25, 4.5], whole=True)
+    check_names(configurations_of(["mxfp8", "mxfp4"], [], folder), [4.25], whole=True)
+    with pytest.raises(ValueError, match=r"--bits is 4, but the smallest .*, mxfp4, has 4\.25"):
+        check_names(configurations_of(["mxfp8", "mxfp4"], [], folder), [6, 4], whole=True)
     given = configurations_of(["mxfp4"], [layers], folder)
     check_names(given, [4.5], whole=True)
     with pytest.raises(ValueError, match="a recipe that is named 'layers_mxfp4', too"):
