@@ -74,8 +74,26 @@ def test_the_optimizer_trains_the_weights_that_were_read(corpus, llama, tmp_path
     assert f"> --load-hf {llama} (LlamaForCausalLM) sets --no-add-bias-linear " in done.output
 
 
+@pytest.fixture(scope="module")
+def whole(corpus, deepseek, tmp_path_factory) -> tuple[Training, Path]:
+    """Return an uninterrupted run on one rank, and the folder with its weights."""
+    out = tmp_path_factory.mktemp("hf") / "whole"
+    return finished("--data-path", corpus, "--load-hf", deepseek, *MOVING, "--save-hf", out), out
+
+
+def test_two_tensor_parallel_ranks_have_the_gradients_of_one(corpus, deepseek, whole):
+    """Shards that are not marked as such would be missing in the norm of the gradients.
+
+    The weights are not initialized, so megatron-core marks none of them.
+    """
+    vocabulary = ("--make-vocab-size-divisible-by", "4")  # as large as on one rank
+    options = ("--data-path", corpus, "--load-hf", deepseek, *MOVING, "--exit-interval", "1")
+    shared = finished(*options, *TENSOR, *vocabulary, ranks=2)
+    assert shared.lines[1] == whole[0].lines[1]
+
+
 def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
-    corpus, deepseek, tmp_path
+    corpus, deepseek, whole, tmp_path
 ):
     """The same command runs three times.
 
@@ -83,8 +101,8 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     export them.
     """
     common = ("--data-path", corpus, "--load-hf", deepseek, *MOVING)
-    whole = finished(*common, "--save-hf", tmp_path / "whole")
-    assert not equal(tmp_path / "whole", deepseek)
+    uninterrupted, theirs = whole
+    assert not equal(theirs, deepseek)
 
     out, folder = tmp_path / "out", tmp_path / "ck"
     restart = (*common, "--save-hf", out, "--save", folder, "--load", folder)
@@ -97,7 +115,7 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert f"> resuming from --load {folder}: the weights of --load-hf are not" in killed.stdout
     rest = Training(0, killed.stdout, killed.stderr)
-    assert half.lines | rest.lines == whole.lines
+    assert half.lines | rest.lines == uninterrupted.lines
     assert not out.exists()
     left = {path.name for path in out.with_name("out.partial").iterdir()}
     assert left == {"model.safetensors", "generation_config.json", folders.MARKER}
@@ -105,7 +123,7 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
         hf_models.read(out.with_name("out.partial"))
 
     assert not finished(*restart).lines
-    assert equal(out, tmp_path / "whole")
+    assert equal(out, theirs)
     assert not out.with_name("out.partial").exists()
 
     again = ("--load", folder, "--load-hf", deepseek, "--save-hf", tmp_path / "again")
