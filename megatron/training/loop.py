@@ -89,7 +89,7 @@ class TrainingLoop:
         if self.progress.iteration >= self.args.train_iters > 0:
             print_rank_0(
                 f"> nothing left to train: the checkpoint is of iteration "
-                f"{self.progress.iteration}, and --train-iters is {self.args.train_iters}"
+                f"{self.progress.iteration}, and {self._end()}"
             )
         try:
             while self.progress.iteration < self.args.train_iters and reason is None:
@@ -108,6 +108,13 @@ class TrainingLoop:
             self.scalars.close(failed=True)
             raise
         self.scalars.close(failed=False)
+
+    def _end(self) -> str:
+        """Return a part of a sentence with the flag that sets the end of training."""
+        if self.args.train_samples is None:
+            return f"--train-iters is {self.args.train_iters}"
+        consumed = self.progress.consumed_train_samples
+        return f"{consumed} of --train-samples {self.args.train_samples} are consumed"
 
     def _iterate(self) -> None:
         progress, args = self.progress, self.args

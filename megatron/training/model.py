@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.context_parallel import COMM_TYPE
 from megatron.core.transformer.module import Float16Module
 from megatron.training import device
+from megatron.training.arguments.schedule import schedule_of
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.errors import UserError
 from megatron.training.printing import print_rank_0
@@ -130,7 +131,6 @@ def build_stage(run: RunConfig, vocab_size: int, vp_stage: int | None = None) ->
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
@@ -248,28 +248,21 @@ def build_scheduler(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
     """Build the learning rate and weight decay scheduler, whose progress is counted in samples."""
-    batch = args.global_batch_size
-    decay_steps = args.lr_decay_samples or (args.lr_decay_iters or args.train_iters) * batch
-    warmup_steps = args.lr_warmup_samples or args.lr_warmup_iters * batch
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
-    wsd_steps = args.lr_wsd_decay_samples
-    if wsd_steps is None and args.lr_wsd_decay_iters is not None:
-        wsd_steps = args.lr_wsd_decay_iters * batch
+    schedule = schedule_of(args)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=max(decay_steps, 1),
+        lr_warmup_steps=schedule.warmup if schedule.whole else 0,
+        lr_decay_steps=max(schedule.decay, 1),
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * batch,
+        wd_incr_steps=max(schedule.whole, 1),
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=wsd_steps,
+        wsd_decay_steps=schedule.wsd_decay,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -5,6 +5,7 @@ from megatron.core.low_precision import program_end
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.fake_quant import policy
 from megatron.training import model
+from megatron.training.arguments.schedule import last_iteration
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import check_save_directory
 from megatron.training.checkpointing.save_load import load_checkpoint
@@ -66,7 +67,9 @@ def pretrain(run: RunConfig) -> None:
     state = TrainingState(chunks, optimizer, model.build_scheduler(args, optimizer))
     _connect(run, state)
     progress = load_checkpoint(run, state)
-    update_num_microbatches(progress.consumed_train_samples, consistency_check=False)
+    consumed = progress.consumed_train_samples
+    args.train_iters = last_iteration(args, progress.iteration, consumed)
+    update_num_microbatches(consumed, consistency_check=False)
     lines, quantization = audit_model(args, chunks, progress.iteration)
     for line in lines:
         print_rank_0(f"> {line}")

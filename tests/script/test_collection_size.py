@@ -13,12 +13,12 @@ from configs.lookup import ConfigError
 from tests import forks
 from tests.script.drivers import COLLECT, bash, dry
 from tests.subprocesses import REPO, environment
-from tests.training.runs import DEEPSEEK, ENTRY, MODEL, NO_DROPOUT
+from tests.training.runs import DEEPSEEK, ENTRY, MODEL, NO_DROPOUT, without_split
 from train_config import main
 
 SHORT = ("--mock-data", "--seq-length", "32", "--collect-plan")
-SMALL = (*MODEL, *NO_DROPOUT, *SHORT)
-MIXTURE = (*DEEPSEEK, *SHORT)
+SMALL = (*without_split(MODEL), *NO_DROPOUT, *SHORT)
+MIXTURE = (*without_split(DEEPSEEK), *SHORT)
 TOTAL = re.compile(r"    total +(\d+) +(\d+)  ")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tests import forks
 from tests.subprocesses import REPO
-from tests.training.runs import MODEL, exact_steps
+from tests.training.runs import MOCK_DATA, exact_steps
 
 EOD = 127  #: end-of-document token of the NullTokenizer
 SIZE = ("--num-layers", "2", "--seq-length", "128", "--global-batch-size", "4")
@@ -73,7 +73,7 @@ def steps(documents, tmp_path_factory):
         pytest.param(("--eod-mask-loss",), (), 2, id="masked-loss"),
         pytest.param(LATENT, (), 2, id="latent"),
         pytest.param(
-            ("--reset-attention-mask", "--reset-position-ids"),
+            ("--reset-attention-mask",),
             (),
             2,
             id="document-mask",
@@ -111,8 +111,6 @@ def test_the_reference_is_not_exact_by_accident(steps):
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():
-    done = forks.run(
-        REPO / "pretrain_gpt.py", *MODEL, "--mock-data", *CONTEXT, "--seq-length", "62", ranks=2
-    )
+    done = forks.run(REPO / "pretrain_gpt.py", *MOCK_DATA, *CONTEXT, "--seq-length", "62", ranks=2)
     assert done.returncode != 0
     assert "[ERROR] --seq-length 62 cannot be cut into 4 equal parts" in done.stderr

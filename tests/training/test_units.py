@@ -5,7 +5,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron.core import tensor_parallel
+from megatron.training import model
+from megatron.training.arguments.schedule import Schedule, last_iteration, schedule_of
 from megatron.training.checkpointing import files, optimizer_state
 from megatron.training.data import paths
 from megatron.training.data.datasets import split_sizes
@@ -70,6 +74,66 @@ def test_a_resumed_run_has_samples_to_its_end(flags, progress, sizes):
     assert (found["train"], found["valid"]) == sizes
 
 
+def test_the_shards_of_grouped_experts_are_marked():
+    """megatron-core does not mark them if the weights are not initialized."""
+
+    class GroupedMLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight1, self.weight2 = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+
+    experts = GroupedMLP()
+    tensor_parallel.set_tensor_model_parallel_attributes(experts.weight2, True, 1, 2)
+    model._mark_shards(torch.nn.Sequential(experts))
+    assert experts.weight1.tensor_model_parallel
+    assert experts.weight1.partition_dim == 1
+    assert experts.weight2.partition_dim == 1, "a mark stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"train_iters": 10}, Schedule(80, 0, 80, None)),
+        ({"train_iters": 10, "lr_warmup_iters": 2}, Schedule(80, 16, 80, None)),
+        ({"train_iters": 10, "lr_warmup_samples": 3}, Schedule(80, 3, 80, None)),
+        ({"train_iters": 10, "lr_decay_iters": 5}, Schedule(80, 0, 40, None)),
+        ({"train_iters": 10, "lr_warmup_fraction": 0.26}, Schedule(80, 20, 80, None)),
+        ({"train_iters": 10, "lr_wsd_decay_iters": 3}, Schedule(80, 0, 80, 24)),
+        # The decay ends at the last sample, also if it fills no iteration, as in Megatron-LM.
+        ({"train_iters": 6, "train_samples": 50}, Schedule(50, 0, 50, None)),
+        # three batches of 2, two of 4, one of 6 and four of 8
+        (
+            {"train_iters": 10, "rampup_batch_size": [2, 2, 18], "lr_warmup_iters": 5},
+            Schedule(52, 14, 52, None),
+        ),
+    ],
+)
+def test_the_schedule_counts_samples(flags, expected):
+    names = ("train_samples", "lr_decay_samples", "lr_decay_iters", "lr_wsd_decay_samples")
+    values = dict.fromkeys((*names, "lr_wsd_decay_iters", "lr_warmup_fraction"))
+    values |= {"rampup_batch_size": None, "lr_warmup_iters": 0, "lr_warmup_samples": 0}
+    assert schedule_of(arguments(**values | {"global_batch_size": 8} | flags)) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "progress", "last"),
+    [
+        (None, 8, (2, 16), 6),
+        (48, 8, (0, 0), 6),
+        (48, 8, (2, 16), 6),
+        (48, 16, (2, 16), 4),  # not the iteration 48 / 16 = 3
+        (48, 8, (1, 16), 5),
+        (50, 8, (2, 16), 6),
+        (48, 8, (9, 72), 9),
+    ],
+)
+def test_training_ends_with_its_samples_also_with_another_batch_size(
+    samples, batch, progress, last
+):
+    args = arguments(train_samples=samples, train_iters=6, global_batch_size=batch)
+    assert last_iteration(args, *progress) == last
+
+
 @pytest.mark.parametrize(
     ("values", "prefixes", "weights"),
     [
@@ -94,7 +158,12 @@ def test_blends(tmp_path, monkeypatch, values, prefixes, weights):
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [(["0.3", "a", "b"], "does not alternate"), (["-1", "a", "2", "b"], "make them positive")],
+    [
+        (["0.3", "a", "b"], "does not alternate"),
+        (["-1", "a", "2", "b"], "make them positive"),
+        (["0", "a", "2", "b"], "make them positive"),
+        (["nan", "a", "2", "b"], "make them positive"),
+    ],
 )
 def test_bad_blends_are_refused(values, message):
     with pytest.raises(UserError, match=message):

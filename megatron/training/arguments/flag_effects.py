@@ -100,6 +100,7 @@ UNREAD: dict[str, str] = {
 } | {
     "apply_residual_connection_post_layernorm": "no layer of megatron-core reads it",
     "cuda_graph_use_single_mempool": "no code of megatron-core reads it",
+    "fp16_lm_cross_entropy": "no code of megatron-core's GPT model reads it",
     "heterogeneous_block_specs": "its per-layer specifications are a JSON file that needs another "
     "configuration class, which this program has no flag for",
     "max_seqlen_per_dp_cp_rank": "it is for hybrid context parallelism, which is refused",
@@ -310,6 +311,36 @@ NEEDS = (
         "log_max_attention_logit",
     ),
     _need("--data-path", lambda args: not args.mock_data, "data_cache_path"),
+    _need(
+        "--data-path",
+        lambda args: args.data_path is not None or args.train_iters == 0,  # as in a conversion
+        "split",
+    ),
+    _need(
+        "--valid-data-path or --test-data-path",
+        lambda args: args.train_data_path is None or args.valid_data_path or args.test_data_path,
+        "eval_iters",
+    ),
+    _need(
+        "--valid-data-path",
+        lambda args: args.train_data_path is None or args.valid_data_path,
+        "eval_interval",
+    ),
+    _need(
+        "--position-embedding-type learned_absolute",
+        lambda args: args.position_embedding_type == "learned_absolute" and not _has_rope(args),
+        "reset_position_ids",
+    ),
+    _need(
+        "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
+        lambda args: args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction,
+        "lr_warmup_init",
+    ),
+    _need(
+        "--load",
+        lambda args: args.load is not None,
+        "allow_changed_run override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+    ),
 )
 
 

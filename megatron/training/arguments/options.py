@@ -51,7 +51,9 @@ class ModelOptions:
         type=int,
         minimum=1,
     )
-    fp16_lm_cross_entropy: bool = option(False, "compute the loss from 16-bit logits")
+    fp16_lm_cross_entropy: bool = option(
+        False, "no effect, hence refused: the loss is computed from 32-bit logits"
+    )
     init_method_xavier_uniform: bool = option(
         False, "use Xavier uniform instead of normal initialization"
     )
@@ -147,16 +149,16 @@ class SchedulerOptions:
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_decay_iters: int | None = option(
-        None, "iteration at which the decay ends (default: --train-iters)", type=int, minimum=1
+        None, "iteration at which the decay ends (default: the last one)", type=int, minimum=1
     )
     lr_decay_samples: int | None = option(
-        None, "sample at which the decay ends (default: --train-samples)", type=int, minimum=1
+        None, "sample at which the decay ends (default: the last one)", type=int, minimum=1
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "iterations of the final decay with --lr-decay-style WSD", type=int
+        None, "iterations of the final decay with --lr-decay-style WSD", type=int, minimum=1
     )
     lr_wsd_decay_samples: int | None = option(
-        None, "samples of the final decay with --lr-decay-style WSD", type=int
+        None, "samples of the final decay with --lr-decay-style WSD", type=int, minimum=1
     )
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", type=int, minimum=0)
     lr_warmup_samples: int = option(0, "samples of linear warm-up", type=int, minimum=0)
@@ -167,10 +169,10 @@ class SchedulerOptions:
         0.0, "learning rate at which the warm-up starts", type=float, minimum=0
     )
     start_weight_decay: float | None = option(
-        None, "weight decay at the beginning (default: --weight-decay)", type=float
+        None, "weight decay at the beginning (default: --weight-decay)", type=float, minimum=0
     )
     end_weight_decay: float | None = option(
-        None, "weight decay at the end (default: --weight-decay)", type=float
+        None, "weight decay at the end (default: --weight-decay)", type=float, minimum=0
     )
     weight_decay_incr_style: str = option(
         "constant",

@@ -18,6 +18,7 @@ from megatron.training.arguments.moe_mla_checks import check_experts, check_mla
 from megatron.training.arguments.option_fields import minimums
 from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parallel_layout import check_layout
+from megatron.training.arguments.schedule_checks import check_schedule
 from megatron.training.data.paths import blend_prefixes, check_prefix
 from megatron.training.data.tokenizer import guess_tokenizer_type
 from megatron.training.errors import UserError
@@ -49,7 +50,7 @@ def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
     _check_required(args)
     _check_numbers(args)
     notes = derive(args)
-    for check in (check_layout, _check_batches, _check_model, _check_schedule, _check_data):
+    for check in (check_layout, _check_batches, _check_model, check_schedule, _check_data):
         check(args)
     _check_files(args)
     run = RunConfig(
@@ -156,16 +157,17 @@ def _flag(name: str) -> str:
 
 def _check_batches(args: argparse.Namespace) -> None:
     step = args.micro_batch_size * args.data_parallel_size
+    pp = args.pipeline_model_parallel_size
+    interleaved = args.virtual_pipeline_model_parallel_size
     if args.rampup_batch_size is not None:
-        _check_rampup(args)
+        _check_rampup(args, step * pp if interleaved else step)
     if args.global_batch_size % step and args.rampup_batch_size is None:
         raise UserError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
             f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel rank(s); "
             f"make it a multiple of {step}"
         )
-    pp = args.pipeline_model_parallel_size
-    if args.virtual_pipeline_model_parallel_size and (args.global_batch_size // step) % pp:
+    if interleaved and (args.global_batch_size // step) % pp:
         raise UserError(
             f"the interleaved schedule needs a multiple of {pp} micro-batches per iteration, but "
             f"--global-batch-size {args.global_batch_size} makes {args.global_batch_size // step}; "
@@ -182,8 +184,11 @@ def _check_batches(args: argparse.Namespace) -> None:
             )
 
 
-def _check_rampup(args: argparse.Namespace) -> None:
-    """Raise `UserError` unless the batch grows to `--global-batch-size` in whole increments."""
+def _check_rampup(args: argparse.Namespace, step: int) -> None:
+    """Raise `UserError` unless the batch grows to `--global-batch-size` in whole increments.
+
+    Every batch size on the way must be a multiple of `step`.
+    """
     start, increment, samples = args.rampup_batch_size
     flag = f"--rampup-batch-size {start} {increment} {samples}"
     if min(start, increment, samples) < 1:
@@ -193,6 +198,12 @@ def _check_rampup(args: argparse.Namespace) -> None:
         raise UserError(
             f"{flag} does not reach --global-batch-size {args.global_batch_size} in whole "
             "increments; give a smaller start, and an increment that divides the difference"
+        )
+    if start % step or increment % step:
+        raise UserError(
+            f"{flag} makes batches that cannot be divided into micro-batches of "
+            f"{args.micro_batch_size} on {args.data_parallel_size} data-parallel rank(s)"
+            + f"; make the start and the increment multiples of {step}"
         )
 
 
@@ -263,44 +274,6 @@ def _check_local_only(args: argparse.Namespace) -> None:
         raise UserError(
             f"--attention-backend {backend} belongs to Transformer Engine; remove it: the local "
             "layers have one attention, unfused"
-        )
-
-
-def _check_schedule(args: argparse.Namespace) -> None:
-    if args.min_lr > args.lr:
-        raise UserError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
-    if args.lr_warmup_init > args.lr:
-        raise UserError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr; lower it")
-    decay = args.lr_decay_iters or args.train_iters
-    if args.train_iters and args.lr_warmup_iters >= decay and args.train_samples is None:
-        raise UserError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} does not end before the decay of {decay} "
-            "iterations does; lower it or raise --lr-decay-iters"
-        )
-    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
-        raise UserError(
-            f"--lr-warmup-fraction {args.lr_warmup_fraction} is outside [0, 1); change it"
-        )
-    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
-        raise UserError(
-            "--lr-warmup-fraction and a number of warm-up iterations or samples were both given; "
-            "give one of them"
-        )
-    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
-        raise UserError(
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples; give one"
-        )
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise UserError(
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
-            "other; give one"
-        )
-    if args.weight_decay_incr_style == "constant" and (
-        args.start_weight_decay != args.end_weight_decay
-    ):
-        raise UserError(
-            "--start-weight-decay and --end-weight-decay differ, but --weight-decay-incr-style is "
-            "constant; give linear or cosine"
         )
 
 

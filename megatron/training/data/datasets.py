@@ -177,8 +177,12 @@ def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[b
         UserError: if a prefix has no tokens in a training or validation split that the run needs.
     """
     wanted = list(wanted)
-    if config.blend_per_split is not None:
-        wanted = [w and b is not None for w, b in zip(wanted, config.blend_per_split, strict=True)]
+    for index, blend in enumerate(config.blend_per_split or ()):
+        if wanted[index] and blend is None:
+            name = SPLITS[index]
+            missing = "validation" if name == "valid" else "test at the end"
+            print_rank_0(f"> no --{name}-data-path: there will be no {missing}")
+            wanted[index] = False
     for index, prefix, share in _parts(config):
         if not wanted[index]:
             continue

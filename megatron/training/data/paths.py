@@ -32,9 +32,10 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
             "it as in 0.3 first_prefix 0.7 second_prefix"
         )
     numbers = [float(w) for w in weights]
-    if not all(map(math.isfinite, numbers)) or min(numbers) < 0 or sum(numbers) <= 0:
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise UserError(
-            f"the weights {numbers} of the data blend do not add up; make them positive"
+            f"the weights {numbers} of the data blend are not all above 0 and finite; make them "
+            "positive, and leave out data that the run does not take"
         )
     return prefixes, numbers
 

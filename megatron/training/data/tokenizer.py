@@ -113,8 +113,11 @@ def build_tokenizer(
 
     The tokenizer provides tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod
     (None if there is no end-of-document token), and the rest of the interface that megatron-core's
-    data sets use. The argument `vocab_size` applies only to the NullTokenizer. This tokenizer reads
-    text that consists of numbers: the token ids from 0 to vocab_size - 1. Its eod is vocab_size.
+    data sets use. The NullTokenizer reads text that consists of numbers: the token ids from 0 to
+    `vocab_size` - 1. Its eod is `vocab_size`. Other tokenizers know their own size.
+
+    Raises:
+        UserError: if the tokenizer cannot be built, or if its size is not `vocab_size`.
     """
     if tokenizer_type is None and model_path is not None:
         tokenizer_type = guess_tokenizer_type(model_path)
@@ -142,7 +145,13 @@ def build_tokenizer(
         "HuggingFaceTokenizer": _hugging_face,
         "TikTokenizer": _tiktoken,
     }[tokenizer_type]
-    return make(Path(model_path))
+    tokenizer = make(Path(model_path))
+    if vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"--vocab-size is {vocab_size}, but the tokenizer {model_path} has "
+            f"{tokenizer.vocab_size} tokens; remove --vocab-size: only the NullTokenizer needs it"
+        )
+    return tokenizer
 
 
 #: beginning of a warning that megatron-core gives when it is imported

@@ -212,6 +212,8 @@ def test_a_layer_pattern_is_no_program():
         ("--rampup-batch-size 4 2 100 --global-batch-size 2", "does not reach --global-batch-size"),
         ("--rampup-batch-size 2 0 100 --global-batch-size 4", "holds a number below 1"),
         ("--rampup-batch-size 2 2 100 --global-batch-size 8", None),
+        ("--rampup-batch-size 2 3 100 --global-batch-size 8", "cannot be divided into micro-batch"),
+        ("--rampup-batch-size 1 1 100 --global-batch-size 8", "the increment multiples of 2"),
         ("--kv-channels 15 --position-embedding-type rope", "--kv-channels 15 is odd"),
         ("--fp32-residual-connection --bf16", "needs Transformer Engine's layers"),
         ("--bf16 --fp16", "fp16"),
@@ -224,7 +226,28 @@ def test_a_layer_pattern_is_no_program():
         ("--train-samples 100", "both of --train-iters and --train-samples"),
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 does not end before"),
+        ("--lr-warmup-samples 20", "--lr-warmup-samples 20 does not end before"),
+        ("--lr-warmup-iters 1 --lr-warmup-samples 2", "set the same length; give one of them"),
+        ("--lr-decay-iters 1 --lr-decay-samples 2", "set the same length; give one of them"),
+        ("--lr-warmup-init 1e-4", "acts only with --lr-warmup-iters"),
         ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-samples 8",
+            "set the same length; give one of them",
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 6 --lr-warmup-iters 5",
+            "12 samples .* is longer than the 10 samples",
+        ),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-warmup-iters 5", None),
+        ("--start-weight-decay -1", "--start-weight-decay -1.0 is too small"),
+        ("--weight-decay-incr-style linear", "give a --start-weight-decay below --end"),
+        ("--start-weight-decay 0 --weight-decay-incr-style linear", None),
+        ("--reset-position-ids", None),
+        ("--reset-position-ids --position-embedding-type rope", "acts only with --position-embed"),
+        ("--split 90,5,5", "--split acts only with --data-path"),
+        ("--allow-changed-run", "--allow-changed-run acts only with --load"),
+        ("--fp16-lm-cross-entropy", "does nothing here"),
         ("--swiglu --squared-relu", "exclude each other"),
         ("--transformer-impl transformer_engine", "needs Transformer Engine"),
         ("--fp8-format hybrid", "--custom-quant-type mxfp8"),
@@ -310,6 +333,11 @@ def test_interleaved_stages(monkeypatch):
         parse(
             *flags,
             *["--num-layers-per-virtual-pipeline-stage", "1", "--no-overlap-p2p-communication"],
+        )
+    with pytest.raises(UserError, match="the increment multiples of 4"):
+        parse(
+            *(*flags[:2], "--global-batch-size", "8", "--rampup-batch-size", "4", "2", "10"),
+            *("--num-layers-per-virtual-pipeline-stage", "1"),
         )
     with pytest.raises(UserError, match="cannot be cut into stages of 3 layers"):
         parse(*flags, "--num-layers-per-virtual-pipeline-stage", "3")

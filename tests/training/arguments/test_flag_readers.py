@@ -54,7 +54,7 @@ ELSEWHERE = (
     "_config.py",
 )
 #: files of this tree that check or describe flags without acting on them
-CHECKS = ("validation.py", "flag_effects.py", "moe_mla_checks.py", "/hf/")
+CHECKS = ("validation.py", "flag_effects.py", "moe_mla_checks.py", "schedule_checks.py", "/hf/")
 HOLDERS = ("args", "ddp", "run", "settings", "transformer", "optimizer")
 #: flags that act by setting another one, and the file that sets it
 SETS_ANOTHER = {

@@ -15,7 +15,7 @@ from tests.published import PARAMETERS, PUBLISHED
 from tests.training.hf.command_lines import folder_of, parse
 from tests.training.hf.hf_models import LLAMA3_ROPE, YARN, deepseek_configuration
 from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
-from tests.training.runs import MINIMAL
+from tests.training.runs import MINIMAL, without_split
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ def test_what_transformers_cannot_hold_is_refused_before_training():
     assert text.startswith("--save-hf writes a LlamaForCausalLM, which cannot express this model: ")
     assert "--normalization is LayerNorm and must be RMSNorm" in text
     assert "--position-embedding-type is learned_absolute and must be rope" in text
-    options = [*DEEPSEEK_FLAGS, "--save-hf", "out", "--mock-data", "--split", "1,1,1"]
+    options = [*without_split(DEEPSEEK_FLAGS), "--save-hf", "out", "--mock-data"]
     parse_args(options)
     with pytest.raises(UserError, match="intermediate-size is 96 and must be 64"):
         parse_args([*options, "--moe-shared-expert-intermediate-size", "96"])
