@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.cm import ScalarMappable
@@ -37,7 +36,7 @@ from megatron.analysis.outputs.atomic_write import write_keeping
 from megatron.analysis.outputs.statistics_text import format_statistics
 from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.magnitude_histogram import plot_magnitude_histogram
-from megatron.analysis.plots.style import ALARM, FAINT, RC, nothing, percent, short_count
+from megatron.analysis.plots.style import ALARM, FAINT, in_style, nothing, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL, plot_value_histogram
 from megatron.analysis.stats.histogram import Grid
 from megatron.analysis.stats.matrix_view import PAIRWISE
@@ -123,7 +122,7 @@ def quick_analysis(
     compared = compare(dump, formats or default_formats(dump), workers)
     picture = io.BytesIO()
     # Text created while drawing must not be parsed as formulas.
-    with matplotlib.rc_context(RC), one_garbage_collection():
+    with in_style(), one_garbage_collection():
         draw_picture(dump, measured, problems, compared=compared).savefig(
             picture, format="png", dpi=DPI
         )
@@ -184,7 +183,7 @@ def draw_picture(
     """
     if compared is None:
         compared = compare(dump, default_formats(dump))
-    with matplotlib.rc_context(RC):
+    with in_style():
         verdict, rows = [], 4
         if isinstance(compared, FirstLook):
             verdict = textwrap.wrap(" ".join(compared.sentences()), LETTERS)

@@ -7,14 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
 from loss_gaps.gaps import Runs, correlation, verdict
 from loss_gaps.offline import ERRORS, Pair
 from megatron.analysis.plots.error_and_gap import plot_error_and_gap
-from megatron.analysis.plots.style import RC
+from megatron.analysis.plots.style import in_style
 
 DPI = 130
 PICTURE = "study.png"  #: name of the picture, to which the page refers
@@ -154,7 +153,7 @@ def picture(gaps: pd.DataFrame, image: str = "png") -> bytes:
         title = f"Spearman {interval.value:.2f} (95 % interval {ends}) over {title}"
     data = gaps.rename(columns={"configuration": "name", ERRORS[0]: "x", "gap": "y"})
     content = io.BytesIO()
-    with matplotlib.rc_context(RC):
+    with in_style():
         figure = Figure(figsize=(9, 6.5), layout="constrained")
         plot_error_and_gap(
             data,

@@ -13,7 +13,7 @@ from megatron.analysis.diff.settings import Facts
 from megatron.analysis.diff.summary import Summary
 from megatron.analysis.diff.text import Row, counts, lists, origin_sentence, tables, verdict
 from megatron.analysis.outputs.render import picture
-from megatron.analysis.plots.style import RC
+from megatron.analysis.plots.style import in_style
 from megatron.analysis.report import fill, page_style
 from megatron.analysis.text_table import shown
 
@@ -44,9 +44,7 @@ def page(summary: Summary, facts: Facts) -> bytes:
 
 
 def _picture(summary: Summary) -> str:
-    import matplotlib
-
-    with matplotlib.rc_context(RC):
+    with in_style():
         image = base64.b64encode(picture(growth_figure(summary), "png")).decode()
     alternative = "Relative error of each tensor in the order of execution"
     return f'<img alt="{alternative}" src="data:image/png;base64,{image}">'

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
+from megatron.analysis.plots.text import brief
 from megatron.analysis.verification.recompute_attention import by_head, mask_of, masked_scores
 from megatron.analysis.verification.recorded_formats import (
     NotCheckedError,
@@ -117,7 +118,7 @@ def latest(data: FigureData, table: pd.DataFrame) -> pd.DataFrame:
 def source_of(layers: Sequence[Layer]) -> str:
     """Return a phrase that names the run and the iteration, and how the probabilities were made."""
     first = layers[0]
-    run = f"{first.row.quant_type} run {first.row.run_id or '(unknown)'}"
+    run = f"{brief(first.row.quant_type)} run {first.row.run_id or '(unknown)'}"
     how = "" if first.key is None else "recomputed from query and key without quantization, "
     return f"{how}{run} (the newest), iteration {first.row.iteration} (its last)"
 

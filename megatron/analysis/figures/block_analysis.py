@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -16,6 +17,7 @@ from megatron.analysis.figures.figure_data import (
     Make,
     NothingToDrawError,
     file_name,
+    layer_name,
 )
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.figures.sheet import label_edges, legend, sheet, shown
@@ -25,6 +27,7 @@ from megatron.analysis.plots.block_map import plot_block_map
 from megatron.analysis.plots.code_usage import plot_code_usage
 from megatron.analysis.plots.counts import plot_counts
 from megatron.analysis.plots.style import powers_of_two, right_of_title
+from megatron.analysis.plots.text import brief
 from megatron.analysis.stats import HEADROOM_EDGES
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
 from megatron.fake_quant import get_format
@@ -82,7 +85,8 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
     height = -(-len(drawn) // columns)
     figure, axes = sheet(4.6 * columns, 3.5 * height + 0.8, height, columns)
     for ax, (row, data) in zip(shown(axes, len(drawn)), drawn, strict=True):
-        title = f"L{row.layer_idx} {row.place}, {row.along_row:.1f} dB ({row.quant_type} run)"
+        place = f"{layer_name(row.layer_idx)} {brief(row.place, 30)}"
+        title = f"{place}, {_sqnr(row.along_row)} ({brief(row.quant_type, 16)} run)"
         across = "output unit" if row.tensor_name.endswith("weight") else "row (token, head)"
         plot_block_map(
             data,
@@ -96,6 +100,12 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
     note += f"{figure_data.judge} of matmuls with the lowest SQNR, one per place; gray: no scale"
     figure_data.headline(figure, f"{fmt}: scale maps", note)
     return figure
+
+
+def _sqnr(value: float) -> str:
+    if math.isfinite(value):
+        return f"{value:.1f} dB"
+    return "no error" if value == math.inf else "no SQNR"
 
 
 def summed(figure_data: FigureData, formats: Iterable[str]) -> dict[str, FormatSum]:
@@ -139,14 +149,14 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
             right_of_title(axes[2], "the other formats have no E8M0 scales")
     else:
         axes[2].set_visible(False)
-    if alike := same_counts({name: total.block_range for name, total in totals.items()}):
-        right_of_title(axes[1], "; ".join(map(" = ".join, alike)))
     label_edges(axes, x=False)
     legend(figure, axes)
     note = (
         f"{figure_data.judged_origin}; ranges and scales without 0.01 % at each end, blocks of "
         "zeros and NaN"
     )
+    if alike := same_counts({name: total.block_range for name, total in totals.items()}):
+        note += f"; equal ranges: {'; '.join(map(' = '.join, alike))}"
     figure_data.headline(figure, "Blocks: headroom, range and scales", note)
     return figure
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatron.analysis.figures.exponent_histograms import (
     RANGE_NOTE,
+    bars_height,
     exponent_shares,
     format_ranges,
 )
@@ -60,13 +61,13 @@ def exponents(figure_data: FigureData) -> Figure:
     """Draw one exponent histogram per kind of tensor, with the ranges of the formats below it."""
     judged = figure_data.judged if figure_data.formats else figure_data.tensors
     kinds = figure_data.kinds(judged)
-    figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
-    for ax, kind in zip(axes, kinds, strict=True):
-        uses = figure_data.judged[figure_data.judged["kind"] == kind]
-        ranges = format_ranges(figure_data.formats, uses)
-        plot_exponent_histogram(
-            exponent_shares(figure_data, kind), ranges, title=KINDS[kind], ax=ax
-        )
+    uses = figure_data.judged
+    ranges = [format_ranges(figure_data.formats, uses[uses["kind"] == kind]) for kind in kinds]
+    height = 5.0 + max(map(bars_height, ranges))
+    figure, axes = sheet(5.4 * len(kinds), height, 1, len(kinds))
+    for ax, kind, own in zip(axes, kinds, ranges, strict=True):
+        shares = exponent_shares(figure_data, kind)
+        plot_exponent_histogram(shares, own, title=KINDS[kind], ax=ax)
     label_edges(axes, x=False)
     legend(figure, axes)
     origin = figure_data.judged_origin if figure_data.formats else figure_data.origin

@@ -18,6 +18,13 @@ RANGE_NOTE = (
     "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
     "with the median scale, and the line extends to blocks with other scales"
 )
+LANE = 0.18  #: height in inches that a figure gains for each format above `LANES`
+LANES = 5  #: number of formats whose bars fit below a histogram of usual height
+
+
+def bars_height(ranges: pd.DataFrame) -> float:
+    """Return the height in inches that a figure needs for the bars of many formats."""
+    return LANE * max(0, len(ranges) - LANES)
 
 
 def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:

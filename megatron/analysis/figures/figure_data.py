@@ -22,6 +22,7 @@ from megatron.analysis.figures.deviations import deviations
 from megatron.analysis.figures.sheet import headline
 from megatron.analysis.figures.sums import FormatSum, Sums, add_up
 from megatron.analysis.judged import JUDGED, OPERANDS
+from megatron.analysis.plots.text import brief
 from megatron.analysis.progress import with_progress
 from megatron.analysis.stats import Statistics
 from megatron.analysis.stats.matrix_view import is_operand
@@ -236,13 +237,17 @@ class FigureData:
     @property
     def judged_origin(self) -> str:
         """Phrase that describes the tensors on which formats are evaluated; see `origin`."""
-        chosen = self.tensors.loc[self.judged["tensor"].unique()]
+        return self.origin_of(self.judged)
+
+    def origin_of(self, rows: pd.DataFrame) -> str:
+        """Return a phrase as `judged_origin` for some of the rows of `judged`."""
+        chosen = self.tensors.loc[rows["tensor"].unique()]
         return self._origin(chosen, f"{self.judge} of matmuls")
 
     def _origin(self, table: pd.DataFrame, what: str) -> str:
         types = list(dict.fromkeys(table["quant_type"]))
         iterations = table["iteration"].nunique()
-        named = ", ".join(types[:5]) + (" and others" if len(types) > 5 else "")
+        named = ", ".join(map(brief, types[:5])) + (" and others" if len(types) > 5 else "")
         plural = "" if iterations == 1 else "s"
         return f"{len(table):,} {what} of {named}, {iterations} iteration{plural}"
 

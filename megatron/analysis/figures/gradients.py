@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.figures.exponent_histograms import (
     RANGE_NOTE,
+    bars_height,
     exponent_shares,
     format_ranges,
 )
@@ -52,11 +53,11 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 def exponents(figure_data: FigureData) -> Figure:
     """Draw a histogram of gradient magnitudes, with the range of each format below it."""
     gradients = judged_gradients(figure_data)
-    figure, axes = sheet(9.0, 5.2)
     ranges = format_ranges(figure_data.formats, gradients)
+    figure, axes = sheet(9.0, 5.2 + bars_height(ranges))
     plot_exponent_histogram(exponent_shares(figure_data, "gradient"), ranges, ax=axes[0])
     legend(figure, axes)
-    note = f"{RANGE_NOTE}; {figure_data.judged_origin}"
+    note = f"{RANGE_NOTE}; {figure_data.origin_of(gradients)}"
     figure_data.headline(figure, "Gradients by magnitude, and the ranges of the formats", note)
     return figure
 
@@ -76,7 +77,7 @@ def underflow(figure_data: FigureData) -> Figure:
     legend(figure, axes)
     note = median_of(gradients, ["quantized_format", "layer_idx"], "point")
     title = "Gradients in each format, by layer"
-    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
+    figure_data.headline(figure, title, f"{note}; {figure_data.origin_of(gradients)}")
     return figure
 
 

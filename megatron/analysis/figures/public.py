@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from megatron.analysis.cli.stats_command import CACHE_FOLDER
@@ -16,7 +15,7 @@ from megatron.analysis.figures.figure_data import FigureData, Make, NothingToDra
 from megatron.analysis.figures.page import drawing_on, page_of
 from megatron.analysis.judged import JUDGED, OPERANDS
 from megatron.analysis.outputs.registry import OUTPUTS, QUICK, REPORT
-from megatron.analysis.plots.style import RC
+from megatron.analysis.plots.style import in_style
 from megatron.analysis.stats import Statistics, compute
 from megatron.analysis.stats.cache import ForeignCacheError, check_place
 from megatron.analysis.store import TensorStore, selected
@@ -138,7 +137,7 @@ def figure(
     if output not in _figure_outputs():
         outputs = ", ".join(_figure_outputs())
         raise ValueError(f"no figure {name!r}: its name begins with one of {outputs} and a slash")
-    with matplotlib.rc_context(RC | page.settings), drawing_on(page):
+    with in_style(page.settings), drawing_on(page):
         for other, make in _made(data, output):
             if other == rest:
                 drawn = make()
@@ -163,7 +162,7 @@ def save(figure: Figure, path: str | Path, *, dpi: float = 300) -> None:
         ValueError: if the suffix is not a format that matplotlib writes.
         OSError: if the file cannot be written.
     """
-    with matplotlib.rc_context(RC):
+    with in_style():
         figure.savefig(path, dpi=dpi)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,8 +11,9 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.figures.page import current_page
 from megatron.analysis.plots.style import ALARM, FAINT, decades, text_size
+from megatron.analysis.plots.text import text_lines
 
-LETTERS = 15  #: maximum number of characters per inch in the lines of a note
+MARGIN = 0.012  #: space beside title and notes, as a fraction of the figure's width
 LETTER = 0.5  #: average width of a character, as a fraction of the font size
 HANDLE = 4.5  #: width of a legend entry's line and margins, in characters
 
@@ -134,33 +134,28 @@ def legend(figure: Figure, axes: Iterable[Axes], *, columns: int = 8) -> None:
         )
 
 
-def headline(
-    figure: Figure, title: str, note: str = "", warning: str = "", *, letters: int = LETTERS
-) -> None:
+def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> None:
     """Write the title of a figure, a note below it, and a warning in red.
 
     If the current page has no headlines, only the caption is recorded.
-
-    Args:
-        letters: maximum number of characters per inch; fewer for text with many wide letters.
     """
     _captions[figure] = ". ".join(text for text in (title, note, warning) if text) + "."
     page = current_page()
     if not page.headlines:
         return
     scale = page.font_size / 10
-    width = int(figure.get_figwidth() * letters / scale)
-    lines = [(line, FAINT) for line in textwrap.wrap(note, width)]
-    lines += [(line, ALARM) for line in textwrap.wrap(warning, width)]
+    inches = (1 - 2 * MARGIN) * figure.get_figwidth()
+    lines = [(line, FAINT) for line in text_lines(note, inches, text_size(9))]
+    lines += [(line, ALARM) for line in text_lines(warning, inches, text_size(9))]
     # Constrained layout reserves space only for the title, so empty lines are added to the title to
     # make room for the notes.
-    title = "\n".join(textwrap.wrap(title, max(1, int(0.7 * width))))
+    title = "\n".join(text_lines(title, inches, text_size(13), bold=True))
     text = title + "\n" * len(lines)
-    figure.suptitle(text, x=0.012, ha="left", fontsize=text_size(13), fontweight="bold")
+    figure.suptitle(text, x=MARGIN, ha="left", fontsize=text_size(13), fontweight="bold")
     first = 0.34 + 0.22 * title.count("\n")
     for number, (line, color) in enumerate(lines):
         figure.text(
-            0.012,
+            MARGIN,
             1 - scale * (first + 0.17 * number) / figure.get_figheight(),
             line,
             ha="left",

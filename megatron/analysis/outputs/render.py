@@ -22,7 +22,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -34,7 +33,7 @@ from megatron.analysis.figures.sheet import caption
 from megatron.analysis.garbage import one_garbage_collection
 from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.outputs.registry import DEVIATIONS, OUTPUTS, QUICK, REPORT, SUMS
-from megatron.analysis.plots.style import RC
+from megatron.analysis.plots.style import in_style
 from megatron.analysis.quick import quick_analysis
 
 DPI = 150  #: resolution of PNG files, in dots per inch
@@ -239,7 +238,7 @@ def make(name: str, order: Order) -> Made:
 def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
     """Draw one figure or text file and write it; if this fails, record the reason in `made`."""
     try:
-        with matplotlib.rc_context(RC | order.page.settings), drawing_on(order.page):
+        with in_style(order.page.settings), drawing_on(order.page):
             drawn = draw()
             if isinstance(drawn, str):
                 contents = {name: drawn.encode(errors="backslashreplace")}

@@ -14,11 +14,11 @@ from megatron.analysis.plots.style import (
     color_of,
     decades,
     guide,
-    list_below,
     nothing,
     quiet,
     text_size,
 )
+from megatron.analysis.plots.text import list_below
 
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)  #: distances of a name from its dot, in points
 _ANGLES = np.radians((0, 180, 45, 135, 315, 225, 90, 270))  #: directions of a name from its dot

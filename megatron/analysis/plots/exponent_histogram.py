@@ -112,5 +112,5 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         va="center",
         color=color,
         annotation_clip=False,
-        fontsize=text_size(8) * max(size, 0.6),
+        fontsize=text_size(8) * max(size, 0.8),
     )

@@ -12,11 +12,11 @@ from megatron.analysis.plots.style import (
     colors_of,
     decades,
     guide,
-    list_below,
     nothing,
     quiet,
     text_size,
 )
+from megatron.analysis.plots.text import list_below
 
 
 def plot_pareto(

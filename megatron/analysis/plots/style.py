@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-import textwrap
+import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from colorsys import hls_to_rgb
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.font_manager import fontManager
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megatron.fake_quant.inspect.value_grids import COLORS
@@ -77,7 +79,31 @@ RC: dict[Any, Any] = {
     "ps.fonttype": 42,
     "legend.frameon": False,
     "legend.fontsize": 9,
-}  #: settings that `matplotlib.rc_context` applies while a figure is drawn
+}  #: settings that `in_style` applies while a figure is drawn
+#: Fonts with Chinese characters, for names that the default font cannot show.
+FALLBACKS = (
+    *("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei"),
+    *("WenQuanYi Zen Hei", "Microsoft YaHei", "PingFang SC", "SimHei", "Droid Sans Fallback"),
+)
+
+
+@contextmanager
+def in_style(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Apply `RC` and further settings of Matplotlib in a `with` block.
+
+    There are no warnings about characters that no font has, because names may contain any; such a
+    character is drawn as a box.
+    """
+    values = RC | {"font.family": families()} | dict(settings or {})
+    with matplotlib.rc_context(values), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from", UserWarning)
+        yield
+
+
+def families() -> list[str]:
+    """Return the font families to draw with: the default one, and the installed `FALLBACKS`."""
+    installed = {font.name for font in fontManager.ttflist}
+    return [str(RC["font.family"]), *(name for name in FALLBACKS if name in installed)]
 
 
 def color_of(name: str) -> str:
@@ -242,12 +268,6 @@ def quiet(ax: Axes) -> Axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(length=3)
     return ax
-
-
-def list_below(ax: Axes, note: str) -> None:
-    """Write a note of any length below the label of the x axis, which must be set before."""
-    lines = textwrap.wrap(note, 64)
-    ax.set_xlabel("\n".join([ax.get_xlabel(), *lines]))
 
 
 def right_of_title(ax: Axes, note: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -14,7 +13,7 @@ from megatron.analysis.figures.sheet import headline
 from megatron.analysis.outputs.render import DPI
 from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.pareto import plot_pareto
-from megatron.analysis.plots.style import RC
+from megatron.analysis.plots.style import in_style
 from megatron.analysis.stats.errors import decibels
 from megatron.analysis.study.engine import Study
 from megatron.analysis.study.proposal import Proposal, rows_of
@@ -47,7 +46,7 @@ def draw_verdict(
     own = table[table["candidate"] == name].sort_values("layer_idx", kind="stable")
     layers = own["layer_idx"].nunique()
     rows = own["place"].nunique()
-    with matplotlib.rc_context(RC):
+    with in_style():
         width = min(7.5 + 0.55 * max(layers, 4), 22)
         figure = Figure(figsize=(width, max(2.2 + _ROW * rows, 4.8)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=[5.0, max(width - 6.5, 2.5)])
@@ -73,7 +72,7 @@ def draw_verdict(
             title=f"Where {name} loses",
             ax=right,
         )
-        headline(figure, "Formats by the results of matmuls", " ".join(sentences), letters=14)
+        headline(figure, "Formats by the results of matmuls", " ".join(sentences))
         return _saved(figure, image)
 
 
@@ -105,7 +104,7 @@ def draw_budget(result: Study, image: str = "png") -> bytes | None:
     order = {each.name: at for at, each in enumerate(result.candidates)}
     means = means.assign(at=means["candidate"].map(order))
     means = means.sort_values("at", kind="stable")
-    with matplotlib.rc_context(RC):
+    with in_style():
         height = 1.8 + 0.24 * means["row"].nunique()
         width = 5.0 + 0.8 * means["candidate"].nunique()
         figure = Figure(figsize=(width, height), layout="constrained")
