@@ -5,6 +5,7 @@ The pipeline stages of this rank are wrapped for mixed precision and data parall
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -235,11 +236,20 @@ def _without_copies(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOptimizer:
-    """Build megatron-core's optimizer, without weight decay for biases and norms."""
+    """Build megatron-core's optimizer, without weight decay for biases and norms.
+
+    megatron-core does not mark the parameters with a learning rate of their own (--decoupled-lr).
+    Without the mark, it would give them the settings of other parameters when it loads a
+    checkpoint, or the other way round.
+    """
+    overrides: dict[Any, Any] = get_standard_config_overrides(run.optimizer)
+    for override in overrides.values():
+        if "max_lr" in override:
+            override["is_decoupled_lr"] = True
     return get_megatron_optimizer(
         config=run.optimizer,
         model_chunks=model,
-        config_overrides=get_standard_config_overrides(run.optimizer),
+        config_overrides=overrides,
         use_gloo_process_groups=not run.args.disable_gloo_process_groups,
     )
 

@@ -50,7 +50,10 @@ def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
     _check_required(args)
     _check_numbers(args)
     notes = derive(args)
-    for check in (check_layout, _check_batches, _check_model, check_schedule, _check_data):
+    for check in (
+        *(check_layout, _check_batches, _check_model, _check_optimizer),
+        *(check_schedule, _check_data),
+    ):
         check(args)
     _check_files(args)
     run = RunConfig(
@@ -250,6 +253,20 @@ def _check_model(args: argparse.Namespace) -> None:
         _check_local_only(args)
     check_experts(args)
     check_mla(args)
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    """Raise `UserError` for optimizers that megatron-core cannot build here."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise UserError(
+            "--optimizer sgd and --use-distributed-optimizer exclude each other in megatron-core; "
+            "remove one of them"
+        )
+    if args.use_precision_aware_optimizer and not installed("transformer_engine"):
+        raise UserError(
+            "--use-precision-aware-optimizer needs Transformer Engine, which is not installed; "
+            "remove the flag"
+        )
 
 
 def _check_local_only(args: argparse.Namespace) -> None:

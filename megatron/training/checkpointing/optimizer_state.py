@@ -1,8 +1,9 @@
-"""Make checkpoints of the optimizer state load correctly with torch's Adam.
+"""Make checkpoints of the optimizer state load correctly with torch's Adam and SGD.
 
 megatron-core's distributed optimizer was written for the Adam implementations of Transformer Engine
-and Apex. With Adam from torch, it needs the three corrections in this module. The module also
-restores the command line's hyperparameters, which loading replaces.
+and Apex. With Adam from torch, it needs the three corrections in this module. megatron-core cannot
+load the state of SGD at all without a function of this module. The module also restores the command
+line's hyperparameters, which loading replaces.
 """
 
 from collections.abc import Iterator
@@ -21,12 +22,40 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Allocate the optimizer state into which a checkpoint is loaded.
 
-    This is needed because megatron-core reads the step count before it allocates the state.
+    This is needed because megatron-core reads the step count before it allocates the state, and
+    because it has no function that allocates the state of SGD.
     """
     for part in _parts(optimizer):
+        if part.init_state_fn is None:
+            part.init_state_fn = _allocate_momentum
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
             part._init_optimizer_states_with_dummy_values()
             _keep_step(part)
+
+
+def complete(optimizer: MegatronOptimizer) -> None:
+    """Allocate the state of torch's optimizers before it is saved, unless they have one.
+
+    An optimizer that has made no step yet has none. With fp16, this is the case until the loss
+    scale is small enough. megatron-core cannot load a checkpoint without the state.
+    """
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if inner is None or inner.state:
+            continue
+        if isinstance(inner, torch.optim.SGD):
+            _allocate_momentum(inner)
+        elif isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                zeros = {k: torch.zeros_like(parameter) for k in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+def _allocate_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Allocate the state of torch's SGD. Without momentum, it has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _keep_step(part: DistributedOptimizer) -> None:
@@ -73,14 +102,33 @@ def match_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
         optimizer: the optimizer of this run.
         state: the optimizer's state in the checkpoint, as `optimizer.load_state_dict` takes it.
     """
-    parts = list(_parts(optimizer))
-    states = [state] if len(parts) == 1 else [state[key] for key in sorted(state)]
-    for part, part_state in zip(parts, states, strict=True):
-        saved_groups = part_state.get("optimizer", part_state)["param_groups"]
+    for part, part_state in _states(optimizer, state):
+        saved_groups = part_state["param_groups"]
         for group in part.param_groups:
             same = [saved for saved in saved_groups if _kind(saved) == _kind(group)]
             if len(same) == 1:
                 group.update({key: same[0][key] for key in _SCHEDULE if key in same[0]})
+
+
+def add_step(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Add a step count of zero to the state in a checkpoint, before it is loaded.
+
+    megatron-core does not store a count of zero, and torch's Adam needs one.
+    """
+    for part, part_state in _states(optimizer, state):
+        adam = isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if adam and not isinstance(part, DistributedOptimizer) and part_state["state"]:
+            part_state["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def _states(
+    optimizer: MegatronOptimizer, state: dict[Any, Any]
+) -> Iterator[tuple[MegatronOptimizer, dict[Any, Any]]]:
+    """Yield each part of an optimizer with the part's state, as torch's optimizer stores it."""
+    parts = list(_parts(optimizer))
+    states = [state] if len(parts) == 1 else [state[key] for key in sorted(state)]
+    for part, part_state in zip(parts, states, strict=True):
+        yield part, part_state.get("optimizer", part_state)
 
 
 def _kind(group: dict[str, Any]) -> tuple[Any, ...]:

@@ -97,6 +97,7 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
     if histories := amax_histories.sharded(trained.model):
         state["amax_histories"] = histories
     if args.save_optim:
+        optimizer_state.complete(trained.optimizer)
         state["optimizer"] = trained.optimizer.sharded_state_dict(
             _model_state(trained), metadata=_metadata()
         )
@@ -281,6 +282,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         numbers = optimizer_state.numbers(trained.optimizer)
         with _read_errors(folder):
             optimizer_state.match_groups(trained.optimizer, state["optimizer"])
+            optimizer_state.add_step(trained.optimizer, state["optimizer"])
             trained.optimizer.load_state_dict(state["optimizer"])
             optimizer_state.separate_steps(trained.optimizer)
             with _named(folder / COMMON):

@@ -257,6 +257,8 @@ def test_a_layer_pattern_is_no_program():
         ("--save-interval 5", "--save-interval was given without --save"),
         ("--finetune", "--finetune was given without --load"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--optimizer sgd --use-distributed-optimizer", "exclude each other in megatron-core"),
+        ("--use-precision-aware-optimizer", "needs Transformer Engine"),
         ("--num-experts 4 --moe-router-topk 2 --moe-router-score-function softmax", None),
     ],
 )

@@ -194,6 +194,28 @@ def test_the_optimizer_s_numbers_are_refused_or_taken(run_quickly, checkpoints, 
         assert taken[4] != same.losses[4]
 
 
+def test_sgd_and_a_learning_rate_of_the_embedding_go_on(run_quickly, tmp_path):
+    """megatron-core allocates no state for SGD, and does not mark the parameters of --decoupled-lr.
+
+    Without the mark, parameters get the learning rate of other ones from a checkpoint.
+    """
+    flags = ("--optimizer", "sgd", "--decoupled-lr", "1e-1")
+    whole = succeeded(run_quickly(*flags, "--save", tmp_path, "--save-interval", "2"))
+    rest = succeeded(run_quickly(*flags, "--load", tmp_path, "--ckpt-step", "2"))
+    assert rest.lines == {number: whole.lines[number] for number in (3, 4)}
+
+
+@pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",)], ids=["whole", "shared"])
+def test_a_checkpoint_before_the_first_step_of_the_optimizer(run_quickly, tmp_path, layout):
+    """The first gradients overflow with the default loss scale of fp16."""
+    flags = ("--fp16", *layout, "--save", tmp_path, "--load", tmp_path)
+    half = succeeded(run_quickly(*flags, "--exit-interval", "2"))
+    rest = succeeded(run_quickly(*flags))
+    for number, run in enumerate((half, half, rest, rest), 1):
+        line = rf"iteration +{number}/ .* number of skipped iterations: +1 \|"
+        assert re.search(line, run.output), run.output[-500:]
+
+
 def test_saving_starts_no_process_that_stays(tmp_path):
     """The queue of megatron-core's asynchronous saves would be in another process."""
     worker = Path(__file__).with_name("children_worker.py")
