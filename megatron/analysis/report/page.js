@@ -150,6 +150,17 @@ function logAxis(title, values, more = {}) {
   return axis(title, { type: "log", dtick: high - low > 2 ? Math.ceil((high - low) / 6) : "D2", exponentformat: "power", ...more });
 }
 
+// Return a legend that stands above a plot, and the pixels by which its further rows make the plot higher.
+function legendAbove(names) {
+  const longest = names.reduce((most, name) => Math.max(most, name.length), 0);
+  const columns = Math.max(1, Math.floor((Math.min(window.innerWidth, 1280) - 130) / (48 + 7 * longest)));
+  const more = 19 * Math.max(0, Math.ceil(names.length / columns) - 1);
+  return { more, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" } };
+}
+
+// Return the length of a color bar; its ticks would overlap beside a map with few rows.
+const barLength = (rows) => (rows < 5 ? { lenmode: "pixels", len: 115, y: 1, yanchor: "top" } : {});
+
 // Return the color of a line; on a dark page it is lighter.
 function onPage(hex) {
   if (!matchMedia("(prefers-color-scheme: dark)").matches || !/^#[0-9a-f]{6}$/i.test(hex)) return hex;
@@ -201,7 +212,7 @@ function drawHeatmap() {
   const trace = {
     type: "heatmap", z: z.map((row) => row.map(height)), x: shown.map((i) => labels[i]),
     y: data.layers.map(layerName), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
-    zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
+    zmin: bottom, zmax: top, colorbar: { title: { text: "dB" }, ...barLength(data.layers.length) },
     hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
     ...(few ? { texttemplate: "%{text}", textfont: { size: 9 } } : {}),
   };
@@ -524,12 +535,13 @@ const sqnrAxis = (medians, title) => axis(title, { showticklabels: medians.flat(
 function drawFormats() {
   $("formats-note").textContent = `Medians over runs, iterations and layers (or places), of ${data.judged}; a triangle above all numbers means no error.`;
   const places = data.judged_places.map(plain);
+  const { more, legend } = legendAbove(data.formats.map(({ name }) => name));
   Plotly.newPlot("by-place", sqnrTraces(data.by_place, places, "markers"), layout({
-    height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: sqnrAxis(data.by_place, "SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
+    height: 400 + more, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: sqnrAxis(data.by_place, "SQNR (dB), median"), legend,
   }), CONFIG);
   Plotly.newPlot("by-layer", sqnrTraces(data.by_layer, data.layers, "lines+markers"), layout({
-    height: 320, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: sqnrAxis(data.by_layer, "SQNR (dB), median of all tensors"),
-    legend: { orientation: "h", y: 1.15 },
+    height: 320 + more, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: sqnrAxis(data.by_layer, "SQNR (dB), median of all tensors"),
+    legend,
   }), CONFIG);
 }
 
@@ -651,11 +663,13 @@ function drawTraining() {
   const [low, high] = [Math.min, Math.max].map((f) => losses.reduce((a, b) => f(a, b), losses[0] ?? 1));
   const norms = known.flatMap(([, entry]) => entry.grad_norm).filter((value) => typeof value === "number");
   const half = { domain: [0.45, 1] };
-  Plotly.react("loss", known.flatMap(([run, entry]) => lossTraces(run, entry)), layout({
-    height: 460, xaxis: wholeAxis("iteration", known.flatMap(([, { iteration }]) => iteration), { anchor: "y2" }),
+  const traces = known.flatMap(([run, entry]) => lossTraces(run, entry));
+  const { more, legend } = legendAbove(known.map(([run]) => plain(runName(run))));
+  Plotly.react("loss", traces, layout({
+    height: 460 + more, xaxis: wholeAxis("iteration", known.flatMap(([, { iteration }]) => iteration), { anchor: "y2" }),
     yaxis: low > 0 && high > 10 * low ? logAxis("loss", losses, half) : axis("loss", half),
     yaxis2: logAxis("gradient norm", norms, { domain: [0, 0.37] }),
-    legend: { orientation: "h", y: 1.1 }, showlegend: known.length > 1,
+    legend, showlegend: known.length > 1,
     shapes: marks.map(({ iteration: x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { color: color("alarm"), dash: "dash", width: 1.5 } })),
   }), CONFIG);
   $("loss").removeAllListeners?.("plotly_click");
@@ -759,7 +773,7 @@ function drawMoved(layers, name) {
   $("attention-title").textContent = `Share of a query's attention that ${name} moves to other keys; a click shows the head`;
   Plotly.react("attention-moved", [{
     type: "heatmap", z, x: Array.from({ length: slots }, (_, i) => i), y: layers.map(({ layer }) => layerName(layer)), xgap: 1, ygap: 1,
-    colorscale: "Viridis", zmin: 0, zmax: z.flat().reduce((a, b) => Math.max(a, b), 0) || 1, colorbar: { title: { text: "%" } }, text: z.map((row) => row.map((value) => (value === null ? "" : value.toPrecision(2)))),
+    colorscale: "Viridis", zmin: 0, zmax: z.flat().reduce((a, b) => Math.max(a, b), 0) || 1, colorbar: { title: { text: "%" }, ...barLength(layers.length) }, text: z.map((row) => row.map((value) => (value === null ? "" : value.toPrecision(2)))),
     customdata: layers.map(({ heads }) => heads), hoverongaps: false,
     ...(layers.length * slots <= 200 ? { texttemplate: "%{text}", textfont: { size: 10 } } : {}),
     hovertemplate: "%{y} head %{customdata}: %{text} % of a query's attention moves to other keys<extra></extra>",
@@ -837,10 +851,11 @@ function drawGradients() {
   const where = ofFormat ? ` in ${formatName()}, the format chosen above` : "";
   $("gradient-note").textContent = (several ? "" : "One iteration was collected, so the gradients are shown by layer. ")
     + (several && layer === "" ? `Over all layers${id === "amax" ? ": the largest" : ": the median"}${where}.` : where && `Values${where}.`);
+  const { more, legend } = legendAbove(traces.map(({ name }) => name));
   Plotly.react("gradient-plot", traces, layout({
-    height: narrow() ? 620 : 440, xaxis: wholeAxis(several ? "iteration" : "layer", traces.flatMap(({ x }) => x)),
+    height: 400 + more, xaxis: wholeAxis(several ? "iteration" : "layer", traces.flatMap(({ x }) => x)),
     yaxis: logarithmic ? logAxis(title, traces.flatMap(({ y }) => y)) : axis(title, id === "underflow" ? { tickformat: ".3~%", rangemode: "tozero" } : {}),
-    legend: { orientation: "h", y: narrow() ? -0.3 : -0.2 },
+    legend,
   }), CONFIG);
 }
 

@@ -441,6 +441,12 @@ def test_a_phone_needs_no_sideways_scrolling_and_a_dark_screen_no_white_page(tab
         assert background == "rgb(23, 25, 27)"
         assert tab.evaluate("$('heatmap')._fullLayout.paper_bgcolor") == "#17191b"
         assert tab.evaluate("document.querySelectorAll('#heatmap .heatmap-label').length") == 0
+        for plot in ("by-place", "by-layer", "gradient-plot"):  # no legend covers the data
+            legend, panel = (
+                tab.evaluate(f"$('{plot}').querySelector('{part}').getBoundingClientRect().{end}")
+                for part, end in ((".legend", "bottom"), (".nsewdrag", "top"))
+            )
+            assert legend <= panel
         assert tab.messages == []
     finally:
         tab.send("Emulation.clearDeviceMetricsOverride")
