@@ -105,6 +105,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--study {arguments.study}: there is no such file")
     for package in ("dash", "waitress"):
         check_installed(package, "the command serve")
+    if arguments.study is not None:
+        from megatron.analysis.serve.explorer import read_study
+
+        arguments.study = arguments.study.resolve()  # a link in DIR is not followed, this one is
+        read_study(arguments.study)
     from megatron.analysis.cli.stats_command import cache_folder
     from megatron.analysis.serve.server import Options, serve
     from megatron.fake_quant.names import get_format

@@ -36,6 +36,23 @@ _MOST_BYTES = 256 << 20  #: maximum size of the table of a study, in bytes
 PERIOD = 2.0  #: time between two polls of the training files, in seconds
 
 
+def read_study(path: Path) -> pd.DataFrame:
+    """Return the table of a study.
+
+    Raises:
+        ValueError: if the file is not such a table, or is too large.
+    """
+    try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"its {size:,} bytes are more than {_MOST_BYTES:,}")
+        table = pd.read_parquet(path, columns=[*_STUDY_COLUMNS])
+        numbers = table[["iteration", "layer_idx", "sqnr_db"]].astype(float)
+    except Exception as error:  # a damaged file may raise almost any exception
+        text = f"{path} is not a table of a study ({type(error).__name__}: {reason(error)})"
+        raise ValueError(printable(text, limit=2000)) from error
+    return table.assign(**numbers).dropna(subset=["iteration", "layer_idx"])
+
+
 class Explorer:
     """Everything that the pages show about a dump, kept up to date.
 
@@ -95,7 +112,10 @@ class Explorer:
             try:
                 self.training.poll(self.follower.events)
             except Exception as error:  # no content of a file may stop the follower
-                self._warn("The training files cannot be read", error)
+                text = (
+                    f"The training files cannot be read ({type(error).__name__}: {reason(error)})"
+                )
+                self._warn(printable(text, limit=2000))
             catalog = self.catalog
             if self.follower.reading:
                 self.rates.clear()
@@ -192,8 +212,6 @@ class Explorer:
                     continue
                 status = path.stat()
                 stamp = (str(path), status.st_mtime_ns, status.st_size)
-                if status.st_size > _MOST_BYTES:
-                    continue
                 if self._study[0] != stamp:
                     self._study = (stamp, self._read_study(path))
                 return self._study[1]
@@ -202,16 +220,13 @@ class Explorer:
     def _read_study(self, path: Path) -> pd.DataFrame | None:
         """Return the table of a study, None if the file is not such a table."""
         try:
-            table = pd.read_parquet(path, columns=[*_STUDY_COLUMNS])
-            numbers = table[["iteration", "layer_idx", "sqnr_db"]].astype(float)
-        except Exception as error:  # a damaged file may raise almost any exception
-            self._warn(f"{path} is not a table of a study", error)
+            return read_study(path)
+        except ValueError as error:
+            self._warn(str(error))
             return None
-        return table.assign(**numbers).dropna(subset=["iteration", "layer_idx"])
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def _warn(self, warning: str) -> None:
         """Print a warning, unless it is the same as the last one."""
-        warning = printable(f"{what} ({type(error).__name__}: {reason(error)})", limit=2000)
         if warning != self._warning:
             self._warning = warning
             print(f"[WARNING] {warning}", file=sys.stderr)

@@ -28,12 +28,14 @@ class Map:
     counts: NDArray[np.int64]  #: number of tensors of each cell
     statistic: Statistic
     chosen: NDArray[np.int64]  #: all tensors of the map
-    measured: NDArray[np.float64]  #: statistic of each tensor in `chosen`
+    measured: NDArray[np.float64]  #: statistic of each tensor in `chosen`; NaN if it has none
+    waiting: int = 0  #: number of tensors in `chosen` that have not been measured yet
+    not_finite: int = 0  #: number of measured tensors in `chosen` with NaN or Inf
 
     @property
-    def known(self) -> int:
-        """Number of measured tensors."""
-        return int((~np.isnan(self.measured)).sum())
+    def without(self) -> int:
+        """Number of tensors that were measured and have no such number."""
+        return int(np.isnan(self.measured).sum()) - self.waiting
 
 
 def build(catalog: Catalog, numbers: Numbers, address: Address) -> Map:
@@ -43,6 +45,9 @@ def build(catalog: Catalog, numbers: Numbers, address: Address) -> Map:
     axis = catalog.axis_in(address.gemm)[chosen]
     rows = numbers.rows_of(catalog.ids[chosen], catalog.stamps[chosen])
     measured = numbers.column(statistic, rows, address.format, axis)
+    missing = numbers.missing(rows, [address.format] if statistic.of_format else [])
+    missing &= ~numbers.failed(catalog.ids[chosen], catalog.stamps[chosen])
+    special = sum(numbers.column(BY_NAME[name], rows, "", axis) > 0 for name in ("nan", "inf"))
     layers, row_of = np.unique(catalog.layer[chosen], return_inverse=True)
     if address.by == BY_ITERATION:
         shown, column_of = np.unique(catalog.iteration[chosen], return_inverse=True)
@@ -70,6 +75,8 @@ def build(catalog: Catalog, numbers: Numbers, address: Address) -> Map:
         statistic,
         chosen,
         measured,
+        int((missing & np.isnan(measured)).sum()),
+        int(np.count_nonzero(special)),
     )
 
 

@@ -249,8 +249,10 @@ class Numbers:
                 if name not in self._errors:
                     self._errors[name] = array = GrowingArray(np.float32, 2 * len(ERRORS))
                     array.extend(np.full((len(self._ids), 2 * len(ERRORS)), np.nan))
-                # A format without errors for this tensor counts as measured: -Inf marks it.
-                self._errors[name].values[row] = numbers or np.full(2 * len(ERRORS), -np.inf)
+                # -Inf marks a number that the tensor does not have, such as the SQNR of zeros; NaN
+                # marks one that has not been measured.
+                own = np.array(numbers or np.full(2 * len(ERRORS), -np.inf))
+                self._errors[name].values[row] = np.where(np.isnan(own), -np.inf, own)
             self.failures.pop(identity, None)
             self.version += 1
 
@@ -313,10 +315,7 @@ class Numbers:
             if name not in self._errors:
                 return np.ones(len(rows), bool)
             known = ~lacking
-            first = self._errors[name].values[rows[known], 0]
-            second = self._errors[name].values[rows[known], 1]
-            third = self._errors[name].values[rows[known], len(ERRORS)]
-            lacking[known] = np.isnan(first) & np.isnan(second) & np.isnan(third)
+            lacking[known] = np.isnan(self._errors[name].values[rows[known], 0])
         return lacking
 
     def save(self, folder: Path) -> None:

@@ -146,6 +146,7 @@ def test_a_taken_port_is_an_error_with_a_remedy(dump, capsys):
         (["--formats", "mxfp5"], "mxfp5"),
         (["--logs", "/nowhere"], "no folder /nowhere"),
         (["--study", "nowhere.parquet"], "there is no such file"),
+        (["--study", __file__], "is not a table of a study"),
         (["--port", "-1"], "give a number from 0 to 65535"),
         (["--cache", __file__], "cannot be used as a cache"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import threading
@@ -25,8 +26,8 @@ from megatron.analysis.serve.pixels import Region, reduce
 from megatron.analysis.serve.statistics import Numbers
 from megatron.analysis.serve.training import Series, Training
 from megatron.tensor_record import index_name
-from tests.analysis.fake_dump import RUNS, records, write_dump
-from tests.analysis.serve.conftest import opened_explorer
+from tests.analysis.fake_dump import RUNS, records, write_dump, write_tensor
+from tests.analysis.serve.conftest import opened_explorer, wait_for
 from tests.analysis.serve.test_serve_views import shown_text
 
 RUN = RUNS["mxfp8"]
@@ -256,6 +257,29 @@ def test_a_study_of_any_content_leaves_the_map_alone(
     for _ in range(2):
         assert explorer.study() is None
     assert capsys.readouterr().err.count("is not a table of a study") == 1
+
+
+def test_the_map_says_which_tensors_have_no_number_and_does_not_wait_for_them(tmp_path):
+    wanted = {"query": math.nan, "key": 0.0, "value": 1.0, "input": math.inf}
+    for record, shape, _ in records(run_id=RUN, quant_type="mxfp8", layers=1):
+        if record.tensor_name in wanted:
+            values = torch.full(shape, wanted[record.tensor_name], dtype=torch.bfloat16)
+            write_tensor(tmp_path, record, values)
+    explorer = opened_explorer(tmp_path)
+
+    def note(statistic: str) -> str:
+        search = explorer.resolved(f"?format=mxfp8&stat={statistic}").search()
+        return shown_text(_Views(explorer).panel({"search": search}, {"name": "map"}))
+
+    assert "0 of 4 tensors have been measured so far" in note("amax")
+    explorer.measurer.start()
+    wait_for(lambda: explorer.measurer.total and explorer.measurer.done == 4)
+    for statistic, without in (("sqnr_db", 3), ("zero_share", 0)):
+        text = note(statistic)
+        assert "so far" not in text
+        assert (f"{without} of 4 tensors have no such number." in text) == bool(without)
+        assert "2 of 4 tensors hold NaN or Inf." in text
+    explorer.close()
 
 
 def test_no_text_of_a_download_is_a_formula():

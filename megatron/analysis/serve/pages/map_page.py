@@ -255,8 +255,15 @@ def _note(found: Map) -> str:
     most = int(found.counts.max()) if found.counts.size else 0
     if most > 1:
         note += f"A cell is the median of up to {most:,} tensors. "
-    if found.known < total and found.statistic.name != OUTPUT_SQNR.name:
-        note += f"{found.known:,} of {total:,} tensors have been measured so far."
+    if found.statistic.name == OUTPUT_SQNR.name:
+        return note.strip()
+    if found.waiting:
+        note += f"{total - found.waiting:,} of {total:,} tensors have been measured so far. "
+    if found.without:
+        note += f"{found.without:,} of {total:,} tensors have no such number. "
+    if found.not_finite:
+        verb = "holds" if found.not_finite == 1 else "hold"
+        note += f"{found.not_finite:,} of {total:,} tensors {verb} NaN or Inf."
     return note.strip()
 
 
