@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.subprocesses import REPO, environment, run
+from tests.training.corpus import make_corpus
 from tests.training.runs import ENTRY, LINE, MOCK_DATA, MODEL, NO_DROPOUT, train, without_split
 
 
@@ -176,16 +177,18 @@ def test_data_of_another_tokenizer_is_refused(corpus):
     assert "Traceback" not in training.errors
 
 
-def test_a_data_set_for_each_split(corpus):
-    """Without a test set, no test loss is printed at the end."""
+def test_a_data_set_for_each_split(corpus, tmp_path):
+    """Without a test set, no test loss is printed at the end, and the log says so."""
     training = train(
-        *("--train-data-path", "0.4", corpus, "0.6", corpus, "--valid-data-path", corpus),
+        *("--train-data-path", "0.4", corpus, "0.6", make_corpus(tmp_path, seed=1)),
+        *("--valid-data-path", corpus),
         *("--eval-iters", "1"),
         model=without_split(MODEL),
     )
     assert training.status == 0, training.errors
     assert "iteration 6 on validation set" in training.output
     assert "on test set" not in training.output
+    assert "> no --test-data-path: there will be no test at the end" in training.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

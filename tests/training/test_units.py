@@ -163,11 +163,26 @@ def test_blends(tmp_path, monkeypatch, values, prefixes, weights):
         (["-1", "a", "2", "b"], "make them positive"),
         (["0", "a", "2", "b"], "make them positive"),
         (["nan", "a", "2", "b"], "make them positive"),
+        (["1", "a", "2", "a"], "names a twice; name it once, with the sum of the weights"),
+        (["a", "b", "a"], "names a twice"),
     ],
 )
 def test_bad_blends_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         paths.parse_blend(values)
+
+
+@pytest.mark.parametrize("text", ["969,30,1", "100", "99,1", "1/0.5/.5", "90, 5, 5"])
+def test_a_split_is_of_one_to_three_shares(text):
+    paths.check_split(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "90,-5,5", "1,2,3,4", "0,0,0", "nan,1,1", "1e-1,1,1", "a,b,c", "90,5,", "90 5 5"]
+)
+def test_any_other_split_is_refused(text):
+    with pytest.raises(UserError, match=r"does not state the shares .*; write it as in 969,30,1"):
+        paths.check_split(text)
 
 
 def test_perplexity_shows_a_loss_that_is_not_a_number():

@@ -360,6 +360,8 @@ def check_effects(
     local = args.transformer_impl in (None, "local")
     for name in sorted(given):
         value = getattr(args, name)
+        if value == "" or value == [""]:
+            raise UserError(f"--{name.replace('_', '-')} is empty; give it a value, or remove it")
         if value in (None, False) or value == default_of(name):
             continue
         flag = "--" + name.replace("_", "-")

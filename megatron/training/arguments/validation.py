@@ -19,7 +19,7 @@ from megatron.training.arguments.option_fields import minimums
 from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parallel_layout import check_layout
 from megatron.training.arguments.schedule_checks import check_schedule
-from megatron.training.data.paths import blend_prefixes, check_prefix
+from megatron.training.data.paths import blend_prefixes, check_prefix, check_split
 from megatron.training.data.tokenizer import guess_tokenizer_type
 from megatron.training.errors import UserError
 from megatron.training.hf.architectures import Model
@@ -124,6 +124,7 @@ _INTERVALS = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "sgd_momentum"), "[0, 1)"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "[0, 1]"),
     "rotary_percent": "(0, 1]",
+    "seed": "[0, 4294967296)",
     **dict.fromkeys(("adam_eps", "softmax_scale"), "(0, inf)"),
 }
 
@@ -307,6 +308,8 @@ def _check_data(args: argparse.Namespace) -> None:
         raise UserError(
             "--valid-data-path or --test-data-path was given without --train-data-path; give it"
         )
+    if args.split is not None:
+        check_split(args.split)
     for blend in (args.data_path, *per_split):
         for prefix in blend_prefixes(blend) if blend else ():
             check_prefix(prefix)

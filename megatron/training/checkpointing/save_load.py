@@ -302,6 +302,9 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
     progress = TrainingProgress(**common["progress"])
     with _read_errors(folder):
         progress.levels = checked_levels(progress.levels)
+    if trained.scheduler is not None and not with_optim:
+        trained.scheduler.step(progress.consumed_train_samples)
+        print_rank_0("  the optimizer starts anew; the learning rate follows the samples so far")
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
     return progress
 

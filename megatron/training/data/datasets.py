@@ -143,7 +143,10 @@ def build_datasets(
     all_succeed(_problem(check_cached_files, config.path_to_cache))
     try:
         datasets = builder.build()
-    except (ValueError, AssertionError, OSError, IndexError) as error:
+    except Exception as error:
+        known = (ValueError, AssertionError, OSError, IndexError, MemoryError)
+        if not isinstance(error, known) and type(error) is not Exception:  # as megatron-core raises
+            raise
         raise UserError(
             f"the data set cannot be used: {' '.join(str(error).split()) or type(error).__name__}; "
             f"check that it holds more than --seq-length {args.seq_length} tokens in each part of "

@@ -3,11 +3,30 @@
 import hashlib
 import math
 import os
+import re
 from pathlib import Path
 
 from megatron.bounded_files import UnusableFileError, check_regular, printable
 from megatron.training.data.indexed_data import check_header
 from megatron.training.errors import UserError
+
+
+def check_split(text: str) -> None:
+    """Check the value of `--split`.
+
+    megatron-core reads the digits and points only: without this check, it would ignore the sign of
+    a negative number, and divide `1e-1` into two numbers.
+
+    Raises:
+        UserError: unless the value consists of one to three shares, of which one is above 0.
+    """
+    parts = re.split("[,/]", text)
+    shares = [float(part) for part in parts if re.fullmatch(r" *(\d+\.?\d*|\.\d+) *", part)]
+    if len(shares) != len(parts) or len(parts) > 3 or not sum(shares) > 0:
+        raise UserError(
+            f"--split {text!r} does not state the shares of training, validation and test data; "
+            "write it as in 969,30,1"
+        )
 
 
 def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
@@ -16,7 +35,8 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
     `0.3 a 0.7 b` has weights and `a b` has none. A blend with weights may also be one argument.
 
     Raises:
-        UserError: if weights and prefixes do not alternate.
+        UserError: if weights and prefixes do not alternate, a weight is not above 0, or a prefix
+            occurs twice.
     """
     if len(values) == 1 and _exists(f"{values[0]}.idx"):
         return list(values), None  # the value names a data set, even if it looks like a blend
@@ -24,6 +44,7 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
     if len(values) == 1 and words and _is_number(words[0]):
         values = words  # scripts often pass a blend as one quoted argument
     if not _is_number(values[0]):
+        _check_distinct(values)
         return list(values), None
     weights, prefixes = values[0::2], values[1::2]
     if len(weights) != len(prefixes) or not all(map(_is_number, weights)):
@@ -37,7 +58,18 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
             f"the weights {numbers} of the data blend are not all above 0 and finite; make them "
             "positive, and leave out data that the run does not take"
         )
+    _check_distinct(prefixes)
     return prefixes, numbers
+
+
+def _check_distinct(prefixes: list[str]) -> None:
+    """Raise `UserError` if a blend names a prefix twice; its samples would come in equal pairs."""
+    for index, prefix in enumerate(prefixes):
+        if prefix in prefixes[:index]:
+            raise UserError(
+                f"the data blend names {printable(prefix)} twice; name it once, with the sum of "
+                "the weights"
+            )
 
 
 def _is_number(text: str) -> bool:

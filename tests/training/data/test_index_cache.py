@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.training.data.paths import index_state
 from tests.subprocesses import REPO
-from tests.training.runs import MODEL, train
+from tests.training.runs import MODEL, refused, train
 
 sys.path.insert(0, str(REPO / "script/data"))
 
@@ -35,6 +35,12 @@ def test_data_that_are_made_again_get_new_indices(tmp_path):
     fresh = train("--data-path", data, "--data-cache-path", tmp_path / "new", model=SHORT)
     assert again.lines[1]["loss"] == fresh.lines[1]["loss"]
     assert again.lines[1]["norm"] == fresh.lines[1]["norm"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_refused(run_quickly, corpus):
+    message = refused(run_quickly("--data-cache-path", f"{corpus}.bin"))
+    assert f"{corpus}.bin" in message
+    assert "can be written" in message
 
 
 def test_the_state_of_an_index(tmp_path):
