@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.bands import ENOUGH, WINDOW, excursions
+from megatron.analysis.history_figure import history_figure
+from megatron.analysis.plots.style import in_style
 from megatron.analysis.statistics_history import gradients_of
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.statistics.history import (
@@ -194,9 +197,37 @@ def test_a_trainer_that_reports_no_losses_has_a_history(tmp_path, capsys):
     assert "iteration 200: amax 200, band " in capsys.readouterr().out
     assert (tmp_path / "statistics" / "history.png").read_bytes().startswith(b"\x89PNG")
     assert main(["history", str(tmp_path), "--since", "210"]) == 0
-    assert "No tensor left its band in 40 iterations." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "No tensor left its band in 20 iterations from iteration 210 on." in text
     assert main(["history", str(tmp_path), "--since", "401"]) == 2
     assert "the last iteration is 400" in capsys.readouterr().err
+
+
+def history_of(table, losses=None) -> Figure:
+    found, gradients = excursions(table), gradients_of(table)
+    with in_style():
+        figure = history_figure(losses, found, gradients, table.iteration.unique())
+        figure.draw_without_rendering()
+    return figure
+
+
+def test_the_figure_shows_all_iterations_and_what_is_not_finite():
+    """Without losses, the axis would show a single excursion alone, in fractions of iterations."""
+    table = changed(made_up(), iteration=200, layer=1, amax=200.0)
+    (bars,) = history_of(table.assign(module="a.$experts_1$")).axes
+    low, high = bars.get_xlim()
+    assert low < 10 < 400 < high
+    assert all(tick == int(tick) for tick in bars.get_xticks())
+    assert bars.collections[0].get_linewidth() >= 3, "visible, whatever the number of iterations"
+    losses = pd.DataFrame({"iteration": [1, 2, 3], "loss": [2.0, math.nan, math.inf]})
+    figure = history_of(made_up(1), losses.assign(grad_norm=None))
+    loss, norm, bars = figure.axes
+    assert [list(line.get_xdata()) for line in loss.get_lines()] == [[1, 2, 3], [2, 3]]
+    assert loss.get_title(loc="right") == "✕ NaN, infinite or not reported"
+    assert [text.get_text() for ax in (norm, bars) for text in ax.texts] == ["not reported", "none"]
+    ratios = history_of(gradients([math.inf, math.inf, math.inf])).axes[1]
+    assert list(ratios.get_lines()[1].get_xdata()) == [10, 20, 30, 40]
+    assert ratios.get_title(loc="right").startswith("▴ no error; dashed: √3")
 
 
 def test_losses_without_statistics_are_named_so(tmp_path, capsys):

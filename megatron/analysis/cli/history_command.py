@@ -58,6 +58,8 @@ def add_options(parser: ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the first tensors outside their bands, draw the figure and return the exit status."""
     from megatron.analysis.bands import ENOUGH, excursions
+    from megatron.analysis.history_figure import drawn
+    from megatron.analysis.outputs.atomic_write import write
     from megatron.analysis.statistics_history import (
         gradients_of,
         has_iterations,
@@ -79,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = found[found.iteration >= arguments.since]
     gradients = gradients_of(table[table.iteration >= arguments.since])
     output = arguments.output or folder / "history.png"
-    draw(losses, found, gradients, path=output)
+    measured = table.iteration.unique()
+    write(output, drawn(losses, found, gradients, measured, arguments.since))
     lines = described(found)
     if lines:
         print(f"The first tensor that left its band: {lines[0]}")
@@ -88,11 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
     if len(lines) > arguments.most:
         print(f"  and {len(lines) - arguments.most} more")
     if not lines:
-        print(f"No tensor left its band in {iterations.nunique()} iterations.")
-        measured = table.iteration.nunique()
-        if measured <= ENOUGH:
+        judged = iterations[iterations >= arguments.since].nunique()
+        since = f" from iteration {arguments.since} on" if judged < iterations.nunique() else ""
+        print(f"No tensor left its band in {judged} iterations{since}.")
+        if len(measured) <= ENOUGH:
             print(
-                f"Only {measured} iterations were measured, and a band takes {ENOUGH} earlier "
+                f"Only {len(measured)} iterations were measured, and a band takes {ENOUGH} earlier "
                 "ones: this finds no more than values that are not finite."
             )
     for line in noisy(gradients, arguments.most):
@@ -143,60 +147,3 @@ def noisy(gradients: pd.DataFrame, most: int) -> list[str]:
     if len(bad) > most:
         lines.append(f"  and {len(bad) - most} more")
     return lines
-
-
-def draw(
-    losses: pd.DataFrame | None, found: pd.DataFrame, gradients: pd.DataFrame, *, path: Path
-) -> None:
-    """Draw the loss, the gradient norm and the number of tensors outside their bands.
-
-    If there are quantized gradients, the smallest ratio to their noise is drawn below.
-
-    Args:
-        losses: result of `read_iterations`; None if the run has reported no losses.
-        found: result of `excursions`.
-        gradients: result of `gradients_of`.
-        path: PNG file to write.
-    """
-    import matplotlib.pyplot as plt
-
-    from megatron.fake_quant.gradient_rule import THRESHOLD
-
-    scalars, iterations = {}, None
-    if losses is not None:
-        iterations = losses["iteration"]
-        scalars = {"Loss": losses["loss"], "Gradient norm": losses["grad_norm"]}
-    rows = len(scalars) + 1 + (not gradients.empty)
-    size = (8, 1 + 2 * rows)
-    figure, grid = plt.subplots(
-        rows, 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
-    axes = list(grid[:, 0])
-    for ax, (label, numbers) in zip(axes, scalars.items(), strict=False):
-        ax.plot(iterations, numbers.astype(float), color="#2a6f97", linewidth=1.2)
-        ax.set(ylabel=label)
-        positive = numbers[numbers > 0]
-        if len(positive) and positive.max() > 30 * positive.min():
-            ax.set_yscale("log")
-    counts = found.drop_duplicates(["iteration", "rank", "module", "operation", "gemm", "tensor"])
-    counts = counts.groupby("iteration").size()
-    bars = axes[len(scalars)]
-    bars.bar(counts.index, counts.to_numpy(), color="#e07a5f", width=1.0)
-    bars.set_ylim(0, max(1, counts.max()) * 1.05 if len(counts) else 1)
-    bars.yaxis.get_major_locator().set_params(integer=True)
-    bars.set(ylabel="Operands outside\ntheir bands")
-    if not gradients.empty:
-        smallest = gradients.groupby("iteration")["gradient_to_noise"].min()
-        axes[-1].plot(smallest.index, smallest.to_numpy(), color="#2a6f97", linewidth=1.2)
-        axes[-1].axhline(THRESHOLD, color="#e07a5f", linestyle="--", linewidth=1)
-        axes[-1].set(ylabel="Smallest gradient\n/ its noise", yscale="log")
-    axes[-1].set(xlabel="Iteration")
-    if len(found):
-        first = found.iloc[0]
-        for ax in axes:
-            ax.axvline(first.iteration, color="#4c4c4c", linestyle=":", linewidth=1)
-        title = f"First: {first.tensor} ({first.gemm}) of {first.module}, {first.statistic}"
-        axes[0].set_title(f"{title}, iteration {first.iteration}", loc="left", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120)
-    plt.close(figure)
