@@ -11,10 +11,11 @@ dequantizes it to the input's dtype. All calls run in one process with the same 
 except peers based on numpy (ml_dtypes, en_dtypes), which use one thread. In each round, every call
 has one turn; a peer that is very slow takes part in the first rounds only.
 
-On the CPU, results are written to memory newly obtained from the system, and its page faults take
-most of a copy's time. Our function asks Linux for huge pages, which have fewer page faults; a copy
-to such memory is timed, too. A second pass, only for copies and our function, reuses freed memory.
-(By default, the C library does either, depending on the holes in its heap.) Before each call,
+On the CPU, the C library obtains memory for each result from the system, as it does by default for
+32 MiB and more. Page faults then take most of a copy's time. Our function asks Linux for huge
+pages, which have fewer page faults, and keeps up to 128 MiB of freed results for its next ones. A
+copy to new huge pages is timed, too. In a second pass, the C library keeps all freed memory, so
+that copies, our function and the fastest peer of each case reuse memory alike. Before each call,
 memory is obtained, written and freed, so that no call waits until the host of a virtual machine
 returns memory that was idle.
 
@@ -106,14 +107,17 @@ GOALS = (
     "candidates are computed for each block (4/6, IF4, MixFP4); 2.5 for HiFloat4. Columns with a "
     "dtype and an axis have this ratio. The fastest peer should take at least 4 times as long as "
     "ours; the smallest and largest of its ratios are shown, with the name of the closest one. "
-    "This goal is out of reach where a copy is not 4 times as fast as the peer either, be it a "
-    "clone or a copy to memory in huge pages, which our function requests from Linux."
+    "Peers get new memory from the operating system for their results, and our function keeps up "
+    "to 128 MiB of freed results for its next ones. The last column has the ratios if all freed "
+    "memory is kept, for both sides. The goal is out of reach where a copy to reused memory is "
+    "not 4 times as fast as the peer either."
 )
 READING = (
-    "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's time "
-    "over ours. Differ: number of elements that differ from ours; in brackets, if smaller, the "
-    "number that differ by more than 4 units in the last place of the input's dtype. The reasons "
-    "are given below. A format without a peer has none that pip installs."
+    "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's "
+    "time over ours; reused: the same if both reuse freed memory. Differ: number of elements "
+    "that differ from ours; in brackets, if smaller, the number that differ by more than 4 units "
+    "in the last place of the input's dtype. The reasons are given below. A format without a "
+    "peer has none that pip installs."
 )
 
 
@@ -159,24 +163,35 @@ def cores() -> int:
 def measure(python: Path, options: argparse.Namespace) -> list[peer_process.Event]:
     """Measure all cases in a worker process, and return the events that the worker reports.
 
-    On the CPU, a second run with reused memory adds its times to each case.
+    On the CPU, a second run with reused memory adds its times to each case. Of the peers, only the
+    fastest one of each case takes part in it.
     """
     peers_env.say(f"measuring with {python}")
-    events = run_worker(python, options, MEMORY["new"], peers=True)
+    events = run_worker(python, options, MEMORY["new"])
     if options.device == "cpu":
-        again = run_worker(python, options, MEMORY["reused"], peers=False)
-        pairs = zip(
-            *([e for e in run if e["kind"] == "case"] for run in (events, again)), strict=True
-        )
-        for case, reused in pairs:
+        cases = [event for event in events if event["kind"] == "case"]
+        fastest = [formats_report.peers_of(case)[:1] for case in cases]
+        peers_env.say("measuring again with reused memory")
+        again = run_worker(python, options, MEMORY["reused"], peers=fastest)
+        repeated = [event for event in again if event["kind"] == "case"]
+        for case, reused in zip(cases, repeated, strict=True):
             case["reused"] = reused["times"]
     return events
 
 
 def run_worker(
-    python: Path, options: argparse.Namespace, memory: dict[str, str], *, peers: bool
+    python: Path,
+    options: argparse.Namespace,
+    memory: dict[str, str],
+    *,
+    peers: list[list[str]] | None = None,
 ) -> list[peer_process.Event]:
-    """Run a worker process, show its progress, and return all events that it reports."""
+    """Run a worker process, show its progress, and return all events that it reports.
+
+    Args:
+        memory: environment variables for the C library's memory.
+        peers: names of the peers in each case; None for all peers.
+    """
     names = ("shape", "dtypes", "axes", "repeats", "threads", "device")
     request: dict[str, Any] = {name: getattr(options, name) for name in names} | {
         "seed": SEED,

@@ -25,7 +25,6 @@ COLUMNS = (
 #: goal of the project: the fastest peer takes at least this many times as long as our kernels
 PEER_GOAL = 4
 HUGE = "copy to huge pages"  #: name of a copy to memory in huge pages, timed on the CPU only
-COPIES = ("clone", HUGE)
 DATA = {"randn": "normal data", "wide": "wide data"}
 
 
@@ -102,10 +101,10 @@ def goals(cases: list[Event]) -> str:
         row.append(f"no, {above} of {len(ratios)} above" if above else "yes")
         rows.append(row + _beside_peers(of_format))
     header = ["format", "limit", *map(" ".join, columns), "within the limit"]
-    header += ["closest peer", "its time over ours", f"at least {PEER_GOAL}"]
-    within = sum(row[-4] == "yes" for row in rows)
-    with_peers = [row for row in rows if row[-3]]
-    ahead = sum(row[-1] == "yes" for row in with_peers)
+    header += ["closest peer", "its time over ours", f"at least {PEER_GOAL}", "reused memory"]
+    within = sum(row[-5] == "yes" for row in rows)
+    with_peers = [row for row in rows if row[-4]]
+    ahead = sum(row[-2] == "yes" for row in with_peers)
     text = (
         f"{within} of {len(rows)} formats are within their limit in every case. Of the "
         f"{len(with_peers)} with a peer, {ahead} are at least {PEER_GOAL} times as fast as the "
@@ -122,29 +121,43 @@ def _axis(case: Event) -> str:
 def _beside_peers(cases: list[Event]) -> list[str]:
     """Return cells: the closest peer, the range of our speed-ups, and whether the goal is met.
 
-    In each case of the format, only the fastest peer counts. The goal is out of reach in a case in
-    which no copy is `PEER_GOAL` times as fast as the peer either.
+    In each case of the format, only the fastest peer counts. The last cell has the range of our
+    speed-ups if freed memory is reused. The goal is out of reach in a case in which a copy to
+    reused memory is not `PEER_GOAL` times as fast as the peer either.
     """
     fastest = [(case, peers_of(case)[0]) for case in cases if peers_of(case)]
     if not fastest:
-        return ["", "", "no peer"]
+        return ["", "", "no peer", ""]
     speeds = sorted((ratio(case, name, "ours"), name) for case, name in fastest)
     below = [(case, name) for case, name in fastest if ratio(case, name, "ours") < PEER_GOAL]
     copies = sum(_bound(case, name) < PEER_GOAL for case, name in below)
     verdict = f"no, {len(below)} of {len(speeds)} below ({copies} out of reach)" if below else "yes"
-    return [speeds[0][1], f"{speeds[0][0]:.1f} to {speeds[-1][0]:.1f}", verdict]
+    reused = [_reused(case, name) for case, name in fastest]
+    known = sorted(speed for speed in reused if speed is not None)
+    return [
+        *(speeds[0][1], f"{speeds[0][0]:.1f} to {speeds[-1][0]:.1f}", verdict),
+        f"{known[0]:.1f} to {known[-1]:.1f}" if known else "",
+    ]
 
 
 def _bound(case: Event, peer: str) -> float:
-    """Return the time of a peer divided by that of the fastest copy, as in `ratio`."""
-    return max(ratio(case, peer, copy) for copy in COPIES if copy in case["times"])
+    """Return the median time of a peer divided by that of the fastest copy."""
+    copies = [typical(case, name) for name in ("clone", HUGE) if name in case["times"]]
+    if "reused" in case:
+        copies.append(statistics.median(case["reused"]["clone"]))
+    return typical(case, peer) / min(copies)
+
+
+def _reused(case: Event, peer: str) -> float | None:
+    """Return our speed-up over a peer with reused memory, or None if it was not measured."""
+    return ratio(case, peer, "ours", "reused") if peer in case.get("reused", {}) else None
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:
     """Return a table that compares, in each case, a plain copy, our code and the fastest peer."""
     header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
     header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else ["ours / reused"]
-    header += ["fastest peer", "its ms", "speed-up"]
+    header += ["fastest peer", "its ms", "speed-up", *([] if cuda else ["reused"])]
     header += [f"differ, {data}" for data in DATA.values()]
     rows = []
     for case in cases:
@@ -159,8 +172,11 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
         if names:
             row += [names[0], f"{typical(case, names[0]):.4g}"]
             row.append(f"{ratio(case, names[0], 'ours'):.1f}")
+            if not cuda:
+                reused = _reused(case, names[0])
+                row.append("-" if reused is None else f"{reused:.1f}")
         else:
-            row += ["-"] * 3
+            row += ["-"] * (3 if cuda else 4)
         rows.append(row + [agreement(case, data, elements) for data in DATA])
     return results_page.table(header, rows)
 

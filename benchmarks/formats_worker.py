@@ -98,8 +98,8 @@ def other_bits(a: Tensor, b: Tensor) -> int:
 
 
 def copied(x: Tensor) -> Tensor:
-    """Copy a matrix to new memory as our function does, in huge pages if the system has them."""
-    return tensor_memory.empty_like(x).copy_(x)
+    """Copy a matrix to new memory, in huge pages if the system has them."""
+    return tensor_memory.in_new_memory(x).copy_(x)
 
 
 def touch_memory(x: Tensor) -> None:
@@ -208,7 +208,7 @@ def main() -> None:
         report("refused", format=None, reason="this Python's torch sees no CUDA device")
         sys.exit(2)
     formats = known_formats(request["formats"], request["required"])
-    finders = load_peers(request["device"]) if request["peers"] else {}
+    finders = load_peers(request["device"])
     device_name = torch.cuda.get_device_name() if request["device"] == "cuda" else None
     releases = {"Python": platform.python_version()}
     releases |= {name: release(name) for name in ("torch", "numpy", "numba")}
@@ -221,12 +221,13 @@ def main() -> None:
     ]
     report("plan", cases=len(cases), releases=releases, device_name=device_name)
     tensors: dict[str, dict[str, Tensor]] = {}
-    for fmt, dtype, axis in cases:
+    for number, (fmt, dtype, axis) in enumerate(cases):
+        chosen = request["peers"][number] if request["peers"] is not None else None
         tensors[dtype] = tensors.get(dtype) or data(request, DTYPES[dtype])
         calls = {
             name: peers.along(call, axis)
             for name, find in finders.items()
-            if (call := find(fmt)) is not None
+            if (chosen is None or name in chosen) and (call := find(fmt)) is not None
         }
         result = run_case(fmt, axis, tensors[dtype], calls, request["repeats"])
         shown = axis if fmt.block_size else "-"

@@ -84,7 +84,7 @@ def test_help_shows_commands():
 def case(differ, **more):
     times = {"clone": [1.0, 2.0], "ours": [2.0, 3.0]} | {key: [8.0, 6.0] for key in differ}
     same = {"format": "mxfp8", "dtype": "fp32", "axis": "last", "failed": {}, "why": {}, "limit": 2}
-    reused = {"clone": [1.0, 1.0], "ours": [4.0, 4.0]}
+    reused = {"clone": [1.0, 1.0], "ours": [4.0, 4.0]} | {key: [6.0, 6.0] for key in differ}
     return same | {"times": times, "reused": reused, "differ": differ, "unlike_cpu": 3} | more
 
 
@@ -96,22 +96,24 @@ def test_a_row_has_medians_and_the_medians_of_a_round_s_ratios():
     agreeing = case({"a": {"randn": (0, 0), "wide": (0, 0)}})
     row = cells(formats_report.summary([agreeing], 16777216, cuda=False), 0)
     assert row[3:10] == ["1.5", "2.5", "1.75", "4.00", "a", "7", "3.0"]
-    assert row[10:] == ["= 0 of 16.8M, 1 peer"] * 2
+    assert row[10] == "1.5"
+    assert row[11:] == ["= 0 of 16.8M, 1 peer"] * 2
 
 
 def test_goals_have_one_row_per_format_with_its_worst_cases():
     slow = {"clone": [1.0], "ours": [2.5], "a": [5.0, 7.0]}
     bound_by_memory = {"clone": [2.0], "ours": [2.0], "b": [6.0]}
+    kept = {"clone": [2.0], "ours": [2.0]}
     cases = [
         case({"a": {}}),
         case({}, dtype="bf16", axis="first", times=slow),
-        case({"b": {}}, format="hifp8", axis="-", limit=4.0, times=bound_by_memory),
+        case({"b": {}}, format="hifp8", axis="-", limit=4.0, times=bound_by_memory, reused=kept),
     ]
     text = formats_report.goals(cases)
     assert text.startswith("1 of 2 formats are within their limit in every case. Of the 2 with a")
     table = text.partition("\n\n")[2]
-    below = ["3.0 to 3.0", "no, 1 of 1 below (0 out of reach)"]
-    out_of_reach = ["3.0 to 3.0", "no, 1 of 1 below (1 out of reach)"]
+    below = ["3.0 to 3.0", "no, 1 of 1 below (0 out of reach)", "1.5 to 1.5"]
+    out_of_reach = ["3.0 to 3.0", "no, 1 of 1 below (1 out of reach)", ""]
     assert [cells(table, row) for row in (0, 1)] == [
         ["`mxfp8`", "2", "1.75", "", "", "2.50", "no, 1 of 2 above", "a", *below],
         ["`hifp8`", "4", "1.00", "", "", "", "yes", "b", *out_of_reach],
@@ -121,10 +123,11 @@ def test_goals_have_one_row_per_format_with_its_worst_cases():
 def test_a_goal_is_within_reach_if_any_copy_reaches_it():
     times = {"clone": [2.0], "ours": [2.0], "b": [6.0]}
     verdicts = []
-    for copy in (1.0, 3.0):
-        measured = case({"b": {}}, times=times | {formats_report.HUGE: [copy]})
-        verdicts.append(cells(formats_report.goals([measured]).partition("\n\n")[2], 0)[-1])
-    assert verdicts == [f"no, 1 of 1 below ({count} out of reach)" for count in (0, 1)]
+    for huge, reused in ((1.0, 3.0), (3.0, 1.0), (3.0, 3.0)):
+        memory = {"clone": [reused], "ours": [2.0]}
+        measured = case({"b": {}}, times=times | {formats_report.HUGE: [huge]}, reused=memory)
+        verdicts.append(cells(formats_report.goals([measured]).partition("\n\n")[2], 0)[-2])
+    assert verdicts == [f"no, 1 of 1 below ({count} out of reach)" for count in (0, 0, 1)]
 
 
 def test_every_named_format_is_measured_once():

@@ -4,14 +4,20 @@ A large tensor often gets new memory from the operating system. Most of the time
 then goes to the system, which maps and clears pages of 4 KiB one by one. With huge pages, usually
 of 2 MiB, the whole copy takes a quarter of the time. By default, many Linux systems use huge pages
 only for programs that ask for them ("madvise" in `/sys/kernel/mm/transparent_hugepage/enabled`).
+
+Huge pages have to be cleared, too, which takes half the time of such a copy. A process therefore
+keeps the memory of some large tensors that were freed, and uses it for new ones, as torch's
+allocator for CUDA does.
 """
 
 import ctypes
 import functools
 import mmap
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +27,9 @@ from torch import Tensor
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 #: Size of huge pages, in bytes, on systems where a program cannot ask for them.
 _NONE = 1 << 62
+#: Least size in bytes of a tensor whose memory is kept; the C library reuses smaller memory itself.
+LEAST_KEPT = 1 << 24
+MOST_KEPT = 1 << 27  #: largest number of bytes that a process keeps
 
 Advise = Callable[[int, int], Any]
 
@@ -48,7 +57,82 @@ def bits_in_memory(flat: Tensor) -> NDArray[np.integer[Any]]:
     return array
 
 
+class _Kept(NamedTuple):
+    """The storage of a tensor, which keeps the tensor's memory."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    def is_free(self) -> bool:
+        """Return whether nothing else refers to the storage.
+
+        Tensors, their views, numpy arrays and the autograd graph refer to the C++ object of a
+        storage, and Python code may refer to the Python object, which counts once in C++.
+        """
+        from_python = sys.getrefcount(self.storage)  # one is the argument of the function
+        return from_python <= 2 and torch._C._storage_Use_Count(self.storage._cdata) == 1
+
+    def is_usable(self) -> bool:
+        """Return whether nobody has freed the memory or moved it to memory shared by processes."""
+        return self.storage.nbytes() == self.nbytes and not self.storage.is_shared()
+
+
+class _KeptMemory:
+    """Memory of large tensors, which new tensors use once nothing else refers to it."""
+
+    def __init__(self) -> None:
+        self._all: list[_Kept] = []
+        #: Only tried, never waited for: a fork could inherit it in the locked state.
+        self._lock = threading.Lock()
+
+    def tensor_like(self, x: Tensor) -> Tensor | None:
+        """Return a tensor like `torch.empty_like(x)` in free memory, or None if there is none."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._all = [kept for kept in self._all if kept.is_usable()]
+            for kept in self._all:
+                if kept.nbytes == x.nbytes and kept.is_free():
+                    strides = torch.empty_like(x, device="meta").stride()
+                    empty = torch.empty(0, dtype=x.dtype)
+                    return empty.set_(kept.storage, 0, x.shape, strides)
+        finally:
+            self._lock.release()
+        return None
+
+    def add(self, tensor: Tensor) -> None:
+        """Keep the memory of a new tensor.
+
+        If there is more than `MOST_KEPT` then, forget free memory first, and then the oldest.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            # Forget the first ones of this list, until the others fit beside the new one.
+            order = sorted(self._all, key=_Kept.is_free, reverse=True)
+            while order and sum(kept.nbytes for kept in order) + tensor.nbytes > MOST_KEPT:
+                del order[0]
+            order.append(_Kept(tensor.untyped_storage(), tensor.nbytes))
+            self._all = order
+        finally:
+            self._lock.release()
+
+
+_kept = _KeptMemory()
+
+
 def empty_like(x: Tensor) -> Tensor:
+    """Return a tensor like `torch.empty_like(x)`, in kept memory or else in new memory."""
+    if not LEAST_KEPT <= x.nbytes <= MOST_KEPT:
+        return in_new_memory(x)
+    result = _kept.tensor_like(x)
+    if result is None:
+        result = in_new_memory(x)
+        _kept.add(result)
+    return result
+
+
+def in_new_memory(x: Tensor) -> Tensor:
     """Return `torch.empty_like(x)`, and ask the operating system to use huge pages for it.
 
     Only huge pages that lie completely inside the tensor are asked for, so it takes as much memory
