@@ -147,7 +147,7 @@ def _number(value: float, form: str) -> str:
 def picture(gaps: pd.DataFrame, image: str = "png") -> bytes:
     """Return the picture: offline error against gap, one dot per configuration."""
     interval, count = correlation(gaps)
-    title = f"{count} configurations"
+    title = f"{count} configuration{'s' * (count != 1)}"
     if not math.isnan(interval.low):
         ends = f"{interval.low:.2f} to {interval.high:.2f}"
         title = f"Spearman {interval.value:.2f} (95 % interval {ends}) over {title}"

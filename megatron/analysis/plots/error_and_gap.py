@@ -18,7 +18,7 @@ from megatron.analysis.plots.style import (
     quiet,
     text_size,
 )
-from megatron.analysis.plots.text import list_below
+from megatron.analysis.plots.text import brief, list_below
 
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)  #: distances of a name from its dot, in points
 _ANGLES = np.radians((0, 180, 45, 135, 315, 225, 90, 270))  #: directions of a name from its dot
@@ -44,8 +44,14 @@ def plot_error_and_gap(
     """
     ax = plt.gca() if ax is None else ax
     drawn = data[np.isfinite(data["y"]) & np.isfinite(data["x"]) & (data["x"] > 0)]
+    rest = data[~data.index.isin(drawn.index)]
+    names = ", ".join(brief(str(name)) for name in rest["name"])
+    note = f"not drawn (diverged, or without an offline error): {names}"
     if drawn.empty:
-        return nothing(ax, title)
+        nothing(ax, title)
+        if len(rest):
+            list_below(ax, note)
+        return ax
     ax.set_xscale("log")
     ends = np.concatenate([drawn[name].dropna() for name in ("y", "low", "high")])
     if ends.min() > 0:
@@ -67,8 +73,8 @@ def plot_error_and_gap(
     guide(ax, "both")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, loc="left")
-    if len(rest := data[~data.index.isin(drawn.index)]):
-        list_below(ax, f"not drawn: {', '.join(map(str, rest['name']))}")
+    if len(rest):
+        list_below(ax, note)
     quiet(ax)
     _name_all(ax, drawn)
     return ax
@@ -89,7 +95,7 @@ def _name_all(ax: Axes, points: pd.DataFrame) -> None:
         taken.append(Bbox.from_extents(x - 1, low, x + 1, high))
     frame = ax.get_window_extent()
     for (x, y), name in sorted(zip(map(tuple, centers), points["name"], strict=True)):
-        text = ax.text(0, 0, str(name), fontsize=text_size(8), transform=ax.transAxes)
+        text = ax.text(0, 0, brief(str(name)), fontsize=text_size(8), transform=ax.transAxes)
         size = text.get_window_extent()
         text.remove()
         best: tuple[float, Bbox, tuple[float, float]] | None = None
@@ -103,7 +109,7 @@ def _name_all(ax: Axes, points: pd.DataFrame) -> None:
         assert best is not None
         _, box, (dx, dy) = best
         taken.append(box)
-        _write(ax, str(name), (x, y), (dx, dy))
+        _write(ax, brief(str(name)), (x, y), (dx, dy))
 
 
 def _write(ax: Axes, name: str, point: tuple[float, float], offset: tuple[float, float]) -> None:

@@ -12,6 +12,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize
 
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing, text_size
+from megatron.analysis.plots.text import brief
 
 LETTER = 0.62  #: width of a digit and its margin, as a fraction of the font size
 LEGIBLE = 4.5  #: smallest font size of the values in the cells, in points
@@ -29,6 +30,7 @@ def plot_heatmap(
     norm: Normalize | None = None,
     bar: bool = True,
     numbers: bool = True,
+    longest: int | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw one cell per row of `data`, colored by the value and labeled with it if space allows.
@@ -43,6 +45,7 @@ def plot_heatmap(
         norm: normalization of the colors; None adapts it to the finite values.
         bar: whether to draw a color bar.
         numbers: whether to write the values into the cells, unless there are too many cells.
+        longest: maximum length of the name of a column, which is shortened to it.
 
     Raises:
         ValueError: a cell has more than one value.
@@ -69,7 +72,8 @@ def plot_heatmap(
     shown = np.ma.masked_invalid(np.where(cells == np.inf, norm.vmax or 1.0, cells))
     mesh = ax.pcolormesh(shown, cmap=colors, norm=norm, edgecolors="white", linewidth=0.6)
     ax.invert_yaxis()
-    _label_cells(ax, rows, columns)
+    names = columns if longest is None else [brief(str(name), longest) for name in columns]
+    _label_cells(ax, rows, names)
     if numbers and cells.size <= MOST_NUMBERS:
         _write(ax, cells, digits, lambda value: colors(norm(value)))
     if bar:

@@ -16,7 +16,7 @@ from megatron.analysis.plots.style import (
     quiet,
     text_size,
 )
-from megatron.analysis.plots.text import list_below
+from megatron.analysis.plots.text import brief, list_below
 
 
 def plot_pareto(
@@ -36,8 +36,14 @@ def plot_pareto(
     """
     ax = plt.gca() if ax is None else ax
     drawn = data[np.isfinite(data["y"].astype(float)) & (data["y"] > 0)]
+    rest = data[~data.index.isin(drawn.index)]
+    names = ", ".join(brief(str(name)) for name in rest["name"])
+    note = f"not drawn, because the error is zero or not finite: {names}"
     if drawn.empty:
-        return nothing(ax, title)
+        nothing(ax, title)
+        if len(rest):
+            list_below(ax, note)
+        return ax
     colors = colors_of(dict.fromkeys(map(str, data["name"])))
     front = drawn[drawn["front"]].sort_values("x")
     ax.plot(front["x"], front["y"], color=FAINT, linewidth=1, linestyle="--", zorder=1)
@@ -49,7 +55,7 @@ def plot_pareto(
         ax.scatter([row.x], [row.y], s=46, color=face, edgecolors=color, linewidths=1.4, zorder=3)
         to_left = _is_crowded(drawn, row.x, row.y)
         ax.annotate(
-            str(row.name),
+            brief(str(row.name)),
             (row.x, row.y),
             xytext=(-7 if to_left else 7, 3),
             textcoords="offset points",
@@ -59,9 +65,8 @@ def plot_pareto(
     decades(ax.yaxis)
     guide(ax, "both")
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    if len(rest := data[~data.index.isin(drawn.index)]):
-        names = ", ".join(map(str, rest["name"]))
-        list_below(ax, f"not drawn, because the error is zero or not finite: {names}")
+    if len(rest):
+        list_below(ax, note)
     ax.set_title(title, loc="left")
     return quiet(ax)
 

@@ -21,7 +21,8 @@ def list_below(ax: Axes, note: str) -> None:
     """Write a note of any length below the label of the x axis, which must be set before."""
     size = FontProperties(size=matplotlib.rcParams["axes.labelsize"]).get_size_in_points()
     inches = 0.9 * ax.get_position().width * ax.figure.figure.get_figwidth()
-    ax.set_xlabel("\n".join([ax.get_xlabel(), *text_lines(note, inches, size)]))
+    label = [ax.get_xlabel()] if ax.get_xlabel() else []
+    ax.set_xlabel("\n".join([*label, *text_lines(note, inches, size)]))
 
 
 def brief(name: str, longest: int = LONGEST) -> str:

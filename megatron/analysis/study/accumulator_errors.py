@@ -38,7 +38,7 @@ from megatron.analysis.study.candidates import HIGH_PRECISION, Candidate, fittin
 from megatron.analysis.study.gemm_errors import Row
 from megatron.analysis.study.gemm_results import SIDES, references
 from megatron.analysis.study.operands import Matmul, matmuls
-from megatron.analysis.study.passes import Pass, beyond_memory, find_passes
+from megatron.analysis.study.passes import Pass, beyond_memory, counted, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.product import accumulated_product
@@ -103,12 +103,17 @@ def study_accumulators(
         raise ValueError(f"no operands of a matmul in {store.folder}")
     result.left_out.update(found.left_out)
     rows: list[Row] = []
+    failures: list[tuple[str, str]] = []
     shown_passes = with_progress(found.passes, "Studying accumulators", "pass", shown=progress)
     for of_pass in shown_passes:
         if max_memory is not None and of_pass.nbytes > max_memory:
             result.left_out[beyond_memory(max_memory)] += 1
             continue
-        rows += _rows_of_pass(of_pass, store, pairs, result)
+        try:
+            rows += _rows_of_pass(of_pass, store, pairs, result)
+        except (NotCheckedError, ValueError) as error:
+            failures.append((str(error).partition("\n")[0], of_pass.place))
+    result.left_out.update(counted(failures))
     result.rows = pd.DataFrame(rows)
     return result
 
@@ -123,7 +128,11 @@ def _rows_of_pass(
     pairs: Sequence[tuple[Candidate, Accumulator]],
     result: AccumulatorStudy,
 ) -> list[Row]:
-    """Return the rows of a pass; note in `result` what cannot be read or computed."""
+    """Return the rows of a pass; note in `result` which files cannot be read.
+
+    Raises:
+        NotCheckedError, ValueError: if the matmuls of the pass cannot be computed.
+    """
     rows: list[Row] = []
     try:
         for matmul in matmuls(of_pass, store.load):
@@ -132,8 +141,6 @@ def _rows_of_pass(
         result.problems.append(Problem(Path(str(error).partition(": ")[0]), error.why))
     except FileNotFoundError as error:
         result.problems.append(Problem(Path(str(error.filename)), "removed while the study ran"))
-    except (NotCheckedError, ValueError) as error:
-        result.left_out[f"passes with {str(error).partition(chr(10))[0]} ({of_pass.place})"] += 1
     return rows
 
 

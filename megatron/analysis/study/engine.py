@@ -20,7 +20,7 @@ from megatron.analysis.study.candidates import Candidate
 from megatron.analysis.study.gemm_errors import Settings, errors_of
 from megatron.analysis.study.kept_results import KeptResults, Rows
 from megatron.analysis.study.operands import matmuls
-from megatron.analysis.study.passes import Pass, beyond_memory, find_passes
+from megatron.analysis.study.passes import Pass, beyond_memory, counted, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 
 #: Columns at the beginning of the table of errors; others follow.
@@ -60,6 +60,7 @@ class _Outcome:
     rows: list[Rows] = field(default_factory=list)  #: rows of each candidate
     problem: Problem | None = None
     reasons: list[str] = field(default_factory=list)  #: reasons why parts of it were left out
+    failure: tuple[str, str] | None = None  #: why it was left out, and which pass it is
 
 
 class _Gate:
@@ -140,6 +141,7 @@ def study(
     outcomes.sort(key=lambda outcome: outcome.counter)
     problems = [*store.problems, *(each.problem for each in outcomes if each.problem)]
     left_out.update(reason for each in outcomes for reason in each.reasons)
+    left_out.update(counted(each.failure for each in outcomes if each.failure))
     tables = [rows for outcome in outcomes for rows in outcome.rows]
     rows = _table([row for rows, _ in tables for row in rows])
     if count := _zero_results(rows):
@@ -188,7 +190,7 @@ def _measure(
         outcome.problem = Problem(Path(str(error.filename)), "removed while the study ran")
         outcome.reasons += ["passes with a file that cannot be read"]
     except (NotCheckedError, ValueError) as error:
-        outcome.reasons += [f"passes with {str(error).partition(chr(10))[0]} ({of_pass.place})"]
+        outcome.failure = str(error).partition("\n")[0], of_pass.place
     return outcome
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,25 @@ def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
             else:
                 found.passes.append(Pass(layer_type, ranks, card, layers))
     return found
+
+
+def counted(failures: Iterable[tuple[str, str]]) -> Counter[str]:
+    """Return the number of passes left out by reason, each reason with its first pass.
+
+    Args:
+        failures: for each pass, why it was left out and which one it is.
+    """
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason, place in failures:
+        first.setdefault(reason, place)
+        counts[reason] += 1
+    return Counter(
+        {
+            f"passes with {reason} ({'first: ' * (count > 1)}{first[reason]})": count
+            for reason, count in counts.items()
+        }
+    )
 
 
 def beyond_memory(limit: int) -> str:

@@ -14,6 +14,7 @@ from megatron.analysis.outputs.render import DPI
 from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.pareto import plot_pareto
 from megatron.analysis.plots.style import in_style
+from megatron.analysis.plots.text import brief
 from megatron.analysis.stats.errors import decibels
 from megatron.analysis.study.engine import Study
 from megatron.analysis.study.proposal import Proposal, rows_of
@@ -25,6 +26,7 @@ from megatron.analysis.study.verdict import (
     with_names,
 )
 
+LONGEST_CANDIDATE = 24  #: maximum length of a name below a column, in characters
 _ROW = 0.3  #: height of a row of a heat map, in inches
 
 
@@ -69,7 +71,7 @@ def draw_verdict(
                 }
             ),
             label="SQNR of the result (dB)",
-            title=f"Where {name} loses",
+            title=f"Where {brief(name, 24)} loses",
             ax=right,
         )
         headline(figure, "Formats by the results of matmuls", " ".join(sentences))
@@ -110,6 +112,7 @@ def draw_budget(result: Study, image: str = "png") -> bytes | None:
         figure = Figure(figsize=(width, height), layout="constrained")
         plot_heatmap(
             means.rename(columns={"candidate": "column"})[["row", "column", "value"]],
+            longest=LONGEST_CANDIDATE,
             label="SQNR of the result (dB)",
             ax=figure.subplots(),
         )

@@ -162,8 +162,14 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
     spoiled = rows.assign(candidate=candidate_names(rows))
     spoiled = spoiled[spoiled["nonfinite"] > 0]
     if len(spoiled):
-        names = _listed(list(dict.fromkeys(spoiled["candidate"])))
-        text += f"; NaN or Inf occurs in {len(spoiled)} results of {names}"
+        counts = spoiled.groupby("candidate", sort=False).size()
+        plural = "s" * (int(counts.iloc[0]) > 1)
+        if len(counts) > 1 and counts.nunique() == 1:
+            found = f"{counts.iloc[0]} result{plural} of each of {_listed([*counts.index])}"
+        else:
+            named = [f"{count} of {name}" for name, count in counts.items()]
+            found = _listed([named[0].replace(" of ", f" result{plural} of ", 1), *named[1:]])
+        text += f"; NaN or Inf occurs in {found}"
     return text + "."
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.analysis.store import TensorStore
 from megatron.analysis.study.operands import matmuls
-from megatron.analysis.study.passes import find_passes
+from megatron.analysis.study.passes import counted, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from tests.analysis.study import small_dump
 
@@ -53,3 +53,11 @@ def test_the_operands_of_a_dump_fit(store):
 def test_other_shapes_are_refused_with_a_reason(store, layer_type, name, shape, words):
     with pytest.raises(NotCheckedError, match=words):
         operands(store, layer_type, **{name: shape})
+
+
+def test_passes_that_are_left_out_for_one_reason_are_counted_together():
+    why = "attention with dropout 0.1"
+    assert counted([(why, "layer 3"), (why, "layer 0"), ("a mask", "layer 1")]) == {
+        f"passes with {why} (first: layer 3)": 2,
+        "passes with a mask (layer 1)": 1,
+    }

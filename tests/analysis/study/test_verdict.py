@@ -95,6 +95,11 @@ def test_a_format_that_overflows_is_not_judged_by_its_finite_results():
         "The median SQNR of 3 GEMM results in 3 layers is 34.0 dB in mxfp8 and not finite in "
         "nvfp4; NaN or Inf occurs in 2 results of nvfp4."
     )
+    more = result(errors)
+    more.rows.loc[more.rows["layer_idx"] < 1, "nonfinite"] = 3
+    assert "occurs in 1 result of each of mxfp8 and nvfp4." in verdict(more)[0]
+    more.rows.loc[more.rows["format"].eq("nvfp4"), "nonfinite"] = 3
+    assert "occurs in 1 result of mxfp8 and 3 of nvfp4." in verdict(more)[0]
     assert losses.startswith("In mxfp8, ")
     assert front == "mxfp8 (8.25) makes the most of its bits per value, scales included."
     study.rows.loc[study.rows["layer_idx"] == 1, "nonfinite"] = 0  # now the median is finite
