@@ -121,7 +121,8 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
     """Draw histograms of the headroom, the dynamic range and the scales of quantization blocks."""
     totals = summed(figure_data, formats)
     if not totals:
-        raise NothingToDrawError("no tensor was collected whole")
+        lost = "no tensor was collected whole"
+        raise NothingToDrawError(figure_data.nothing_judged if figure_data.judged.empty else lost)
     figure, axes = sheet(14.0, 4.4, 1, 3)
     plot_counts(
         _headroom(totals),
@@ -239,7 +240,8 @@ def code_usage(figure_data: FigureData) -> Figure:
         name: total for name, total in summed(figure_data, small).items() if total.codes.any()
     }
     if not totals:
-        raise NothingToDrawError("none of the formats has codes that are counted")
+        lost = "none of the formats has codes that are counted"
+        raise NothingToDrawError(figure_data.nothing_judged if figure_data.judged.empty else lost)
     figure, axes = sheet(11.0, 2.4 * len(totals) + 0.9, len(totals), 1)
     for ax, (name, total) in zip(axes, totals.items(), strict=True):
         scaled = get_format(name).scaling is not None

@@ -87,7 +87,10 @@ def plot_lines(
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
-    if not log:
+    if logarithmic and positive.empty and not (numbers < 0).any():
+        ax.set_ylim(-0.05, 1)  # all are zero or infinite; ticks below zero would be impossible
+        ax.set_yticks([0])
+    elif not log:
         _widen(ax, numbers[np.isfinite(numbers)], least)
     guide(ax)
     ax.set(xlabel=xlabel, ylabel=ylabel)

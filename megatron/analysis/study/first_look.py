@@ -64,10 +64,11 @@ class FirstLook:
         return cells(self.result.rows)
 
     def sentences(self) -> list[str]:
-        """Return what the numbers show, in up to three sentences.
+        """Return what the numbers show, in up to four sentences.
 
         They give the median of each format, where the run's format and the weakest one lose most
-        and, if a gradient is too noisy, which. The last replaces the sentence on the run's format.
+        and, if a gradient is too noisy, which. This replaces the sentence on the run's format. The
+        last one counts what is left out, such as attention with dropout.
         """
         table = self.cells
         summary = by_candidate(table)
@@ -76,6 +77,13 @@ class FirstLook:
         gradients = gradients_of(table)
         if gradients["flagged"].any():
             texts = [texts[-1], rule(gradients)]
+        if self.result.left_out:
+            # The place of the first pass is too long for a picture.
+            reasons = [
+                f"{reason.partition(' (')[0]}: {count}"
+                for reason, count in sorted(self.result.left_out.items())
+            ]
+            texts.append(f"Left out: {'; '.join(reasons)}.")
         return [ranking(table, summary, self.result.rows), *texts]
 
 

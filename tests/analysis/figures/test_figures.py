@@ -113,6 +113,13 @@ def test_lines_mark_what_the_axis_has_no_place_for_and_are_logarithmic_over_deca
     assert ax.get_yscale() == "log"
 
 
+def test_an_axis_of_zeros_alone_has_no_negative_ticks(ax):
+    data = pd.DataFrame({"group": ["a"] * 3, "x": [0, 1, 2], "value": [0.0, math.inf, 0.0]})
+    plots.plot_lines(data, xlabel="layer", ylabel="error", logarithmic=True, ax=ax)
+    assert ax.get_yticks().tolist() == [0]
+    assert ax.get_ylim()[1] == 1
+
+
 def test_zeros_are_drawn_on_a_linear_axis(ax):
     data = pd.DataFrame({"group": ["mxfp8"] * 3, "x": [0, 1, 2], "value": [0.0, 1.0, 2.0]})
     plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)

@@ -24,6 +24,8 @@ def test_its_numbers_are_those_of_the_study(tmp_path):
     assert look.own == "mxfp8"
     assert look.sample == "mxfp8 run 20250908_095200_abc123, iteration 1, micro-batch 0"
     ranking, own, weakest = look.sentences()
+    look.result.left_out["passes with attention with dropout 0.1 (first: layer 0)"] = 4
+    assert look.sentences()[-1] == "Left out: passes with attention with dropout 0.1: 4."
     assert ranking.startswith("The median SQNR of 18 GEMM results in 2 layers is ")
     assert own.startswith("In mxfp8, ")
     assert weakest.startswith("In mxfp4, ")
