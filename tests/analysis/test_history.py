@@ -185,6 +185,15 @@ def test_gradients_above_the_threshold_are_counted(tmp_path, capsys):
     assert gradients_of(made_up(2)).empty, "an input is no gradient"
 
 
+def test_an_output_that_is_no_png_or_cannot_be_written_is_refused(tmp_path, capsys):
+    written(tmp_path, made_up(2))
+    assert main(["history", str(tmp_path), "--output", str(tmp_path / "history.svg")]) == 2
+    assert "history.svg: the name must end in .png" in capsys.readouterr().err
+    (tmp_path / "folder.png").mkdir()
+    assert main(["history", str(tmp_path), "--output", str(tmp_path / "folder.png")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
 def test_a_folder_without_statistics_is_refused(tmp_path, capsys):
     assert main(["history", str(tmp_path)]) == 2
     assert "holds no operands_*.parquet; give the folder" in capsys.readouterr().err

@@ -23,7 +23,8 @@ A quantized gradient is too noisy if its rms is below sqrt(3) times that of its 
 (arXiv 2505.19115). Such gradients do not change the exit status.
 """
 EXAMPLES = """\
-Exit status: 0 no tensor left its band; 1 a tensor did; 2 there are no statistics.
+Exit status: 0 no tensor left its band; 1 a tensor did; 2 there are no statistics, or an
+option is wrong.
 
 examples:
   python -m megatron.analysis history enhanced_tensor_logs/mxfp8/statistics
@@ -37,7 +38,7 @@ def add_options(parser: ArgumentParser) -> None:
         "folder", type=Path, metavar="DIR", help="folder `statistics` of a run, or its parent"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="figure (default: DIR/history.png)"
+        "--output", type=Path, metavar="FILE", help="figure, a .png file (default: DIR/history.png)"
     )
     parser.add_argument(
         "--most",
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.most < 1:
         raise ValueError(f"--most is {arguments.most}; give 1 or more")
+    if arguments.output is not None and arguments.output.suffix.lower() != ".png":
+        raise ValueError(f"--output {arguments.output}: the name must end in .png")
     folder = arguments.folder
     if (folder / "statistics").is_dir():
         folder /= "statistics"
