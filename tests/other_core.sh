@@ -41,7 +41,12 @@ if [[ ! -e $venv/complete ]]; then
     echo "pip cannot install megatron-core $version: $(tail -n 1 <<<"$trouble")" >&2
     exit 69
   fi
-  "$py" -c "$search" "$venv"
   : >"$venv/complete"
+fi
+"$py" -c "$search" "$venv" # each time, because the folder may have been moved
+found=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("megatron-core"))')
+if [[ $found != "$version" ]]; then
+  echo "[ERROR] $venv has megatron-core $found; remove this folder, and start again" >&2
+  exit 1
 fi
 echo "$venv/bin/python"
