@@ -105,12 +105,12 @@ def study_pass(
     return errors
 
 
-def multiply_pass(matmuls: list[Product], formats: int) -> None:
-    """Compute the same number of products as a study of `formats` formats, and nothing else."""
+def multiply_pass(matmuls: list[Product], formats: int, *, budget: bool) -> None:
+    """Compute as many products as `study_pass` with `formats` formats, and nothing else."""
     for matmul in matmuls:
         for _, left, right in matmul.gemms():
             torch.matmul(left.float(), right.float().mT)
-            for _ in range(3 * formats):
+            for _ in range((3 if budget else 1) * formats):
                 torch.matmul(left, right.mT)
 
 
@@ -138,6 +138,7 @@ def study(
     quantizers: Mapping[str, Quantizer],
     *,
     workers: int = 1,
+    budget: bool = True,
 ) -> Errors:
     """Return the errors of all passes.
 
@@ -146,18 +147,25 @@ def study(
         passes: files of each pass; see `products`.
         quantizers: quantizer of each format.
         workers: number of passes that are studied at the same time.
+        budget: whether to measure also the errors of quantizing only one operand.
     """
 
     def run(name: str) -> Errors:
-        return study_pass(products(folder, passes, name), quantizers)
+        return study_pass(products(folder, passes, name), quantizers, budget=budget)
 
     parts = on_threads(run, list(passes), workers)
     return {key: value for part in parts for key, value in part.items()}
 
 
-def multiply(folder: Path, passes: Mapping[str, list[str]], formats: int, *, workers: int) -> None:
-    """Compute only the products of a study."""
-    on_threads(lambda name: multiply_pass(products(folder, passes, name), formats), passes, workers)
+def multiply(
+    folder: Path, passes: Mapping[str, list[str]], formats: int, *, workers: int, budget: bool
+) -> None:
+    """Compute only the products of a study; see `study` for the arguments."""
+
+    def run(name: str) -> None:
+        multiply_pass(products(folder, passes, name), formats, budget=budget)
+
+    on_threads(run, passes, workers)
 
 
 def on_threads(

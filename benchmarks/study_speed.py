@@ -12,12 +12,15 @@ layers and of attention, in bfloat16. Both sides study it, alternating in one pr
 
 Both load the tensors, recompute P and dS of attention, multiply the operands in float32 for the
 reference, quantize them in each format along the reduction axis of each GEMM, and compute fprop,
-dgrad and wgrad with both operands quantized and with only one of them. They return the relative
-error, gain, cosine and mean error of each result. The plain study quantizes each operand once per
-format and axis. It uses all threads for one pass after the other (intra), or one thread for each of
-several passes (inter), and is compared by the faster of the two. Each size is studied once by both
-sides before the measured rounds. Neither side starts a process, imports modules, compiles kernels
-or writes files in the measured time.
+dgrad and wgrad from the quantized operands. They return the relative error, gain, cosine and mean
+error of each result. Two studies are measured at each size: with error budgets, as the command
+computes them by default, and without them (`--no-budget`). For the budgets, both sides multiply
+each GEMM twice more, with only one operand quantized.
+
+The plain study quantizes each operand once per format and axis. It uses all threads for one pass
+after the other (intra), or one thread for each of several passes (inter), and is compared by the
+faster of the two. Both sides run each study once before the measured rounds. Neither side starts a
+process, imports modules, compiles kernels or writes files in the measured time.
 
 A quantized operand counts once per format and GEMM: six per matmul. The errors of both sides must
 agree within 1%, because torchao rounds some values once more and torch adds in other orders.
@@ -53,8 +56,10 @@ READING = (
     "Times as fast: operands per second of ours over those of the faster plain study, the median "
     "of the rounds' ratios, with their range. At most: the faster plain study's time over that of "
     "the matmuls alone, which every study has to compute. The goal is out of reach where this is "
-    "below it."
+    "below it. Error budgets need two of every three products."
 )
+#: Name of both studies in the page, by whether they measure error budgets.
+STUDIES = {True: "with error budgets", False: "without error budgets"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -106,15 +111,16 @@ def show(event: peer_process.Event) -> None:
         case "peer" if event["missing"]:
             peers_env.say(f"without {event['name']}: {event['missing']}")
         case "case":
-            peers_env.say(f"hidden size {event['hidden_size']}: done")
+            peers_env.say(f"hidden size {event['hidden_size']}, {STUDIES[event['budget']]}: done")
 
 
 def speeds(cases: list[peer_process.Event]) -> str:
-    """Return the table of speeds, with one row per hidden size."""
+    """Return the table of speeds, with one row per study and hidden size."""
     rows = []
-    for case in cases:
+    for case in sorted(cases, key=lambda case: not case["budget"]):
         times, count = case["times"], case["operands"]
-        cells = [str(case["hidden_size"]), str(case["tokens"]), str(count)]
+        cells = [STUDIES[case["budget"]]]
+        cells += [str(case["hidden_size"]), str(case["tokens"]), str(count)]
         rates = {name: count / statistics.median(seconds) for name, seconds in times.items()}
         cells += [f"{rates[n]:.4g}" if n in rates else "-" for n in ("ours", "intra", "inter")]
         ratios = ratios_of(case)
@@ -125,7 +131,7 @@ def speeds(cases: list[peer_process.Event]) -> str:
         )
         cells.append(f"{bound:.2f}" if (bound := bound_of(case)) else "-")
         rows.append(cells)
-    head = ("hidden size", "tokens", "operands", "ours, operands/s", "plain, intra")
+    head = ("study", "hidden size", "tokens", "operands", "ours, operands/s", "plain, intra")
     return results_page.table((*head, "plain, inter", "times as fast", "at most"), rows)
 
 
@@ -164,21 +170,29 @@ def agreement(cases: list[peer_process.Event]) -> tuple[str, bool]:
     return results_page.table(head, rows), good
 
 
+def result_of(cases: list[peer_process.Event], *, budget: bool) -> str:
+    """Return the result of the study with or without error budgets; "" without torchao."""
+    measured = [case for case in cases if case["budget"] == budget]
+    ratios = [statistics.median(ratios) for case in measured if (ratios := ratios_of(case))]
+    bounds = [bound for case in measured if (bound := bound_of(case))]
+    if not ratios:
+        return ""
+    unreachable = sum(bound < GOAL for bound in bounds)
+    return (
+        f"{STUDIES[budget].capitalize()}, ours is {min(ratios):.2f} to {max(ratios):.2f} times as "
+        f"fast: the goal, {GOAL} times as fast, is met at {sum(r >= GOAL for r in ratios)} of "
+        f"{len(ratios)} sizes" + (f" and out of reach at {unreachable}." if unreachable else ".")
+    )
+
+
 def page(events: list[peer_process.Event], options: argparse.Namespace) -> tuple[str, bool]:
     """Return the text of the page, and whether the errors of both sides agree."""
     cases = [event for event in events if event["kind"] == "case"]
     [plan] = (event for event in events if event["kind"] == "plan")
     releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
     table, good = agreement(cases)
-    ratios = [statistics.median(ratios) for case in cases if (ratios := ratios_of(case))]
-    bounds = [bound for case in cases if (bound := bound_of(case))]
-    result = "torchao is not installed, so only our side was measured."
-    if ratios:
-        result = (
-            f"Ours is {min(ratios):.2f} to {max(ratios):.2f} times as fast. The goal, {GOAL} times "
-            f"as fast, is met at {sum(ratio >= GOAL for ratio in ratios)} of {len(ratios)} sizes "
-            f"and out of reach at {sum(bound < GOAL for bound in bounds)}."
-        )
+    results = [result for budget in STUDIES if (result := result_of(cases, budget=budget))]
+    result = " ".join(results) or "torchao is not installed, so only our side was measured."
     parts = [
         "# Speed of a study",
         f"`{results_page.quoted('study_speed.py')}`",

@@ -111,9 +111,13 @@ def record_of(
     )
 
 
-def ours(folder: Path, names: list[str], threads: int) -> study_plain.Errors:
-    """Return the errors that our study finds, by matmul (module and operation), GEMM and format."""
-    result = study(TensorStore(folder), candidates_of(names, []), workers=threads)
+def ours(folder: Path, names: list[str], threads: int, *, budget: bool) -> study_plain.Errors:
+    """Return the errors that our study finds, by matmul (module and operation), GEMM and format.
+
+    With `budget`, the study also measures the error budgets, which are not returned.
+    """
+    candidates = candidates_of(names, [])
+    result = study(TensorStore(folder), candidates, workers=threads, budget=budget)
     if result.problems or result.left_out:
         raise SystemExit(f"[ERROR] left out: {result.problems} {dict(result.left_out)}")
     columns = ("relative_error", "gain", "cosine", "mean_error")
@@ -146,21 +150,40 @@ def differences(own: study_plain.Errors, other: study_plain.Errors) -> dict[str,
 
 
 def measure(
-    request: dict[str, Any], hidden: int, quantizers: dict[str, study_plain.Quantizer]
+    request: dict[str, Any],
+    dump: tuple[Path, dict[str, list[str]]],
+    quantizers: dict[str, study_plain.Quantizer],
+    *,
+    budget: bool,
 ) -> dict[str, Any]:
-    """Measure one hidden size, and return the numbers to report."""
-    folder, threads = Path(request["folder"]) / str(hidden), request["threads"]
-    passes = write_dump(folder, hidden, request["tokens"])
-    ways: dict[str, Callable[[], Any]] = {"ours": lambda: ours(folder, request["formats"], threads)}
+    """Measure the study of one dump, with or without error budgets.
+
+    Args:
+        request: what `study_speed.py` asked for.
+        dump: folder of the dump and the files of each of its passes.
+        quantizers: torchao's quantizer of each format; empty without torchao.
+        budget: whether both sides also multiply with only one operand quantized.
+
+    Returns:
+        Numbers to report.
+    """
+    (folder, passes), threads = dump, request["threads"]
+
+    def own() -> study_plain.Errors:
+        return ours(folder, request["formats"], threads, budget=budget)
+
+    ways: dict[str, Callable[[], Any]] = {"ours": own}
     if quantizers:
 
         def plain(of_torch: int, workers: int) -> study_plain.Errors:
             with torch_threads(of_torch):
-                return study_plain.study(folder, passes, quantizers, workers=workers)
+                return study_plain.study(folder, passes, quantizers, workers=workers, budget=budget)
 
         def products(of_torch: int, workers: int) -> None:
             with torch_threads(of_torch):
-                study_plain.multiply(folder, passes, len(quantizers), workers=workers)
+                study_plain.multiply(
+                    folder, passes, len(quantizers), workers=workers, budget=budget
+                )
 
         ways |= {"intra": lambda: plain(threads, 1), "inter": lambda: plain(1, threads)}
         ways["products, intra"] = lambda: products(threads, 1)
@@ -175,7 +198,7 @@ def measure(
             way()
             times[name].append(time.perf_counter() - started)
     return {
-        "hidden_size": hidden,
+        "budget": budget,
         "tokens": request["tokens"],
         "operands": 2 * len(results["ours"]),
         "times": times,
@@ -201,7 +224,11 @@ def main() -> None:
     names = ("torch", "torchao", "numba")
     report("plan", releases={name: release(name) for name in names})
     for hidden in request["hidden_sizes"]:
-        report("case", **measure(request, hidden, quantizers))
+        folder = Path(request["folder"]) / str(hidden)
+        dump = (folder, write_dump(folder, hidden, request["tokens"]))
+        for budget in (True, False):
+            case = measure(request, dump, quantizers, budget=budget)
+            report("case", hidden_size=hidden, **case)
 
 
 if __name__ == "__main__":
