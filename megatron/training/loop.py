@@ -91,6 +91,8 @@ class TrainingLoop:
                 f"> nothing left to train: the checkpoint is of iteration "
                 f"{self.progress.iteration}, and {self._end()}"
             )
+        elif line := self._ended_schedule():
+            print_rank_0(f"> {line}")
         try:
             while self.progress.iteration < self.args.train_iters and reason is None:
                 self._iterate()
@@ -115,6 +117,18 @@ class TrainingLoop:
             return f"--train-iters is {self.args.train_iters}"
         consumed = self.progress.consumed_train_samples
         return f"{consumed} of --train-samples {self.args.train_samples} are consumed"
+
+    def _ended_schedule(self) -> str | None:
+        """Return a line if the learning rate has reached its last value before the run begins."""
+        schedule = self.state.scheduler
+        if schedule.lr_decay_style == "constant" or schedule.num_steps < schedule.lr_decay_steps:
+            return None
+        return (
+            f"the learning rate has finished its decay: the schedule ends at sample "
+            f"{schedule.lr_decay_steps}, the run resumes at sample {schedule.num_steps} and trains "
+            f"at {schedule.min_lr} (--min-lr); --override-opt_param-scheduler takes another "
+            "schedule, for example with a larger --lr-decay-iters"
+        )
 
     def _iterate(self) -> None:
         progress, args = self.progress, self.args

@@ -113,7 +113,25 @@ LAYOUT = (
     "expert_tensor_parallel_size",
     "use_tp_pp_dp_mapping",
 )
-#: all flags that a checkpoint records
+#: flags that change the training but may change when a run resumes; the log names each change
+NOTED = (
+    "micro_batch_size",
+    "global_batch_size",
+    "rampup_batch_size",
+    "attention_dropout",
+    "hidden_dropout",
+    "clip_grad",
+    "eod_mask_loss",
+    "reset_attention_mask",
+    "reset_position_ids",
+    "calculate_per_token_loss",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+)
+#: all flags that every checkpoint records; it also records those in `NOTED`, which the checkpoints
+#: of earlier versions lack
 RECORDED = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
 #: properties of a run that must not change when the run resumes, each with the flag that sets it
 RUN = {
@@ -136,7 +154,8 @@ def run_description(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OSError: if the training data cannot be read.
     """
-    return {"args": {name: getattr(args, name) for name in RECORDED}, "run": _run(args)}
+    names = (*RECORDED, *NOTED)
+    return {"args": {name: getattr(args, name) for name in names}, "run": _run(args)}
 
 
 def _run(args: argparse.Namespace) -> dict[str, str]:
@@ -235,13 +254,25 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
 def check_run(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
     """Check that properties such as the data and the seed are the same as in the checkpoint.
 
-    `RUN` lists these properties. Must be called on all ranks.
+    `RUN` lists these properties. Changes of the flags in `NOTED` are permitted and printed. Must be
+    called on all ranks.
 
     Raises:
         UserError: on all ranks, if a property differs and `--allow-changed-run` is not given; the
             message shows both values.
     """
     first_rank_does(lambda: _compare_runs(args, common["run"], folder))
+    there = {name: common["args"][name] for name in NOTED if name in common["args"]}
+    if changes := _changes(there, args):
+        print_rank_0(f"> changed since the checkpoint: {'; '.join(changes)}")
+
+
+def _changes(there: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """Return a description of each flag whose value differs from that in the checkpoint."""
+    return [
+        f"{flag_of(name)} is {there[name]} there and {getattr(args, name)} here"
+        for name in differing(there, args)
+    ]
 
 
 def _compare_runs(args: argparse.Namespace, there: dict[str, str], folder: Path) -> None:
@@ -308,11 +339,7 @@ def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Pat
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor
             `--use-checkpoint-opt_param-scheduler` is given.
     """
-    differences = [
-        f"{flag_of(name)} is {common['args'][name]} there and {getattr(args, name)} here"
-        for name in NUMBERS
-        if common["args"][name] != getattr(args, name)
-    ]
+    differences = _changes({name: common["args"][name] for name in NUMBERS}, args)
     if not differences:
         return
     if args.override_opt_param_scheduler:

@@ -41,6 +41,21 @@ def test_another_run_is_refused_unless_it_is_meant(run_quickly, second, corpus, 
     assert list(succeeded(run_quickly(*second, *flags, "--finetune")).lines) == [1, 2, 3, 4]
 
 
+def test_changes_that_are_permitted_are_named(run_quickly, second):
+    """Settings that change only the remaining iterations need no permission, but are in the log."""
+    prefix = "> changed since the checkpoint: "
+    assert prefix not in succeeded(run_quickly(*second)).output
+    flags = ("--clip-grad", "0.5", "--hidden-dropout", "0.1", "--eod-mask-loss")
+    resumed = succeeded(run_quickly(*second, *flags))
+    assert list(resumed.lines) == [3, 4]
+    [line] = [line for line in resumed.output.splitlines() if line.startswith(prefix)]
+    assert line.removeprefix(prefix).split("; ") == [
+        "--hidden-dropout is 0.0 there and 0.1 here",
+        "--clip-grad is 1.0 there and 0.5 here",
+        "--eod-mask-loss is False there and True here",
+    ]
+
+
 def test_the_same_data_elsewhere_is_the_same_data(run_quickly, second, corpus, tmp_path):
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / f"{corpus.name}{suffix}")
@@ -173,6 +188,15 @@ def test_the_learning_rate_of_the_command_line_or_of_the_checkpoint(run_quickly,
     assert {i: float(line["lr"]) for i, line in kept.lines.items()} == {3: 7.5e-4, 4: 0}
     ours = succeeded(run_quickly(*other, "--min-lr", "2e-4", OVERRIDE))
     assert {i: float(line["lr"]) for i, line in ours.lines.items()} == {3: 4e-4, 4: 2e-4}
+    assert "has finished its decay" not in ours.output
+    ended = succeeded(run_quickly(*other, "--lr-decay-iters", "1", OVERRIDE))
+    assert {i: float(line["lr"]) for i, line in ended.lines.items()} == {3: 0, 4: 0}
+    assert re.search(
+        r"^> the learning rate has finished its decay: the schedule ends at sample \d+, the run "
+        r"resumes at sample \d+ and trains at 0\.0 \(--min-lr\)",
+        ended.output,
+        re.M,
+    )
     constant = succeeded(run_quickly(*other, *CONSTANT, OVERRIDE))
     assert {i: float(line["lr"]) for i, line in constant.lines.items()} == {3: 1e-3, 4: 1e-3}
 
