@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.bounded_files import printable
 from megatron.fake_quant import policy
 from megatron.training.collective_errors import first_rank_does
 from megatron.training.data.paths import parse_blend
@@ -142,6 +143,7 @@ RUN = {
     "sequence length": "--seq-length",
     "type": "--bf16, --fp16 or neither",
 }
+_LONGEST = 300  #: number of characters to print of a value in a checkpoint
 _HEAD = 2**16  #: number of bytes to hash at the start of each data file
 
 
@@ -270,9 +272,14 @@ def check_run(args: argparse.Namespace, common: dict[str, Any], folder: Path) ->
 def _changes(there: dict[str, Any], args: argparse.Namespace) -> list[str]:
     """Return a description of each flag whose value differs from that in the checkpoint."""
     return [
-        f"{flag_of(name)} is {there[name]} there and {getattr(args, name)} here"
+        f"{flag_of(name)} is {_shown(there[name])} there and {getattr(args, name)} here"
         for name in differing(there, args)
     ]
+
+
+def _shown(value: Any) -> str:
+    """Return a value of the checkpoint as text that can be printed."""
+    return printable(value, limit=_LONGEST)
 
 
 def _compare_runs(args: argparse.Namespace, there: dict[str, str], folder: Path) -> None:
@@ -281,7 +288,7 @@ def _compare_runs(args: argparse.Namespace, there: dict[str, str], folder: Path)
     except OSError as error:
         raise RunError(f"the data cannot be read: {error}; fix that and start again") from error
     differences = [
-        f"{name} is {there.get(name)} there and {here[name]} here ({flag})"
+        f"{name} is {_shown(there.get(name))} there and {here[name]} here ({flag})"
         for name, flag in RUN.items()
         if there.get(name) != here[name]
     ]

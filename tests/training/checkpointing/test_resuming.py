@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import forks
 from tests.training.corpus import make_corpus
@@ -54,6 +55,20 @@ def test_changes_that_are_permitted_are_named(run_quickly, second):
         "--clip-grad is 1.0 there and 0.5 here",
         "--eod-mask-loss is False there and True here",
     ]
+
+
+def test_what_a_checkpoint_says_is_escaped_in_the_log(run_quickly, checkpoints, tmp_path):
+    ck = tmp_path / "ck"
+    shutil.copytree(checkpoints, ck)
+    [file] = ck.glob("iter_*2/common.pt")
+    common = torch.load(file, weights_only=True)
+    common["run"]["split"] = common["args"]["clip_grad"] = "\x1b[31mred\nline"
+    torch.save(common, file)
+    flags = ("--load", ck, "--ckpt-step", "2", "--allow-changed-run")
+    resumed = succeeded(run_quickly(*flags))
+    assert "split is \\x1b[31mred\\nline there" in resumed.output
+    assert "--clip-grad is \\x1b[31mred\\nline there" in resumed.output
+    assert "\x1b" not in resumed.output
 
 
 def test_the_same_data_elsewhere_is_the_same_data(run_quickly, second, corpus, tmp_path):
