@@ -20,6 +20,15 @@ from typing import Any
 from batch import Batch, Position
 from readers import guess_format
 
+#: Names of the JSON types other than string, by the Python type to which json.loads converts them.
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
 KEYS_SHOWN = 10  #: maximum number of keys in the error message for a missing key
 
 
@@ -213,7 +222,10 @@ class Encoder:
         if not isinstance(record, dict):
             raise ValueError("not a JSON object; give one object per line")
         for key in keys:
-            if not isinstance(record.get(key), str):
+            if key in record and not isinstance(record[key], str):
+                kind = _JSON_TYPES[type(record[key])]
+                raise ValueError(f"the value under the key {key!r} is {kind}, not a string")
+            if key not in record:
                 present = _some(record) or "no keys"
                 raise ValueError(
                     f"no text under the key {key!r} (there are {present}); name the key in "

@@ -243,6 +243,7 @@ class PartialOutput:
             count.documents += len(tokens.lengths[key])
             count.tokens += len(tokens.ids[key])
             count.text_bytes += tokens.text_bytes[key]
+            count.empty += tokens.read - len(tokens.lengths[key])
         point.bad_lines += len(tokens.bad)
         point.bad_bytes += len(report)
         point.file_read += tokens.read

@@ -120,6 +120,10 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
             _write(settings, output)
         manifests = {key: _manifest(settings, output, key, record) for key in settings.json_keys}
         output.publish({key: manifest.to_json() for key, manifest in manifests.items()})
+        for key, count in output.point.counts.items():
+            if count.empty:
+                texts = "empty text" if count.empty == 1 else "empty texts"
+                print(f"left out {count.empty:,} {texts} under the key {key!r}")
     return {settings.prefix(key): manifest for key, manifest in manifests.items()}
 
 

@@ -16,6 +16,7 @@ class Count:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    empty: int = 0  #: number of documents that were left out because they have no tokens
 
 
 @dataclass

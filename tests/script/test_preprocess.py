@@ -132,6 +132,8 @@ def test_each_json_key_gets_its_files(tmp_path, tokenizer):
     assert result.returncode == 0, result.stderr
     assert decoded(tmp_path / "o_title_document", tokenizer) == ["A", "B"]
     assert decoded(tmp_path / "o_body_document", tokenizer) == ["aaa"], "an empty text is left out"
+    assert "left out 1 empty text under the key 'body'" in result.stdout
+    assert "under the key 'title'" not in result.stdout
 
 
 BAD = b'{"text": "good"}\n{"text": \n[1]\n{"words": "x", "id": 1}\n{"text": 3}\n'
@@ -140,7 +142,7 @@ REASONS = [
     "2: not JSON (Expecting value at column",
     "3: not a JSON object",
     "4: no text under the key 'text' (there are 'words', 'id'); name the key in --json-keys",
-    "5: no text under the key 'text' (there are 'text')",
+    "5: the value under the key 'text' is a number, not a string",
     "6: half of a surrogate pair",
     "7: not UTF-8",
     "8: not JSON",
