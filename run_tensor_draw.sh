@@ -108,7 +108,12 @@ if [[ $mode == visualize ]]; then
     if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then
       collect+=(--tensor-dir "$tensor_path")
     fi
-    die "no folder $folder; collect first with \`$(quoted "${collect[@]}")\`, or name another" \
+    there=
+    for candidate in "$tensor_path"/*/; do
+      name=$(basename -- "$candidate")
+      if [[ -d $candidate && $name == "$(folder_name "$name")" ]]; then there+="${there:+, }$name"; fi
+    done
+    die "no folder $folder;${there:+ the folders there are $there;} collect first with \`$(quoted "${collect[@]}")\`, or name another" \
       "folder in --tensor-dir"
   fi
 fi

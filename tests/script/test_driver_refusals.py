@@ -149,3 +149,7 @@ def test_nothing_to_visualize(tmp_path):
     done = bash(DRAW, "visualize", "mxfp8", "--tensor-dir", tmp_path)
     assert done.returncode == 1
     assert f"[ERROR] no folder {tmp_path}/mxfp8; collect first with " in done.stderr
+    for name in ("bf16", "mxfp4", "x\x1b[31m"):
+        (tmp_path / name).mkdir()
+    done = bash(DRAW, "visualize", "mxfp8", "--tensor-dir", tmp_path)
+    assert "/mxfp8; the folders there are bf16, mxfp4; collect first with " in done.stderr
