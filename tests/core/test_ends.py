@@ -100,11 +100,16 @@ def new(folder: Path, seen: set[Path]) -> set[Path]:
     "numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]], ids=["once", "passed-on-twice"]
 )
 def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_path, numbers):
-    """Tensors taken before the signal are on disk, and the card holds the cause of the end."""
+    """Tensors taken before the signal are on disk, and the card holds the cause of the end.
+
+    The cause is the signal that Python handled first. Of two signals sent at once, it may be either
+    one, because the system may deliver the second one to a writer thread.
+    """
     known, cards, aborted = assert_sound(tmp_path), set(), 0
     new(tmp_path, cards)
     for end in nursery.end(TIMES, *numbers):
-        assert end["status"] == 128 + numbers[0]
+        cause = signal.Signals(end["status"] - 128)
+        assert cause in numbers
         assert end["seconds"] < end["at"] + PROMPT
         known = assert_sound(tmp_path, known)
         assert partial_files(tmp_path) == []
@@ -114,7 +119,7 @@ def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_pat
             if card["status"] == "finished":
                 assert written == TENSORS, "the signal came after the last of them"
             else:
-                assert (card["status"], card["reason"]) == ("aborted", numbers[0].name)
+                assert (card["status"], card["reason"]) == ("aborted", cause.name)
                 aborted += 0 < written < TENSORS
             index = tmp_path / f"index_{card['run_id']}_rank00.jsonl"
             lines = index_lines(index) if written else []
