@@ -3,7 +3,8 @@
 megatron-core uses `torch.cuda` everywhere: for the current device, streams and random states, and
 in `device="cuda"`. `activate()` replaces each of these names by a CPU implementation, as an
 out-of-tree accelerator does. The current device is then the CPU, all streams run in program order,
-and the random generator is torch's default one. `NAMES` lists every replaced name and the reason.
+and the random generator is torch's default one. Where torch multiplies bfloat16 slowly, its matmul
+functions are replaced too. `NAMES` lists every replaced name and the reason.
 Functions that work without CUDA (`empty_cache`) are not replaced.
 
 A trainer of another source tree calls more of `torch.cuda`, and many trainers refuse to start
@@ -32,6 +33,8 @@ from typing import Any
 
 import torch
 import torch.cuda.random
+
+from megatron import cpu_matmul
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +174,9 @@ def _names() -> list[Name]:
         Name(f"distributed.{name}", _averaging(getattr(torch.distributed, name), argument), reason)
         for name, argument in sent.items()
     ]
-    return device + tensors + factories + streams + random + averages
+    reason = "torch multiplies short dtypes with scalar code on this CPU"
+    products = [Name(path, call, reason) for path, call in cpu_matmul.replacements().items()]
+    return device + tensors + factories + streams + random + averages + products
 
 
 def _averaging(function: Callable, sent: str) -> Callable:

@@ -19,14 +19,16 @@ import pytest
 from tests import forks
 from tests.subprocesses import REPO
 
-#: Files that take long. They run first, so that no worker is left with one at the end. The test of
-#: the READMEs is not among them, because it uses kernels that other files have compiled.
+#: Files that take long. They run first, so that no worker is left with one at the end.
 LONGEST_FIRST = (
     "tests/fake_quant/test_triton.py",
     "tests/core/test_non_interference.py",
     "tests/training/test_golden.py",
     "tests/training/test_parallel.py",
 )
+#: Test of the READMEs, which takes minutes too. It runs after all tests of the folders up to this
+#: one, which compile the kernels that it needs.
+READMES, AFTER = "tests/test_readme.py", "tests/fake_quant/"
 #: The source of a test file that starts processes, which import megatron-core for seconds or train.
 STARTS_PROCESSES = re.compile(
     r"^(from|import) .*\b(forks|subprocess|subprocesses|drivers|runs|stub_tree|watching|browser)\b"
@@ -155,4 +157,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _place(file: str) -> int:
-    return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)
+    """Return a number by which files are sorted; files with the same number keep their order."""
+    first = len(LONGEST_FIRST)
+    if file in LONGEST_FIRST:
+        return LONGEST_FIRST.index(file)
+    if file == READMES:
+        return first + 1
+    return first if file < AFTER or file.startswith(AFTER) else first + 2

@@ -40,7 +40,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-BACKEND = Path(__file__).resolve().parents[1] / "megatron" / "cpu_backend.py"
+MEGATRON = Path(__file__).resolve().parents[1] / "megatron"
+#: Modules of the CPU backend, in the order of their imports.
+BACKEND = {
+    "megatron.cpu_matmul": MEGATRON / "cpu_matmul.py",
+    "cpu_backend_of_the_tests": MEGATRON / "cpu_backend.py",
+}
 CORE = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer")
 IMPORTS = {
     # The program imports this tree and megatron-core itself, and also torch._dynamo, which reads
@@ -78,11 +83,12 @@ def prepare(imports: str, lock: Path) -> None:
     The exception is the thread in which jemalloc, a part of pyarrow, returns memory to the system.
     """
     gc.disable()  # imports leave little garbage, and looking for it takes a second
-    if imports == "wheel":  # the wheel has no such module: load the file
-        spec = importlib.util.spec_from_file_location("cpu_backend_of_the_tests", BACKEND)
-        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[spec.name])
-        sys.modules[spec.name].activate()
+    if imports == "wheel":  # the wheel has no such modules: load the files
+        for name, path in BACKEND.items():
+            spec = importlib.util.spec_from_file_location(name, path)
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        sys.modules["cpu_backend_of_the_tests"].activate()
     elif imports in ("overlay", "analysis"):
         importlib.import_module("megatron.cpu_backend").activate()
     elif imports == "training":

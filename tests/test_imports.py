@@ -19,9 +19,11 @@ ALLOWED = {
     "megatron.forks": set(),
     "megatron.optional_packages": set(),
     "megatron.tensor_record": {"megatron.bounded_files"},
-    "megatron.cpu_backend": set(),
+    "megatron.cpu_matmul": set(),
+    "megatron.cpu_backend": {"megatron.cpu_matmul"},
     "megatron.fake_quant": {
         "megatron.fake_quant",
+        "megatron.cpu_matmul",
         "megatron.tensor_record",
         "megatron.bounded_files",
         "megatron.console",
@@ -61,6 +63,7 @@ ALLOWED = {
     },
     "megatron.analysis": {
         "megatron.analysis",
+        "megatron.cpu_matmul",
         "megatron.fake_quant",
         "megatron.tensor_record",
         "megatron.bounded_files",
@@ -76,6 +79,7 @@ ONLY = {
     "megatron.forks": set(),
     "megatron.optional_packages": set(),
     "megatron.tensor_record": set(),
+    "megatron.cpu_matmul": {"torch"},
     "megatron.fake_quant": {"torch"},
     "megatron.fake_quant.recipe_yaml": {"yaml"},
     "megatron.fake_quant.fused": {"torch", "numpy", "numba", "triton"},

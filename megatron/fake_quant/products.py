@@ -12,6 +12,7 @@ float32 sums. Three ways lead there:
 - On a GPU, the matmul returns the float32 sums, and the factors are applied to them.
 - If an operand is in float32, or if a scale runs along the reduction axis, the product is computed
   in float32. It is several times slower: on one core with AVX-512, 100 instead of 450 GFLOP/s.
+  Where torch is slow in shorter dtypes, every product is computed in float32; see `cpu_matmul.py`.
 
 Products of bfloat16 parts of a float32 operand would not be better. Two parts hold 16 of its 24
 significant bits, so the product would be less exact. Three parts hold all of them, but six to nine
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron import cpu_matmul
 from megatron.fake_quant.autocast import autocast_of, no_autocast
 from megatron.fake_quant.mean_split import SplitMatrix
 from megatron.fake_quant.operator_rules import (
@@ -106,7 +108,7 @@ def _scaled(
         factor *= scale.item() if scale.dim() == 0 else torch.nan
     if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:  # or a scale is no scalar
         return _wide(a, b, scale_a, scale_b, alpha).to(dtype)
-    add = torch.baddbmm if a3.dim() == 3 else torch.addmm
+    add = cpu_matmul.baddbmm if a3.dim() == 3 else cpu_matmul.addmm
     none = a.new_empty((1,) * a3.dim())  # ignored, because beta is 0
     return add(none, a3, b3, beta=0.0, alpha=factor).view(*a.shape[:-1], b.shape[-1])
 
@@ -117,14 +119,14 @@ def matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
     For 3-D operands, alpha is applied to the accumulator, as in megatron-core's attention.
     """
     if alpha == 1.0 or a_MK.dim() != 3:
-        return _times(torch.matmul(a_MK, bt_KN), alpha)
+        return _times(cpu_matmul.matmul(a_MK, bt_KN), alpha)
     out = a_MK.new_empty(a_MK.shape[0], a_MK.shape[1], bt_KN.shape[2])
-    return torch.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
+    return cpu_matmul.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
 
 
 def matmul_then_scale(left: Tensor, right: Tensor, alpha: float) -> Tensor:
     """Return `left @ right`, rounded to its dtype and then multiplied by `alpha`."""
-    return _times(torch.matmul(left, right), alpha)
+    return _times(cpu_matmul.matmul(left, right), alpha)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::scaled_product", mutates_args=())

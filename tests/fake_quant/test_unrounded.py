@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron import cpu_matmul
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize, reference
 from megatron.fake_quant.fused import numba_launch
 from megatron.fake_quant.gemm import quantized_matmul
@@ -104,6 +105,19 @@ def test_the_three_products_are_rounded_once(name, dtype, alpha):
         assert (results[0] == (alpha * rounded).to(dtype)).double().mean() < 0.9
 
 
+@pytest.fixture
+def quick_cpu(monkeypatch):
+    """Let products be those of torch, as on a CPU on which oneDNN multiplies every dtype."""
+    monkeypatch.setattr(cpu_matmul, "SLOW_DTYPES", frozenset())
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch):
+    """Let products be those of a CPU on which torch multiplies short dtypes with scalar code."""
+    monkeypatch.setattr(cpu_matmul, "SLOW_DTYPES", frozenset(HALVES))
+
+
+@pytest.mark.usefixtures("quick_cpu")
 @pytest.mark.parametrize("name", EXACT)
 def test_formats_that_the_dtype_represents_keep_their_bits(name):
     a, b, dc = tensors(torch.bfloat16)
@@ -112,6 +126,44 @@ def test_formats_that_the_dtype_represents_keep_their_bits(name):
     assert torch.equal(c, fake_quantize(a, name) @ fake_quantize(b, name).t())
     assert torch.equal(da, fake_quantize(dc, name) @ fake_quantize(b, name, -2))
     assert torch.equal(db, fake_quantize(dc, name, -2).t() @ fake_quantize(a, name, -2))
+
+
+@pytest.mark.usefixtures("slow_cpu")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["mxfp4", "hifp8"])
+def test_a_slow_dtype_is_multiplied_in_float32(name, dtype, batch, autocast):
+    """Each product is rounded once; alpha is applied before that only in batched forward passes."""
+    alpha = 0.3
+    a, b, dc = tensors(dtype, *batch)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        c, da, db = run(a, b, dc, GemmFormats.uniform(get_format(name)), alpha)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return torch.matmul(left.float(), right.float())
+
+    if batch:
+        left, right = fake_quantize(a, name).float(), fake_quantize(b, name).float().mT
+        expected = torch.baddbmm(torch.zeros(*c.shape), left, right, beta=0.0, alpha=alpha)
+        assert torch.equal(c, expected.to(dtype))
+    else:
+        expected = product(fake_quantize(a, name), fake_quantize(b, name).mT)
+        assert torch.equal(c, expected.to(dtype) * alpha)
+    expected = product(fake_quantize(dc, name), fake_quantize(b, name, -2))
+    assert torch.equal(da, expected.to(dtype) * alpha)
+    expected = product(fake_quantize(dc, name, -2).mT, fake_quantize(a, name, -2))
+    assert torch.equal(db, expected.to(dtype) * alpha)
+
+
+@pytest.mark.usefixtures("slow_cpu")
+@pytest.mark.parametrize("name", [name for name in APART if not name.endswith(":sr")])
+def test_a_slow_dtype_with_a_scale_apart_is_multiplied_in_float32(name):
+    a, b, dc = tensors(torch.bfloat16)
+    c, _, _ = run(a, b, dc, GemmFormats.uniform(get_format(name)))
+    left, right = (quantize_parts(SplitMatrix(x), get_format(name), -1) for x in (a, b))
+    exact = left.values.double() @ right.values.double().t()
+    assert_rounded_once(c, exact * left.scale.double() * right.scale.double())
 
 
 @pytest.mark.parametrize("name", [*NUMPY, *WIDE])

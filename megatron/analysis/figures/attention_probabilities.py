@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from megatron import cpu_matmul
 from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
 from megatron.analysis.plots.text import brief
 from megatron.analysis.verification.recompute_attention import by_head, mask_of, masked_scores
@@ -158,7 +159,7 @@ def recomputed(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
         queries_BMD = by_head(query[:, sequence : sequence + 1], heads)
         keys_BND = by_head(key[:, sequence : sequence + 1], heads)
         for head in range(most_heads):
-            scores = torch.matmul(queries_BMD[head], keys_BND[head].t()) * scale
+            scores = cpu_matmul.matmul(queries_BMD[head], keys_BND[head].t()) * scale
             masked = masked_scores(scores, softmax, hidden, in_fp32=softmax.in_fp32)
             probs[sequence, head] = masked.softmax(-1).to(query.dtype)
     return probs

@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from megatron import cpu_matmul
 from megatron.analysis.study.candidates import HIGH_PRECISION
 from megatron.analysis.study.passes import Pass
 from megatron.analysis.verification import recorded_formats
@@ -139,7 +140,7 @@ def _of_rank(
     ds_BMN = do_BMD = None
     if (grad := tensors.get("grad_output")) is not None:
         do_BMD = by_head(grad.view(*query.shape[:3], -1), heads)
-        context_BMD = torch.bmm(p_BMN, v_BDN.transpose(1, 2))
+        context_BMD = cpu_matmul.bmm(p_BMN, v_BDN.transpose(1, 2))
         (ds_BMN,) = torch.autograd.grad(context_BMD, scores_BMN, do_BMD)
     yield Matmul(row, "qk", q_BMD, k_BND, ds_BMN, scale)
     p_BMN = p_BMN.detach()

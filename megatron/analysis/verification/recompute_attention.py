@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron import cpu_matmul
 from megatron.analysis.dump.reassembly import bits, differences
 from megatron.analysis.verification.recompute_linear import (
     Outcome,
@@ -353,9 +354,9 @@ def _matmul(
         )
     bt_BKN = b_BNK.transpose(1, 2)
     if alpha == 1.0:
-        return torch.bmm(a_BMK, bt_BKN)
+        return cpu_matmul.bmm(a_BMK, bt_BKN)
     out = a_BMK.new_empty(*a_BMK.shape[:2], bt_BKN.shape[2])
-    return torch.baddbmm(out, a_BMK, bt_BKN, beta=0.0, alpha=alpha)
+    return cpu_matmul.baddbmm(out, a_BMK, bt_BKN, beta=0.0, alpha=alpha)
 
 
 def mask_of(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> KeyMask:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron import cpu_matmul
 from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.product import accumulated_product
@@ -297,7 +298,7 @@ def _compare(
     hadamard = None
     if formats is not None and formats.straight_through:
         hadamard = formats.fprop_a.hadamard
-    product = multiply(a, b, 1.0, lambda left, right, _: torch.matmul(left, right))
+    product = multiply(a, b, 1.0, lambda left, right, _: cpu_matmul.matmul(left, right))
     again = with_means(product, a, b, 1.0)
     if hadamard is not None:
         again = hadamard.invert(again, -1)
