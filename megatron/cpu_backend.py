@@ -3,8 +3,8 @@
 megatron-core uses `torch.cuda` everywhere: for the current device, streams and random states, and
 in `device="cuda"`. `activate()` replaces each of these names by a CPU implementation, as an
 out-of-tree accelerator does. The current device is then the CPU, all streams run in program order,
-and the random generator is torch's default one. Where torch multiplies bfloat16 slowly, its matmul
-functions are replaced too. `NAMES` lists every replaced name and the reason.
+and the random generator is torch's default one. `NAMES` lists every replaced name and the reason.
+Where torch multiplies bfloat16 slowly, its kernels are replaced too; see `cpu_matmul.py`.
 Functions that work without CUDA (`empty_cache`) are not replaced.
 
 A trainer of another source tree calls more of `torch.cuda`, and many trainers refuse to start
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.cuda.random
+from torch.jit import _builtins
 
 from megatron import cpu_matmul
 
@@ -174,9 +175,7 @@ def _names() -> list[Name]:
         Name(f"distributed.{name}", _averaging(getattr(torch.distributed, name), argument), reason)
         for name, argument in sent.items()
     ]
-    reason = "torch multiplies short dtypes with scalar code on this CPU"
-    products = [Name(path, call, reason) for path, call in cpu_matmul.replacements().items()]
-    return device + tensors + factories + streams + random + averages + products
+    return device + tensors + factories + streams + random + averages
 
 
 def _averaging(function: Callable, sent: str) -> Callable:
@@ -338,6 +337,7 @@ def activate() -> bool:
             "megatron.cpu_backend and call activate() first"
         )
     _replace(NAMES)
+    cpu_matmul.replace_kernels()
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")
     if "torch._dynamo" in sys.modules:  # torch has already read the environment variable
@@ -350,7 +350,10 @@ def activate() -> bool:
 def _replace(names: Sequence[Name]) -> None:
     for name in names:
         *parents, leaf = name.path.split(".")
-        setattr(functools.reduce(getattr, parents, torch), leaf, name.value)
+        owner = functools.reduce(getattr, parents, torch)
+        if (operator := _builtins._find_builtin(getattr(owner, leaf, None))) is not None:
+            _builtins._register_builtin(name.value, operator)  # for torch.jit.script
+        setattr(owner, leaf, name.value)
 
 
 def activate_for_scripts(*folders: Path) -> None:

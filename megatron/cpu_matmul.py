@@ -1,112 +1,104 @@
-"""Multiply bfloat16 and float16 tensors fast on CPUs on which torch does not.
+"""Multiply bfloat16 and float16 matrices fast on CPUs on which torch does not.
 
 torch leaves these products to oneDNN, which multiplies bfloat16 only on CPUs with AVX-512 or newer
-instructions, and float16 on fewer ones. On all other CPUs, such as those of most laptops, torch
-uses scalar code. On an AMD EPYC 7003, it takes 60 to 250 times as long in bfloat16 as in float32
-(torch 2.13; pytorch issue 146508 reports the same).
+instructions. On other CPUs, such as those of most laptops, torch uses scalar code: on one core of
+an AMD EPYC 7003, bfloat16 takes 60 to 250 times as long as float32 (torch 2.13, square matrices of
+256 to 2048 rows). pytorch's issue 146508 has similar reports.
 
-The functions of this module take the arguments of torch's functions of the same names. For such
-tensors, they convert the operands to float32, multiply, and round the product to their dtype. This
-is what torch's scalar code does in another order of the sums: it also adds in float32 and rounds
-once. For all other tensors, they call torch. They are differentiable.
+There, this module converts the operands to float32, multiplies, and rounds the product to their
+dtype. torch's scalar code also adds in float32; the order of the sums differs. There are two ways
+to use it:
+
+- `matmul`, `bmm`, `baddbmm` and `addmm` call torch's functions of the same names. Tensors are
+  positional arguments, numbers are keyword arguments. The functions are differentiable, but
+  autograd keeps the operands in float32.
+- `replace_kernels` replaces torch's own CPU kernels in the whole process. All of torch that
+  multiplies matrices then does it this way: operators, modules, `einsum`, gradients. Everything
+  above the kernels stays as it is, such as autograd, autocast and overridden functions.
+
+On a CPU on which torch is fast in bfloat16, both do nothing but call torch.
 """
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit._builtins import _register_builtin
-
-#: Functions of oneDNN that return whether it multiplies a dtype on this CPU.
-_CHECKS = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
-_ALWAYS_FAST = (torch.float32, torch.float64)
-_CAST = (torch.float32, *_CHECKS)  #: dtypes that autocast converts
 
 
 def _slow_dtypes() -> frozenset[torch.dtype]:
-    """Return the dtypes that torch multiplies with scalar code on this CPU."""
-    checks = {dtype: getattr(torch.ops.mkldnn, name, None) for dtype, name in _CHECKS.items()}
-    return frozenset(dtype for dtype, check in checks.items() if check is None or not check())
+    """Return the dtypes that torch multiplies with scalar code on this CPU.
+
+    float16 is not among them on a CPU that is fast in bfloat16, although it may be slow there.
+    """
+    check = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # None without oneDNN
+    fast = check is not None and check()
+    return frozenset() if fast else frozenset({torch.bfloat16, torch.float16})
 
 
 SLOW_DTYPES = _slow_dtypes()  #: dtypes that this module multiplies in float32
+_CAST = (torch.float32, torch.bfloat16, torch.float16)  #: dtypes that autocast converts here
+#: Operators of torch through which all products of dense matrices pass.
+KERNELS = ("mm", "bmm", "addmm", "baddbmm")
+_libraries: list[torch.library.Library] = []  #: registrations, which end when they are deleted
 
 
 def _through_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a matmul function of torch that multiplies slow dtypes in float32."""
 
     @functools.wraps(function)
-    def multiplied(*args: Any, **kwargs: Any) -> Tensor:
-        if getattr(args[0] if args else None, "dtype", None) in _ALWAYS_FAST and not _autocast():
-            return function(*args, **kwargs)  # the usual case takes no more time than this check
-        dtype = _dtype_of_product((*args, *kwargs.values()))
-        if dtype not in SLOW_DTYPES or "out" in kwargs or "out_dtype" in kwargs:
+    def multiplied(*args: Tensor, **kwargs: Any) -> Tensor:
+        if not SLOW_DTYPES:
             return function(*args, **kwargs)
-
-        def wide(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return (value if value.dtype == dtype else value.to(dtype)).float()
-
-        with _no_autocast():
-            product = function(*map(wide, args), **{name: wide(x) for name, x in kwargs.items()})
-        return product.to(dtype)
+        dtype = args[0].dtype
+        no_autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if torch.is_autocast_enabled("cpu") and all(x.dtype in _CAST for x in args):
+            dtype = torch.get_autocast_dtype("cpu")
+            args = tuple(x.to(dtype) for x in args)
+            no_autocast = torch.autocast("cpu", enabled=False)
+        if not all(_is_slow(x) and x.dtype == dtype for x in args):
+            return function(*args, **kwargs)
+        with no_autocast:
+            return function(*(x.float() for x in args), **kwargs).to(dtype)
 
     return multiplied
 
 
-def _dtype_of_product(values: tuple[Any, ...]) -> torch.dtype | None:
-    """Return the dtype in which torch multiplies the tensors among `values`.
-
-    Return None if it refuses to multiply them, or if one of them is not on the CPU.
-    """
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
-        return None
-    if _autocast() and all(tensor.dtype in _CAST for tensor in tensors):
-        return torch.get_autocast_dtype("cpu")
-    dtype = tensors[0].dtype
-    return dtype if all(tensor.dtype == dtype for tensor in tensors) else None
-
-
-def _autocast() -> bool:
-    return torch.is_autocast_enabled("cpu")
-
-
-def _no_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the CPU's autocast is off."""
-    if _autocast():
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()
+def _is_slow(x: Tensor) -> bool:
+    return x.dtype in SLOW_DTYPES and x.device.type == "cpu"
 
 
 matmul = _through_float32(torch.matmul)
-mm = _through_float32(torch.mm)
 bmm = _through_float32(torch.bmm)
 addmm = _through_float32(torch.addmm)
 baddbmm = _through_float32(torch.baddbmm)
-linear = _through_float32(torch.nn.functional.linear)
 
 
-def replacements() -> dict[str, Callable[..., Tensor]]:
-    """Return the functions that replace those of torch, by their names without `torch.`.
+def replace_kernels() -> None:
+    """Let torch multiply slow dtypes in float32 from now on; do so once per process."""
+    if not SLOW_DTYPES or _libraries:
+        return
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # torch warns that the kernel of an operator is replaced, which is what is meant here.
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name in KERNELS:
+            kernel = _kernel(getattr(torch.ops.aten, name).out)
+            library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+    _libraries.append(library)
 
-    There are none on a CPU on which torch is fast.
-    """
-    if not SLOW_DTYPES:
-        return {}
-    functions = {"matmul": matmul, "mm": mm, "bmm": bmm, "addmm": addmm, "baddbmm": baddbmm}
-    for name, function in functions.items():  # torch.jit.script finds operators by their function
-        _register_builtin(function, f"aten::{name}")
-    methods = [*functions, "__matmul__"]
-    return {
-        **functions,
-        "nn.functional.linear": linear,
-        **{f"Tensor.{name}": _through_float32(getattr(Tensor, name)) for name in methods},
-    }
+
+def _kernel(out_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel that calls `out_of`, torch's own kernel that writes to a given tensor."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        dtype, out = args[0].dtype, args[0].new_empty(0)
+        if not all(x.dtype == dtype in SLOW_DTYPES for x in args if isinstance(x, Tensor)):
+            return out_of(*args, **kwargs, out=out)
+        wide = [x.float() if isinstance(x, Tensor) else x for x in args]
+        return out_of(*wide, **kwargs, out=out.float()).to(dtype)
+
+    return kernel

@@ -183,3 +183,14 @@ def test_nothing_is_compiled_unless_asked_for():
     )
     assert python(code).stdout.strip() == "False"
     assert python(code, TORCHDYNAMO_DISABLE="0").stdout.strip() == "True"
+
+
+def test_scripted_functions_find_the_replaced_names():
+    """torch.jit.script finds operators by their function, also those that torch itself scripts."""
+    result = python(
+        "cpu_backend.activate_for_scripts()\n"
+        "torch.jit.script(torch.nn.LSTM(3, 3))\n"
+        "square = torch.func.hessian(lambda x: (x**2).sum())(torch.ones(2))\n"
+        "assert torch.equal(square, 2 * torch.eye(2))\n"
+    )
+    assert result.returncode == 0, result.stderr

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megatron import cpu_matmul
 from tests import forks
@@ -11,6 +10,19 @@ from tests.subprocesses import REPO, environment
 
 HALVES = (torch.bfloat16, torch.float16)
 M, N, K = 24, 40, 96
+#: Calls of each function with A, B and a matrix to add, and what they compute, in any dtype.
+CALLS = {
+    "matmul": (lambda f, a, b, c: f(a, b), lambda a, b, c: a @ b),
+    "bmm": (lambda f, a, b, c: f(a, b), lambda a, b, c: a @ b),
+    "addmm": (
+        lambda f, a, b, c: f(c, a, b, beta=0.5, alpha=3.0),
+        lambda a, b, c: c / 2 + 3 * a @ b,
+    ),
+    "baddbmm": (
+        lambda f, a, b, c: f(c * torch.nan, a, b, beta=0.0, alpha=0.3),
+        lambda a, b, c: 0.3 * (a @ b),
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -24,96 +36,141 @@ def operands(dtype: torch.dtype, *batch: int) -> list[Tensor]:
     return [torch.randn(*batch, *shape, generator=generator).to(dtype) for shape in shapes]
 
 
-#: Calls of each function with A, B and a matrix to add, and what they compute, in any dtype.
-CALLS = {
-    "matmul": (lambda f, a, b, c: f(a, b), lambda a, b, c: a @ b),
-    "matmul other=": (lambda f, a, b, c: f(a, other=b), lambda a, b, c: a @ b),
-    "mm": (lambda f, a, b, c: f(a, b), lambda a, b, c: a @ b),
-    "bmm": (lambda f, a, b, c: f(a, b), lambda a, b, c: a @ b),
-    "addmm": (
-        lambda f, a, b, c: f(c, a, b, beta=0.5, alpha=3.0),
-        lambda a, b, c: c / 2 + 3 * a @ b,
-    ),
-    "baddbmm": (
-        lambda f, a, b, c: f(c * torch.nan, a, b, beta=0.0, alpha=0.3),
-        lambda a, b, c: 0.3 * (a @ b),
-    ),
-    "linear": (lambda f, a, b, c: f(a, b.mT, bias=c[0]), lambda a, b, c: a @ b + c[0]),
-}
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", CALLS)
 def test_products_are_summed_in_float32_and_rounded_once(name, dtype, autocast):
     call, meaning = CALLS[name]
-    word = name.partition(" ")[0]
     a, b, c = operands(dtype, *[2] * ("bmm" in name))
     exact = meaning(a.double(), b.double(), c.double())
     given = [x.float() for x in (a, b, c)] if autocast else [a, b, c]
+    multiplied = []
+
+    def spy(*args, **kwargs):
+        multiplied.append(({x.dtype for x in args}, torch.is_autocast_enabled("cpu")))
+        return getattr(torch, name)(*args, **kwargs)
+
+    assert getattr(cpu_matmul, name).__wrapped__ is getattr(torch, name)
     with torch.autocast("cpu", dtype, enabled=autocast):
-        result = call(getattr(cpu_matmul, word), *given)
+        result = call(cpu_matmul._through_float32(spy), *given)
+        assert torch.equal(result, call(getattr(cpu_matmul, name), *given))
+    assert multiplied == [({torch.float32}, False)]
     assert result.dtype == dtype
     assert (result == exact.to(dtype)).double().mean() > 0.99, "a sum next to a tie may differ"
     torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-5)
-    torch_result = call(getattr(torch, word, functional.linear), a, b, c)
-    torch.testing.assert_close(result, torch_result, rtol=2**-7, atol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_are_rounded_once(dtype):
-    a, b, dc = operands(dtype)
-    a.requires_grad_(), b.requires_grad_()
-    da, db = torch.autograd.grad(cpu_matmul.matmul(a, b), (a, b), dc)
-    for ours, exact in ((da, dc.double() @ b.double().mT), (db, a.double().mT @ dc.double())):
-        assert ours.dtype == dtype
-        assert (ours == exact.to(dtype)).double().mean() > 0.99
 
 
 def test_all_other_tensors_are_multiplied_by_torch(monkeypatch):
     a, b, _ = operands(torch.float32)
     assert torch.equal(cpu_matmul.matmul(a, b), a @ b)
     assert cpu_matmul.matmul(a.double(), b.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cpu_matmul.matmul(a.double(), b.double()).dtype == torch.float64
     assert cpu_matmul.matmul(a.to("meta").bfloat16(), b.to("meta").bfloat16()).shape == (M, N)
-    out = torch.empty(M, N, dtype=torch.bfloat16)
-    assert cpu_matmul.matmul(a.bfloat16(), b.bfloat16(), out=out) is out
     with pytest.raises(RuntimeError, match="same dtype"):
         cpu_matmul.matmul(a.bfloat16(), b)
     monkeypatch.setattr(cpu_matmul, "SLOW_DTYPES", frozenset())
     assert torch.equal(cpu_matmul.matmul(a.bfloat16(), b.bfloat16()), a.bfloat16() @ b.bfloat16())
 
 
-#: Program that trains a layer as if on a slow CPU, and prints which dtypes torch multiplied.
-PROGRAM = """
+#: Program that runs as if on a slow CPU, and records the dtypes that torch's kernels multiply.
+PREAMBLE = """
 import torch
-from megatron import cpu_matmul
-cpu_matmul.SLOW_DTYPES = frozenset({torch.bfloat16})
-multiplied = set()
-for name in ("matmul", "mm", "bmm", "baddbmm", "addmm"):
-    def seen(*args, function=getattr(torch, name), **kwargs):
-        multiplied.update(x.dtype for x in args if isinstance(x, torch.Tensor))
-        return function(*args, **kwargs)
-    setattr(cpu_matmul, name, cpu_matmul._through_float32(seen))
-from megatron import cpu_backend
-cpu_backend.activate()
+from torch import nn
+from torch.nn import functional
+from megatron import cpu_backend, cpu_matmul
+cpu_matmul.SLOW_DTYPES = frozenset({torch.bfloat16, torch.float16})
+multiplied, own_kernel = [], cpu_matmul._kernel
+def spied(out_of):
+    def recorded(*args, **kwargs):
+        multiplied.append({x.dtype for x in args if isinstance(x, torch.Tensor)})
+        return out_of(*args, **kwargs)
+    return own_kernel(recorded)
+cpu_matmul._kernel = spied
+def rounded(x, w):
+    return (x.float() @ w.float()).bfloat16()
 x, w = (torch.randn(2, 8, 8, dtype=torch.bfloat16) for _ in range(2))
-torch.matmul(x, w), torch.bmm(x, w), torch.mm(x[0], w[0]), torch.addmm(x[0], x[0], w[0])
-torch.baddbmm(x, x, w, beta=0, alpha=0.5)
-assert multiplied == {torch.float32}, multiplied
-layer = torch.nn.Linear(8, 8).bfloat16()
-layer(x[0]).sum().backward()
-assert layer.weight.grad.dtype == torch.bfloat16
-for product in (x @ w, x.matmul(w), x.bmm(w), torch.stack([y.mm(z) for y, z in zip(x, w)])):
-    assert torch.equal(product, (x.float() @ w.float()).bfloat16())
-scripted = torch.jit.script(MODULE.product)
-assert torch.equal(scripted(x, w), x @ w)
+cpu_backend.activate()
 """
-MODULE = "import torch\n\ndef product(a, b):\n    return torch.matmul(a, b)\n"
 
 
-def test_the_cpu_backend_replaces_torchs_functions(tmp_path):
-    (tmp_path / "product_module.py").write_text(MODULE)
-    code = PROGRAM.replace("MODULE.", "__import__('product_module').")
-    env = environment(PYTHONPATH=f"{REPO}:{tmp_path}")
-    result = forks.run("-c", code, env=env, libraries_only=True)
+def run_as_on_a_slow_cpu(code: str) -> None:
+    env = environment(PYTHONPATH=REPO)
+    result = forks.run("-c", PREAMBLE + code, env=env, libraries_only=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        "x @ w",
+        "torch.matmul(x, w)",
+        "x.bmm(w)",
+        "torch.stack([torch.mm(y, z) for y, z in zip(x, w)])",
+        "torch.einsum('bij,bjk->bik', x, w)",
+        "torch.stack([functional.linear(y, z.t()) for y, z in zip(x, w)])",
+        "torch.baddbmm(x * torch.nan, x, w, beta=0)",
+        "torch.stack([torch.addmm(y * torch.nan, y, z, beta=0) for y, z in zip(x, w)])",
+        "torch.func.vmap(torch.mm)(x, w)",
+    ],
+)
+def test_the_backend_replaces_the_kernels_of_every_product(product):
+    run_as_on_a_slow_cpu(
+        f"result = {product}\n"
+        "assert multiplied and all(dtypes == {torch.float32} for dtypes in multiplied)\n"
+        "assert torch.equal(result, rounded(x, w)) and result.is_contiguous()\n"
+    )
+
+
+def test_gradients_and_autocast_use_the_kernels_and_keep_their_operands():
+    run_as_on_a_slow_cpu(
+        "layer = nn.Linear(8, 8, bias=False).bfloat16()\n"
+        "saved = []\n"
+        "def keep(x):\n"
+        "    saved.append(x)\n"
+        "    return x\n"
+        "with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):\n"
+        "    y = layer(x[0])\n"
+        "assert {t.dtype for t in saved} == {torch.bfloat16}\n"
+        "y.backward(w[0])\n"
+        "assert torch.equal(layer.weight.grad, rounded(w[0].t(), x[0]))\n"
+        "with torch.autocast('cpu', torch.bfloat16):\n"
+        "    assert torch.equal(x[0].float() @ w[0].float(), rounded(x[0], w[0]))\n"
+        "assert all(dtypes == {torch.float32} for dtypes in multiplied)\n"
+    )
+
+
+def test_all_else_is_as_in_torch():
+    run_as_on_a_slow_cpu(
+        "import pickle\n"
+        "class Right:\n"
+        "    def __rmatmul__(self, other):\n"
+        "        return 'right'\n"
+        "assert x @ Right() == 'right'\n"
+        "assert pickle.loads(pickle.dumps(torch.matmul)) is torch.matmul\n"
+        "for a, b in ((x[0], w[0].float()), (x[0].float(), w[0])):\n"
+        "    try:\n"
+        "        torch.mm(a, b)\n"
+        "    except RuntimeError as error:\n"
+        "        assert 'same dtype' in str(error)\n"
+        "    else:\n"
+        "        raise AssertionError('two dtypes')\n"
+        "z = torch.randn(3, 3, dtype=torch.complex64)\n"
+        "torch.testing.assert_close(z.conj() @ z, z.conj().resolve_conj() @ z)\n"
+        "assert torch.mm(torch.ones(2, 0), torch.ones(0, 3)).tolist() == [[0.0] * 3] * 2\n"
+        "assert torch.equal(torch.eye(2, dtype=torch.int64) @ torch.tensor([[1, 2], [3, 4]]),"
+        " torch.tensor([[1, 2], [3, 4]]))\n"
+        "torch.fx.symbolic_trace(nn.Linear(2, 2))\n"
+    )
+
+
+def test_a_fast_cpu_keeps_torchs_kernels():
+    run_as_on_a_slow_cpu("assert len(cpu_matmul._libraries) == 1\n")
+    code = (
+        "from megatron import cpu_backend, cpu_matmul\n"
+        "cpu_matmul.SLOW_DTYPES = frozenset()\n"
+        "cpu_backend.activate()\n"
+        "assert cpu_matmul._libraries == []\n"
+    )
+    result = forks.run("-c", code, env=environment(PYTHONPATH=REPO), libraries_only=True)
     assert result.returncode == 0, result.stderr

@@ -37,6 +37,8 @@ from megatron.analysis.plots.style import in_style
 from megatron.analysis.quick import quick_analysis
 
 DPI = 150  #: resolution of PNG files, in dots per inch
+#: level of zlib for PNG files: half of the time of the default, 6, for 4 % larger files
+COMPRESSION = 3
 TICK = 5.0  #: maximum number of seconds between two calls of the function `tick`
 
 
@@ -269,7 +271,9 @@ def picture(figure: Figure, image: str) -> bytes:
         layout.execute(figure)
         figure.set_layout_engine("none")
     if image == "png":  # `savefig` would draw the figure twice, because it had a layout engine
-        canvas.print_png(content, metadata={"Software": None})  # type: ignore[no-untyped-call]
+        canvas.print_png(  # type: ignore[no-untyped-call]
+            content, metadata={"Software": None}, pil_kwargs={"compress_level": COMPRESSION}
+        )
     else:
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
