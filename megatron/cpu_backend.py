@@ -336,8 +336,8 @@ def activate() -> bool:
             "own names: every tensor-parallel rank would start from the same weights; import "
             "megatron.cpu_backend and call activate() first"
         )
-    _replace(NAMES)
     cpu_matmul.replace_kernels()
+    _replace(NAMES)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")
     if "torch._dynamo" in sys.modules:  # torch has already read the environment variable

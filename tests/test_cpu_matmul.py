@@ -87,39 +87,50 @@ def spied(out_of):
         return out_of(*args, **kwargs)
     return own_kernel(recorded)
 cpu_matmul._kernel = spied
+x, w, c = (torch.randn(2, 8, 8, dtype=torch.DTYPE) for _ in range(3))
+a, b, d = x.float(), w.float(), c.float()
 def rounded(x, w):
-    return (x.float() @ w.float()).bfloat16()
-x, w = (torch.randn(2, 8, 8, dtype=torch.bfloat16) for _ in range(2))
+    return (x.float() @ w.float()).to(torch.DTYPE)
+cpu_backend.activate()
 cpu_backend.activate()
 """
+#: Products of x and w, and the same in float32.
+PRODUCTS = [
+    ("x @ w", "a @ b"),
+    ("torch.matmul(x, w)", "a @ b"),
+    ("x.bmm(w)", "a @ b"),
+    ("torch.mm(x[0], w[0])", "a[0] @ b[0]"),
+    ("torch.einsum('bij,bjk->bik', x, w)", "a @ b"),
+    ("functional.linear(x, w[0].t())", "a @ b[0]"),
+    ("functional.linear(x[0], w[0].t(), c[0, 0])", "torch.addmm(d[0, 0], a[0], b[0])"),
+    (
+        "torch.addmm(c[0], x[0], w[0], beta=0.5, alpha=3)",
+        "torch.addmm(d[0], a[0], b[0], beta=0.5, alpha=3)",
+    ),
+    ("torch.baddbmm(c, x, w, alpha=0.3)", "torch.baddbmm(d, a, b, alpha=0.3)"),
+    ("torch.baddbmm(x * torch.nan, x, w, beta=0)", "a @ b"),
+    ("torch.func.vmap(torch.mm)(x, w)", "a @ b"),
+    ("x[0, :, :0] @ w[0, :0]", "torch.zeros(8, 8)"),
+]
 
 
-def run_as_on_a_slow_cpu(code: str) -> None:
+def run_as_on_a_slow_cpu(code: str, dtype: str = "bfloat16") -> None:
     env = environment(PYTHONPATH=REPO)
-    result = forks.run("-c", PREAMBLE + code, env=env, libraries_only=True)
+    program = PREAMBLE.replace("DTYPE", dtype) + code
+    result = forks.run("-c", program, env=env, libraries_only=True)
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        "x @ w",
-        "torch.matmul(x, w)",
-        "x.bmm(w)",
-        "torch.stack([torch.mm(y, z) for y, z in zip(x, w)])",
-        "torch.einsum('bij,bjk->bik', x, w)",
-        "torch.stack([functional.linear(y, z.t()) for y, z in zip(x, w)])",
-        "torch.baddbmm(x * torch.nan, x, w, beta=0)",
-        "torch.stack([torch.addmm(y * torch.nan, y, z, beta=0) for y, z in zip(x, w)])",
-        "torch.func.vmap(torch.mm)(x, w)",
-    ],
-)
-def test_the_backend_replaces_the_kernels_of_every_product(product):
-    run_as_on_a_slow_cpu(
-        f"result = {product}\n"
-        "assert multiplied and all(dtypes == {torch.float32} for dtypes in multiplied)\n"
-        "assert torch.equal(result, rounded(x, w)) and result.is_contiguous()\n"
-    )
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_backend_replaces_the_kernels_of_every_product(dtype):
+    checks = [
+        f"multiplied.clear()\nresult = {product}\n"
+        f"assert multiplied == [{{torch.float32}}], ({product!r}, multiplied)\n"
+        f"assert torch.equal(result, ({expected}).to(torch.{dtype})), {product!r}\n"
+        "assert result.is_contiguous() and not result._version\n"
+        for product, expected in PRODUCTS
+    ]
+    run_as_on_a_slow_cpu("".join(checks), dtype)
 
 
 def test_gradients_and_autocast_use_the_kernels_and_keep_their_operands():
@@ -134,6 +145,13 @@ def test_gradients_and_autocast_use_the_kernels_and_keep_their_operands():
         "assert {t.dtype for t in saved} == {torch.bfloat16}\n"
         "y.backward(w[0])\n"
         "assert torch.equal(layer.weight.grad, rounded(w[0].t(), x[0]))\n"
+        "class Sub(torch.Tensor):\n"
+        "    pass\n"
+        "v = torch.randn(8, 8).requires_grad_()\n"
+        "y = torch.mm(v, b[0])\n"
+        "(g,) = torch.autograd.grad(y, v, torch.ones_like(y).as_subclass(Sub))\n"
+        "assert type(g) is torch.Tensor\n"
+        "multiplied.clear()\n"
         "with torch.autocast('cpu', torch.bfloat16):\n"
         "    assert torch.equal(x[0].float() @ w[0].float(), rounded(x[0], w[0]))\n"
         "assert all(dtypes == {torch.float32} for dtypes in multiplied)\n"

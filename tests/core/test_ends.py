@@ -16,7 +16,7 @@ from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("nursery_worker.py")
 TENSORS = 4 * 2 * 8  #: tensors that a child writes
-TIMES = 50
+TIMES = 30
 PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which is 300
 
 
