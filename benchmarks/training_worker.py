@@ -40,18 +40,19 @@ def parse() -> argparse.Namespace:
 def load_cpu_backend() -> None:
     """Activate megatron/cpu_backend.py if there is no GPU, so that megatron-core runs on the CPU.
 
-    The module is loaded by path, because with `--plain` this repository is not importable.
+    It and the module that it imports are loaded by path, because with `--plain` this repository is
+    not importable.
     """
     import torch
 
     if torch.cuda.is_available():
         return
-    path = REPO / "megatron" / "cpu_backend.py"
-    spec = importlib.util.spec_from_file_location("cpu_backend_of_the_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    module.activate()
+    backend = "cpu_backend_of_the_benchmark"
+    for name, file in {"megatron.cpu_matmul": "cpu_matmul.py", backend: "cpu_backend.py"}.items():
+        spec = importlib.util.spec_from_file_location(name, REPO / "megatron" / file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    sys.modules[backend].activate()
 
 
 def build(options: argparse.Namespace):

@@ -28,6 +28,7 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def slow_cpu(monkeypatch):
     monkeypatch.setattr(cpu_matmul, "SLOW_DTYPES", frozenset(HALVES))
+    monkeypatch.setattr(cpu_matmul, "_libraries", [])  # another test may have replaced the kernels
 
 
 def operands(dtype: torch.dtype, *batch: int) -> list[Tensor]:
