@@ -24,6 +24,7 @@ Shape suffixes: M for the rows of A, N for the rows of B, K for the axis that th
 batch dimensions are omitted.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -126,6 +127,13 @@ class _QuantizedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             db_NK = call.gradient("wgrad", dc, _saved(a_MK, scale_a, ctx.dtypes[0]))
         return da_MK, db_NK, None, None, None, None
+
+
+# `torch.autograd.Function.apply` asks for the signature in every call. To find it anew would take a
+# quarter of the time that it takes to quantize a small operand.
+_QuantizedMatmul.forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    _QuantizedMatmul.forward
+)
 
 
 def _kept(operand: "SplitMatrix | _Prepared", sums_M1: Tensor | None) -> tuple[Tensor, Tensor]:

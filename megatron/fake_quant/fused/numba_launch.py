@@ -5,7 +5,7 @@ This module chooses the kernel for a tensor, the kernel's constants and the numb
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ _ROUNDINGS = {
 }
 #: bytes of a tensor that two successive passes read, few enough to stay in the L2 cache
 _NEAR = 1 << 19
+_NOT_RANDOM = numba_bits.Random(False, np.uint32(0), np.uint32(0))
+_NO_MAXIMA = np.zeros((1, 1, 1), np.int32)  #: argument of kernels that compute the maxima
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
@@ -69,8 +71,9 @@ def _amax(src: Flat, given: Tensor | None) -> Tensor:
 
 
 def _random(seed: int | None) -> numba_bits.Random:
-    key = 0 if seed is None else seed
-    return numba_bits.Random(seed is not None, np.uint32(key & WORD), np.uint32(key >> 32))
+    if seed is None:
+        return _NOT_RANDOM
+    return numba_bits.Random(True, np.uint32(seed & WORD), np.uint32(seed >> 32))
 
 
 def _groups(
@@ -96,6 +99,34 @@ def _groups(
         numba_threads.run(work, outer * -(-n // GROUP), -(-LEAST // (GROUP * inner)))
 
 
+class _Plan(NamedTuple):
+    """How the kernels for blocks read a tensor; follows from its shape and from the format."""
+
+    shape: tuple[int, int, int]  #: `[outer, n, inner]`, the shape of the arrays that they read
+    tiling: numba_blocks.Tiling
+    wide: bool  #: whether `numba_wide` computes the blocks unless rounding is stochastic
+    items: int  #: number of items of work
+    least: int  #: smallest number of items for a thread
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(fmt: Format, shape: tuple[int, ...], axis: int) -> _Plan:
+    """Return how the kernels read a tensor of a shape, in blocks along `axis`."""
+    count = math.prod(shape)
+    last = axis == len(shape) - 1 or (fmt.height == 1 and math.prod(shape[axis + 1 :]) == 1)
+    outer, n, inner = numba_tiling.matrices(fmt, shape, axis, last=last)
+    rule = numba_scales.rule_of_format(fmt)
+    tiling = numba_tiling.tiling_of(fmt, n, inner, last=last)
+    row = math.gcd(count, tiling.columns)
+    filled = last and tiling.height == 1 and inner % tiling.width == 0 and not tiling.divided
+    if filled and row >= min(inner, tiling.columns) and not rule.grouped:
+        # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
+        n, inner, tiling = count // row, row, tiling._replace(strips=1)
+    items = outer * -(-n // tiling.rows) * tiling.strips
+    wide = numba_tiling.is_wide(inner, tiling, rule)
+    return _Plan((outer, n, inner), tiling, wide, items, -(-LEAST * items // count))
+
+
 def _blocks(
     src: Flat,
     dst: Flat,
@@ -110,30 +141,23 @@ def _blocks(
     Blocks of several rows extend over the last two axes.
     """
     assert isinstance(fmt.element, ElementFormat)
-    last = axis == len(shape) - 1 or (fmt.height == 1 and math.prod(shape[axis + 1 :]) == 1)
-    outer, n, inner = numba_tiling.matrices(fmt, shape, axis, last=last)
+    plan = _plan(fmt, tuple(shape), axis)
+    tiling = plan.tiling
     rule = numba_scales.make_rule(fmt, functools.partial(_amax, src, amax))
-    tiling = numba_tiling.tiling_of(fmt, n, inner, last=last)
-    row = math.gcd(len(src), tiling.columns)
-    filled = last and tiling.height == 1 and inner % tiling.width == 0 and not tiling.divided
-    if filled and row >= min(inner, tiling.columns) and not rule.grouped:
-        # Blocks fill the rows, so the end of a row does not matter, and all tiles can be full.
-        n, inner, tiling = len(src) // row, row, tiling._replace(strips=1)
-    tensors = [array.reshape(outer, n, inner) for array in (src, dst)]
+    tensors = src.reshape(plan.shape), dst.reshape(plan.shape)
     element = numba_bits.element_bits(fmt.element)
-    if seed is None and numba_tiling.is_wide(inner, tiling, rule):
+    if plan.wide and seed is None:
         work = functools.partial(numba_wide.wide_blocks, *tensors, tiling, element, rule)
-        items = outer * -(-n // tiling.rows) * tiling.strips
-        numba_threads.run(work, items, -(-LEAST * items // len(src)))
+        numba_threads.run(work, plan.items, plan.least)
         return
     maxima = functools.partial(numba_tiling.maxima, tensors[0])
-    whole = most = np.zeros((1, 1, 1), np.int32)
+    whole = most = _NO_MAXIMA
     if tiling.divided:
         whole = maxima(tiling.height, tiling.width, finite=False)
     in_bands = False
     if fmt.outer_size is not None:
         groups, tiling = numba_tiling.outer_groups(tensors[0], fmt.outer_size, tiling)
-        most, bands = groups.most, outer * groups.most.shape[1]
+        most, bands = groups.most, plan.shape[0] * groups.most.shape[1]
         in_bands = bands >= numba_tiling.FEW and not tiling.divided
         if not in_bands:
             most = maxima(groups.rows, groups.columns, finite=True)
@@ -142,8 +166,7 @@ def _blocks(
     if in_bands:
         _run_in_bands(work, tensors[0], groups, tiling)
     else:
-        items = outer * -(-n // tiling.rows) * tiling.strips
-        numba_threads.run(work, items, -(-LEAST * items // len(src)))
+        numba_threads.run(work, plan.items, plan.least)
 
 
 def _run_in_bands(
@@ -264,10 +287,6 @@ def _casts(src: Flat, dst: Flat, element: Cast) -> None:
     numba_threads.run(work, len(src), LEAST)
 
 
-def _memory(dense: Tensor, order: list[int]) -> Flat:
-    return bits_in_memory(dense.permute(order).view(-1))
-
-
 def _readable(x: Tensor) -> Tensor:
     """Return `x` in a dtype that kernels read: float16 becomes float32."""
     return x.float() if x.dtype == torch.float16 else x
@@ -288,7 +307,7 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
     size = matrix.shape[0]
     dense, order = without_gaps(_readable(x), in_order=False)
     result = empty_like(dense)
-    src, dst = _memory(dense, order), _memory(result, order)
+    src, dst = bits_in_memory(dense), bits_in_memory(result)
     position = order.index(axis)
     inner = math.prod(dense.shape[dim] for dim in order[position + 1 :])
     shape = (-1, size) if inner == 1 else (-1, size, inner)
@@ -315,7 +334,7 @@ def fake_quantize(
     in_order = seed is not None or fmt.height > 1
     dense, order = without_gaps(_readable(x), in_order=in_order)
     result = empty_like(dense)
-    src, dst = _memory(dense, order), _memory(result, order)
+    src, dst = bits_in_memory(dense), bits_in_memory(result)
     if fmt.block_scale is None:
         _elements(src, dst, fmt, source, seed, amax)
     else:
@@ -323,4 +342,5 @@ def fake_quantize(
         assert fmt.scaling is not None
         kernel = _tiles if fmt.corrects_scales else _BLOCK_KERNELS[fmt.scaling.method]
         kernel(src, dst, fmt, shape, 0 if one_row else order.index(axis), seed, amax)
-    return _like(result, x)
+    # A tensor without gaps was not copied, so the result has the strides of `empty_like(x)`.
+    return result if dense is x else _like(result, x)

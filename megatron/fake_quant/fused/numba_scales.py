@@ -4,6 +4,7 @@ All loops here run over blocks and have no branches inside, so that LLVM vectori
 of a block that holds an Inf or a NaN has no meaning; the kernels overwrite such blocks.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from megatron.fake_quant.scalings.float8_scales import SIXTH
 from megatron.fake_quant.scalings.float8_scales import WIDER as RATIO
 from megatron.fake_quant.scalings.float8_types import FLOAT8
 from megatron.fake_quant.scalings.mx import carry_bits
-from megatron.fake_quant.scalings.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
 WIDER = np.float32(RATIO)
@@ -82,6 +82,26 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     finite_amax: function that returns the tensor's largest finite magnitude; called only if the
         format has a tensor scale.
     """
+    rule = rule_of_format(fmt)
+    scaling = fmt.scaling
+    assert isinstance(scaling, BlockScaling)
+    if scaling.outer != "tensor":
+        return rule
+    amax = finite_amax()
+    rule = rule._replace(amax=np.float32(amax.item()))
+    if rule.kind == DIVIDED:
+        return rule._replace(encode=max(rule.amax / rule.target, SMALLEST_OUTER))
+    with np.errstate(over="ignore", divide="ignore"):
+        whole = encode_factor.py_func(rule.target, rule.amax)
+    return rule._replace(encode=whole * rule.fold, decode=ONE / whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def rule_of_format(fmt: Format) -> Rule:
+    """Return the constants of `make_rule` that do not depend on the tensor.
+
+    If the format has a tensor scale, `amax`, `encode` and `decode` are not set.
+    """
     scaling, element = fmt.scaling, fmt.element
     assert isinstance(scaling, BlockScaling)
     assert isinstance(element, ElementFormat)
@@ -110,12 +130,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     rule = rule._replace(target=np.float32(float8_scales.target(scaling, element)))
     if scaling.outer != "tensor":
         return rule._replace(grouped=True)
-    amax = finite_amax()
-    rule = rule._replace(amax=np.float32(amax.item()))
-    if rule.kind == DIVIDED:
-        return rule._replace(encode=max(rule.amax / rule.target, SMALLEST_OUTER))
-    whole = np.float32(divide_by(amax, float(rule.target)).item())
-    return rule._replace(encode=whole * rule.fold, decode=ONE / whole, apart=scaling.apart)
+    return rule._replace(apart=scaling.apart and scaling.scale == "e4m3")
 
 
 @inlined

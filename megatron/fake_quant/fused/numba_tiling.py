@@ -21,7 +21,7 @@ _ROWS = 128
 Bits = NDArray[np.integer[Any]]  #: bits of a tensor's values, `[outer, n, inner]`
 
 
-def matrices(fmt: Format, shape: list[int], axis: int, *, last: bool) -> tuple[int, int, int]:
+def matrices(fmt: Format, shape: tuple[int, ...], axis: int, *, last: bool) -> tuple[int, int, int]:
     """Return the shape `[outer, n, inner]` in which the kernel for blocks reads a tensor.
 
     last: True if blocks run along the last axis in memory.

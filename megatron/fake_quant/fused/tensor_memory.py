@@ -41,19 +41,22 @@ class _Memory:
     frees the memory of an activation by resizing its storage to zero.
     """
 
-    def __init__(self, flat: Tensor) -> None:
-        self.tensor = flat  # keeps the tensor's memory alive as long as the array exists
+    def __init__(self, dense: Tensor) -> None:
+        self.tensor = dense  # keeps the tensor's memory alive as long as the array exists
         self.__array_interface__ = {
-            "data": (flat.data_ptr(), False),
-            "shape": (flat.numel(),),
-            "typestr": f"<i{flat.element_size()}",
+            "data": (dense.data_ptr(), False),
+            "shape": (dense.numel(),),
+            "typestr": f"<i{dense.element_size()}",
             "version": 3,
         }
 
 
-def bits_in_memory(flat: Tensor) -> NDArray[np.integer[Any]]:
-    """Return the bits of the values of a contiguous vector, as integers that share its memory."""
-    array: NDArray[np.integer[Any]] = np.asarray(_Memory(flat))
+def bits_in_memory(dense: Tensor) -> NDArray[np.integer[Any]]:
+    """Return the bits of a tensor's values in memory order, as integers that share its memory.
+
+    The tensor must have no gaps in memory; its dimensions may be in any order.
+    """
+    array: NDArray[np.integer[Any]] = np.asarray(_Memory(dense))
     return array
 
 

@@ -53,7 +53,7 @@ def local_amax(x: Tensor) -> Tensor:
         # One fast pass suffices, unless a value is not finite.
         low, high = x.detach().aminmax()
         largest = torch.maximum(-low, high).float()
-        if largest.isfinite():
+        if math.isfinite(largest.item()):
             return largest.abs_()
     return finite_amax(x.detach().float())
 

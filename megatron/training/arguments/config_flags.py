@@ -11,11 +11,13 @@ and other flags. If no default is derived, the default of the dataclass applies.
 import argparse
 import ast
 import enum
+import functools
 import inspect
 import itertools
 import textwrap
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Literal, Union
 
@@ -185,17 +187,20 @@ def default_of(field: Field) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else None
 
 
-def flagged_fields(config: type) -> dict[str, Field]:
+@functools.cache
+def flagged_fields(config: type) -> Mapping[str, Field]:
     """Return the fields of `config` that have a generated flag, by name."""
-    return {
-        f.name: f
-        for f in fields(config)
-        if f.init
-        and not f.name.startswith("_")
-        and f.name not in EXCLUDED
-        and f.name not in LATER
-        and flag_options(f.type) is not None
-    }
+    return types.MappingProxyType(
+        {
+            f.name: f
+            for f in fields(config)
+            if f.init
+            and not f.name.startswith("_")
+            and f.name not in EXCLUDED
+            and f.name not in LATER
+            and flag_options(f.type) is not None
+        }
+    )
 
 
 def add_config_arguments(
