@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.cuda.random
 from torch.jit import _builtins
+from torch.utils import _device
 
 from megatron import cpu_matmul
 
@@ -48,6 +49,7 @@ DYNAMO = "TORCHDYNAMO_DISABLE"
 #: CUDA, both are the same state, so the warning would appear once per layer.
 SEED_TRACKER = "megatron.core.tensor_parallel.random"
 _tensor_type = torch.Tensor.type
+_device_context_init = _device.DeviceContext.__init__
 _active = False
 
 
@@ -108,6 +110,10 @@ def _type(self, dtype=None, *args, **kwargs):
     return _tensor_type(self, dtype, *args, **kwargs)
 
 
+def _init_device_context(self, device) -> None:
+    _device_context_init(self, _device_on_cpu(device))
+
+
 def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if "cuda" in str(kwargs.get("device")):
@@ -135,6 +141,11 @@ def _names() -> list[Name]:
         Name("Tensor.cuda", lambda self, *a, **k: self, "batches, buckets and scales are moved"),
         Name("nn.Module.cuda", lambda self, *a, **k: self, "models are moved after they are built"),
         Name("Tensor.type", _type, "optimizers compare it with 'torch.cuda.*Tensor'"),
+        Name(
+            "utils._device.DeviceContext.__init__",
+            _init_device_context,
+            "`with torch.device(...)` and torch.set_default_device may name a CUDA device",
+        ),
     ]
     tensors = [
         Name(f"cuda.{kind}", getattr(torch, kind), "optimizers compare types with it")
@@ -252,9 +263,9 @@ _FACTORIES = (
 )
 #: functions that move data to a device, or create tensors on one
 _MOVING = (
-    *("load", "set_default_device"),
-    *("Tensor.to", "nn.Module.to", "nn.Module.to_empty", "Tensor.new_empty", "Tensor.new_full"),
-    *("Tensor.new_ones", "Tensor.new_tensor", "Tensor.new_zeros"),
+    *("load", "Tensor.to", "nn.Module.to", "nn.Module.to_empty"),
+    *("Tensor.new_empty", "Tensor.new_full", "Tensor.new_ones", "Tensor.new_tensor"),
+    "Tensor.new_zeros",
 )
 
 
@@ -337,6 +348,9 @@ def activate() -> bool:
             "megatron.cpu_backend and call activate() first"
         )
     cpu_matmul.replace_kernels()
+    # The default device applies to the functions in this set, which torch makes when it first needs
+    # it. It has to hold torch's own factories, because these are called in the end.
+    _device._device_constructors()
     _replace(NAMES)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")

@@ -1,5 +1,7 @@
 """megatron-core runs without CUDA, and nothing is replaced where there is a device."""
 
+import pytest
+
 from tests import forks
 from tests.subprocesses import REPO, environment
 
@@ -69,6 +71,33 @@ def test_scripts_create_and_move_tensors_on_the_cpu():
         "assert torch.cuda.get_device_capability() == (0, 0)\n"
         "torch.set_default_device('cuda')\n"
         "assert torch.ones(1).device.type == 'cpu'\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("activate", ["activate", "activate_for_scripts"])
+def test_the_default_device_counts_unless_it_is_a_gpu(activate):
+    result = python(
+        f"cpu_backend.{activate}()\n"
+        "made = {\n"
+        "    'zeros': lambda: torch.zeros(2), 'tensor': lambda: torch.tensor([1.0]),\n"
+        "    'empty': lambda: torch.empty(2, dtype=torch.bfloat16),\n"
+        "    'randn': lambda: torch.randn(2), 'full': lambda: torch.full((2,), 1.0),\n"
+        "    'Linear': lambda: torch.nn.Linear(2, 3).weight,\n"
+        "}\n"
+        "def types():\n"
+        "    return {name: make().device.type for name, make in made.items()}\n"
+        "for device in ('meta', 'cpu', 'cuda', 'cuda:1'):\n"
+        "    expected = dict.fromkeys(made, 'meta' if device == 'meta' else 'cpu')\n"
+        "    with torch.device(device):\n"
+        "        assert types() == expected, (device, types())\n"
+        "        assert torch.zeros(2, device='cpu').device.type == 'cpu'\n"
+        "    assert set(types().values()) == {'cpu'}, device\n"
+        "    torch.set_default_device(device)\n"
+        "    assert types() == expected, (device, types())\n"
+        "    assert torch.get_default_device().type == expected['zeros']\n"
+        "    torch.set_default_device(None)\n"
+        "    assert set(types().values()) == {'cpu'}, device\n"
     )
     assert result.returncode == 0, result.stderr
 
