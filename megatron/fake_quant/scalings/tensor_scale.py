@@ -111,7 +111,7 @@ def divide_by(amax: Tensor, target: float) -> Tensor:
     the number by the reciprocal.
     """
     quotient = torch.div(torch.full_like(amax, target), amax).clamp_(SMALLEST_NORMAL, FLOAT32_MAX)
-    return torch.where(amax == 0, torch.ones_like(quotient), quotient)
+    return quotient.masked_fill_(amax == 0, 1.0)
 
 
 def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
