@@ -15,7 +15,8 @@ other code, such as torch's own, still sees none.
 Limitations: the names stay replaced until the process ends, so a program that needs to know whether
 there is a GPU must call `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor returns
 `torch.cuda.FloatTensor`, because megatron-core's optimizers accept nothing else. The elapsed time
-between two events is always 0.0.
+between two events is always 0.0. Functions that Dynamo compiles ignore a default device such as
+meta.
 """
 
 import collections
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 import torch.cuda.random
 from torch.jit import _builtins
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 
 from megatron import cpu_matmul
@@ -144,7 +146,7 @@ def _names() -> list[Name]:
         Name(
             "utils._device.DeviceContext.__init__",
             _init_device_context,
-            "`with torch.device(...)` and torch.set_default_device may name a CUDA device",
+            "`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU",
         ),
     ]
     tensors = [
@@ -348,9 +350,13 @@ def activate() -> bool:
             "megatron.cpu_backend and call activate() first"
         )
     cpu_matmul.replace_kernels()
-    # The default device applies to the functions in this set, which torch makes when it first needs
-    # it. It has to hold torch's own factories, because these are called in the end.
+    # torch applies the default device to the functions in this set, which it makes when it first
+    # needs it. If that were later, the set would hold the functions that replace torch's. These
+    # call torch's own functions, to which the default device would then not apply.
     _device._device_constructors()
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, _device.DeviceContext):  # a default device that is set already
+            mode.device = _device_on_cpu(mode.device)
     _replace(NAMES)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")

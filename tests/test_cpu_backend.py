@@ -102,6 +102,29 @@ def test_the_default_device_counts_unless_it_is_a_gpu(activate):
     assert result.returncode == 0, result.stderr
 
 
+def test_default_devices_end_with_their_blocks_and_may_be_set_before():
+    result = python(
+        "def kinds():\n"
+        "    return torch.zeros(2).device.type, torch.nn.Linear(2, 2).weight.device.type\n"
+        "torch.set_default_device('cuda')\n"
+        "with torch.device('cuda:1'):\n"
+        "    cpu_backend.activate()\n"
+        "    assert kinds() == ('cpu', 'cpu')\n"
+        "    with torch.device('meta'):\n"
+        "        assert kinds() == ('meta', 'meta')\n"
+        "        with torch.device('cuda'):\n"
+        "            assert kinds() == ('cpu', 'cpu')\n"
+        "        assert kinds() == ('meta', 'meta')\n"
+        "        try:\n"
+        "            with torch.device('cpu'):\n"
+        "                raise ValueError\n"
+        "        except ValueError:\n"
+        "            assert kinds() == ('meta', 'meta')\n"
+        "assert kinds() == ('cpu', 'cpu')\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_only_the_script_is_told_that_there_is_a_device(tmp_path):
     question = "import torch\nanswers = torch.cuda.is_available(), torch.cuda.device_count()\n"
     for name in ("script", "other"):

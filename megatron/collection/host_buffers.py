@@ -99,7 +99,9 @@ class HostBuffers:
                 buffer = self._reuse(kind)
                 if buffer is None and self.used + taken <= self.limit:
                     self._shrink(self.limit - self.used - taken)
-                    buffer = torch.empty(kind[0], dtype=torch.uint8, pin_memory=kind[1])
+                    buffer = torch.empty(
+                        kind[0], dtype=torch.uint8, device="cpu", pin_memory=kind[1]
+                    )
                 if buffer is not None:
                     self.used += taken
                     self.peak = max(self.peak, self.used + self._spare_bytes)

@@ -48,6 +48,10 @@ class _Uncopied:
 Counted = tuple[TensorRecord, _Uncopied, int]
 
 
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
 class CountingWriter(Writer):
     """Writer that only records which files would be written."""
 
@@ -58,8 +62,8 @@ class CountingWriter(Writer):
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> _Uncopied:
         """Return an uninitialized stand-in for a host copy, with the same shapes and dtypes."""
-        like = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in scales.items()}
-        return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
+        like = {name: _on_host(x) for name, x in scales.items()}
+        return _Uncopied(_on_host(tensor), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
         """Append the tuple (record, tensors on the meta device, file size) to `counted`."""

@@ -33,7 +33,7 @@ def code_values(element: Element) -> Tensor:
     """
     if element.is_cast:
         raise ValueError(f"{element.name} has no table of codes here; use x.to({element.dtype})")
-    return torch.tensor(_CODES[type(element)].values(element), dtype=torch.float32)
+    return torch.tensor(_CODES[type(element)].values(element), dtype=torch.float32, device="cpu")
 
 
 def _element_values(element: ElementFormat) -> list[float]:
@@ -123,7 +123,7 @@ def field_widths(code: int, element: CodedElement) -> tuple[int, ...]:
 def _positive(element: CodedElement) -> tuple[Tensor, Tensor]:
     """Return the sorted values of an element type from 0 to Inf, and their codes."""
     values = code_values(element)
-    codes = torch.arange(len(values))
+    codes = torch.arange(len(values), device=values.device)
     chosen = (values >= 0) & ~torch.signbit(values)
     order = values[chosen].argsort()
     return values[chosen][order].contiguous(), codes[chosen][order].to(torch.uint8)

@@ -31,13 +31,17 @@ def largest_magnitude(x: Tensor) -> Tensor:
     """
     x = x.detach()
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     if not x.is_cuda:  # One fast pass suffices, unless a value is NaN.
         low, high = x.aminmax()
         largest = torch.maximum(-low, high).float()
         if not largest.isnan():
             return largest
     return x.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax().float()
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
 class AmaxHistories:
@@ -47,11 +51,11 @@ class AmaxHistories:
         """Create empty histories; `lengths` has the maximum length of each row's history."""
         self._lengths = list(lengths)
         #: recorded amaxes, shape `[rows, amaxes]`, the newest one first; 0 where there is none yet
-        self.history = torch.zeros(len(self._lengths), max(self._lengths, default=1))
+        self.history = _zeros(len(self._lengths), max(self._lengths, default=1))
         #: amax from which the scale of each operand is computed, `[rows]`; never changed in place
-        self.amax = torch.zeros(len(self._lengths))
+        self.amax = _zeros(len(self._lengths))
         #: largest magnitude of each operand since the last update, `[rows]`
-        self.recorded = torch.zeros(len(self._lengths))
+        self.recorded = _zeros(len(self._lengths))
 
     def record(self, row: int, x: Tensor, length: int) -> None:
         """Record the amax of an operand.
@@ -79,7 +83,7 @@ class AmaxHistories:
         rolled = torch.cat([self.recorded.unsqueeze(1), self.history[:, :-1]], 1)
         self.history = torch.where(new.unsqueeze(1), rolled, self.history)
         position = torch.arange(self.history.shape[1], device=device)
-        lengths = torch.tensor(self._lengths, device=device)
+        lengths = torch.tensor(self._lengths, dtype=torch.int64, device=device)
         largest = self.history.masked_fill(position >= lengths.unsqueeze(1), 0.0).amax(1)
         self.amax = torch.where(new & largest.isfinite(), largest, self.amax)
         self.recorded = torch.zeros_like(self.recorded)

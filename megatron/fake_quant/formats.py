@@ -146,7 +146,7 @@ class Format:
         """True if a scale applies to a whole column, which is orthogonal to the blocks' axis."""
         return self.height == WHOLE_AXIS and not self.one_block
 
-    @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # a format is small and lives long anyway
+    @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # formats are few and small
     def across(self) -> "Format":
         """Return the format with one scale per row in place of this one with a scale per column.
 
@@ -202,7 +202,7 @@ class Format:
             return replace(self, scaling=replace(self.scaling, amax="own", history=0))
         return replace(self, scaling=replace(self.scaling, amax="own"))
 
-    @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # a format is small and lives long anyway
+    @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # formats are few and small
     def with_scale_apart(self) -> "Format":
         """Return this format with the scale of the tensor or row left out of the quantized values.
 

@@ -129,8 +129,8 @@ class _QuantizedMatmul(torch.autograd.Function):
         return da_MK, db_NK, None, None, None, None
 
 
-# `torch.autograd.Function.apply` asks for the signature in every call. To find it anew would take a
-# quarter of the time that it takes to quantize a small operand.
+# `torch.autograd.Function.apply` calls `inspect.signature` each time (torch 2.13). This takes 20
+# microseconds unless the function has this attribute; a small operand is quantized in 70.
 _QuantizedMatmul.forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     _QuantizedMatmul.forward
 )

@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class Hadamard:
         Raises:
             ValueError: if each call draws the signs anew.
         """
-        index = torch.arange(self.size)
+        index = torch.arange(self.size, device="cpu")
         common = index.unsqueeze(1) & index
         odd = torch.zeros_like(common)
         for bit in range(self.size.bit_length()):
@@ -98,16 +99,18 @@ class Hadamard:
 
     def _signs(self) -> Tensor:
         if self.signs == "none":
-            return torch.ones(self.size)
+            return torch.ones(self.size, dtype=torch.float32, device="cpu")
         if self.signs == "nvfp4":
-            return torch.tensor(NVFP4_SIGNS, dtype=torch.float32)
+            return torch.tensor(NVFP4_SIGNS, dtype=torch.float32, device="cpu")
         if self.signs == "random":
             raise ValueError(
                 "the signs of a random Hadamard transform are drawn for each call; give the call's "
                 "seed"
             )
         generator = torch.Generator().manual_seed(self.signs)
-        return (1 - 2 * torch.randint(0, 2, (self.size,), generator=generator)).float()
+        return (
+            1 - 2 * torch.randint(0, 2, (self.size,), generator=generator, device="cpu")
+        ).float()
 
     def apply(self, x: Tensor, axis: int = -1, *, seed: int | Tensor | None = None) -> Tensor:
         """Return a new tensor: `x` (float32, bfloat16 or float16) transformed along `axis`.
@@ -168,7 +171,7 @@ class Hadamard:
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
     """Return `x` transformed along `axis`, whose length must be a multiple of `transform.size`."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
-    factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
+    factor = float(np.float32(1 / math.sqrt(transform.size)))
     if x.numel() == 0:
         return torch.empty_like(x)
     if (kernel := dispatch.find_rotation(x)) is not None:

@@ -95,7 +95,7 @@ def _round_to_table(
 
     A value becomes the number after the last threshold that is below it.
     """
-    values = torch.tensor(element.values, device=x.device)
+    values = torch.tensor(element.values, dtype=torch.float32, device=x.device)
     position = torch.searchsorted(rule(values), x.contiguous())
     return values[position].masked_fill_(x.isnan(), torch.nan)
 

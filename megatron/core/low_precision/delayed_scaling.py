@@ -118,7 +118,7 @@ class DelayedScaling:
 
         The rows of slots without delayed scaling are zero.
         """
-        state = torch.zeros(len(SLOTS), 1 + operation.length)
+        state = torch.zeros(len(SLOTS), 1 + operation.length, dtype=torch.float32, device="cpu")
         for slot, row in operation.rows.items():
             histories = self.forward if slot in FORWARD else self.backward
             state[SLOTS.index(slot), 0] = histories.amax[row]
@@ -134,7 +134,7 @@ class DelayedScaling:
             histories = self.forward if slot in FORWARD else self.backward
             stored = state[SLOTS.index(slot)].to(histories.amax)
             histories.amax = histories.amax.index_fill(
-                0, torch.tensor([row], device=stored.device), stored[0].item()
+                0, torch.tensor([row], dtype=torch.int64, device=stored.device), stored[0].item()
             )
             length = min(operation.length, len(stored) - 1)
             histories.history[row] = 0.0

@@ -72,7 +72,7 @@ def take_max_attention_logit(model: list[torch.nn.Module]) -> float:
     The result is NaN if any logit was NaN, and minus infinity if there was no logit. Must be called
     on all ranks.
     """
-    largest = torch.full((2,), -math.inf, device=torch.cuda.current_device())
+    largest = torch.full((2,), -math.inf, dtype=torch.float32, device=torch.cuda.current_device())
     for module in (module for chunk in model for module in chunk.modules()):
         per_head = getattr(module, NAME, None)
         if per_head is not None:

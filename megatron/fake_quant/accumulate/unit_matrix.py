@@ -172,7 +172,7 @@ def _factors(
         return None, after
     if _has_headroom(fmt):
         assert isinstance(scaling, BlockScaling)
-        after = torch.tensor(1 / scaling.share, device=stored.block().device)
+        after = torch.tensor(1 / scaling.share, dtype=torch.float32, device=stored.block().device)
         scaling = replace(scaling, headroom="1")
     factors = _block_factors(stored, scaling)
     if fmt.height > 1:
@@ -190,7 +190,7 @@ def _factors(
 def _block_factors(stored: Scales, scaling: BlockScaling | AbsmaxScaling) -> Tensor:
     """Return the float32 numbers by which the elements of each block are multiplied."""
     codes = stored.block()
-    ones = torch.ones((*codes.shape, 1), device=codes.device)
+    ones = torch.ones((*codes.shape, 1), dtype=torch.float32, device=codes.device)
     outer = None if stored.tensor is None else torch.ones_like(stored.tensor)
     module = scalings.module_of(scaling)
     return module.scale_up(ones, Scales(codes, outer), scaling)[..., 0]

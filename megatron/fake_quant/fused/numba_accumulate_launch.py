@@ -45,7 +45,7 @@ def multiply(
     if _better_as_panels(rows, columns):
         start = None if start is None else start.transpose(1, 2)
         return multiply(b, a, accumulator, start=start).transpose(1, 2).contiguous()
-    out = torch.empty(batches, rows, columns)
+    out = torch.empty(batches, rows, columns, dtype=torch.float32, device="cpu")
     if start is not None:
         out.copy_(start)
     if out.numel() == 0:

@@ -55,7 +55,8 @@ _ROUNDINGS = {
 #: bytes of a tensor that two successive passes read, few enough to stay in the L2 cache
 _NEAR = 1 << 19
 _NOT_RANDOM = numba_bits.Random(False, np.uint32(0), np.uint32(0))
-_NO_MAXIMA = np.zeros((1, 1, 1), np.int32)  #: argument of kernels that compute the maxima
+#: stands for the maxima of blocks or groups where the kernel for blocks reads none; never written
+_NO_MAXIMA = np.zeros((1, 1, 1), np.int32)
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
@@ -67,7 +68,7 @@ def _amax(src: Flat, given: Tensor | None) -> Tensor:
     parts = numba_threads.run(
         functools.partial(numba_elementwise.finite_amax, src), len(src), LEAST
     )
-    return torch.tensor(max(parts), dtype=torch.int32).view(torch.float32)
+    return torch.tensor(max(parts), dtype=torch.int32, device="cpu").view(torch.float32)
 
 
 def _random(seed: int | None) -> numba_bits.Random:
@@ -156,6 +157,7 @@ def _blocks(
         whole = maxima(tiling.height, tiling.width, finite=False)
     in_bands = False
     if fmt.outer_size is not None:
+        # The tiles stay the same, so the plan's numbers of items hold.
         groups, tiling = numba_tiling.outer_groups(tensors[0], fmt.outer_size, tiling)
         most, bands = groups.most, plan.shape[0] * groups.most.shape[1]
         in_bands = bands >= numba_tiling.FEW and not tiling.divided

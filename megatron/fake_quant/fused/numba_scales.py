@@ -91,16 +91,16 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
     rule = rule._replace(amax=np.float32(amax.item()))
     if rule.kind == DIVIDED:
         return rule._replace(encode=max(rule.amax / rule.target, SMALLEST_OUTER))
-    with np.errstate(over="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         whole = encode_factor.py_func(rule.target, rule.amax)
-    return rule._replace(encode=whole * rule.fold, decode=ONE / whole)
+        return rule._replace(encode=whole * rule.fold, decode=ONE / whole)
 
 
 @functools.lru_cache(maxsize=1024)
 def rule_of_format(fmt: Format) -> Rule:
     """Return the constants of `make_rule` that do not depend on the tensor.
 
-    If the format has a tensor scale, `amax`, `encode` and `decode` are not set.
+    If the format has a tensor scale, `amax`, `encode` and `decode` have their defaults.
     """
     scaling, element = fmt.scaling, fmt.element
     assert isinstance(scaling, BlockScaling)
@@ -130,6 +130,7 @@ def rule_of_format(fmt: Format) -> Rule:
     rule = rule._replace(target=np.float32(float8_scales.target(scaling, element)))
     if scaling.outer != "tensor":
         return rule._replace(grouped=True)
+    # Only E4M3 scales can leave the tensor scale out: it is a factor of the UE5M3 and E6M2 scales.
     return rule._replace(apart=scaling.apart and scaling.scale == "e4m3")
 
 

@@ -54,7 +54,8 @@ class _Memory:
 def bits_in_memory(dense: Tensor) -> NDArray[np.integer[Any]]:
     """Return the bits of a tensor's values in memory order, as integers that share its memory.
 
-    The tensor must have no gaps in memory; its dimensions may be in any order.
+    The dimensions may be in any order in memory. There must be no gaps between the values, because
+    the array would then leave out values. This is not checked.
     """
     array: NDArray[np.integer[Any]] = np.asarray(_Memory(dense))
     return array
@@ -97,7 +98,7 @@ class _KeptMemory:
             for kept in self._all:
                 if kept.nbytes == x.nbytes and kept.is_free():
                     strides = torch.empty_like(x, device="meta").stride()
-                    empty = torch.empty(0, dtype=x.dtype)
+                    empty = torch.empty(0, dtype=x.dtype, device="cpu")
                     return empty.set_(kept.storage, 0, x.shape, strides)
         finally:
             self._lock.release()

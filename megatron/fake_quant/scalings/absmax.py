@@ -48,7 +48,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: AbsmaxScaling) -> Tensor
 
 def stored_scales(scaling: AbsmaxScaling) -> Tensor:
     """Return, for each byte from `histogram_bytes`, the smallest scale that it represents."""
-    return scale_values(torch.arange(256, dtype=torch.int32))
+    return scale_values(torch.arange(256, dtype=torch.int32, device="cpu"))
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

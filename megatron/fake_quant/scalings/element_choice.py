@@ -145,7 +145,7 @@ def alternative_chosen(scales: Scales) -> Tensor:
 
 def stored_scales(scaling: ChoiceScaling) -> Tensor:
     """Return the magnitude of the scale that each byte stands for."""
-    return decode(histogram_bytes(torch.arange(256, dtype=torch.uint8)), E4M3)
+    return decode(histogram_bytes(torch.arange(256, dtype=torch.uint8, device="cpu")), E4M3)
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
     """Return, for each byte from `histogram_bytes`, the smallest scale that it represents."""
-    return scale_values(torch.arange(256, dtype=torch.int32))
+    return scale_values(torch.arange(256, dtype=torch.int32, device="cpu"))
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ from megatron.fake_quant.scalings.float8_types import (
 )
 from megatron.fake_quant.scalings.tensor_scale import FLOAT32_MAX, divide_by
 
-SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32)
+SIXTH = torch.tensor(1 / E2M1.max, dtype=torch.float32, device="cpu")
 #: Largest first candidate if each block scale is chosen between two candidates ("4/6"). The second
 #: candidate is 1.5 times as large: at most 384, which is also an E4M3 number.
 SEARCH_BOUND = 256.0
@@ -212,7 +212,7 @@ def _encoding(
     None.
     """
     if outer_amax is None:
-        one = torch.ones((), device=amax.device)
+        one = torch.ones((), dtype=torch.float32, device=amax.device)
         return one, one, None
     outer = divide_by(outer_amax, target(scaling, element))
     stored = outer.reciprocal()
@@ -225,7 +225,7 @@ def _divided(
     """Scale blocks with UE5M3 or E6M2 scales: divide, in the order of operations of AMD's ALTO."""
     kind = FLOAT8[scaling.scale]
     amax = blocks.abs().amax(-1)
-    wanted, stored, outer = amax, None, torch.ones((), device=amax.device)
+    wanted, stored, outer = amax, None, torch.ones((), dtype=torch.float32, device=amax.device)
     if outer_amax is not None:
         stored = torch.div(outer_amax, torch.full_like(outer_amax, target(scaling, element)))
         outer = _per_block(stored.clamp_(min=SMALLEST_OUTER), scaling, amax)
@@ -252,7 +252,7 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
     """Return the factor that each scale byte stands for, without the outer scale."""
-    return decoded(torch.arange(256, dtype=torch.uint8), scaling.scale)
+    return decoded(torch.arange(256, dtype=torch.uint8, device="cpu"), scaling.scale)
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

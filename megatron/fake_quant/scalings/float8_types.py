@@ -55,4 +55,4 @@ def unsigned_numbers(scale: str) -> Tensor:
     """Return the numbers for the 256 bytes of an unsigned scale type; the last one is NaN."""
     kind = FLOAT8[scale]
     numbers = code_values(kind.element)[kind.first : kind.first + NAN_BYTE]
-    return torch.cat([numbers, torch.tensor([torch.nan])])
+    return torch.cat([numbers, torch.tensor([torch.nan], dtype=torch.float32, device="cpu")])

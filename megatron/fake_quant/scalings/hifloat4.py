@@ -38,10 +38,12 @@ from megatron.fake_quant.special_scalings import GroupScaling
 NAN_BYTE = 255
 _BIAS = 48
 _LARGEST_BYTE = 254
-_SEVENTH = float(torch.tensor(1 / 7).bfloat16())
+_SEVENTH = float(torch.tensor(1 / 7, dtype=torch.bfloat16, device="cpu"))
 #: bf16(1 / (1 + m / 4)) for m = 0, 1, 2 and 3. Their products with powers of two are exact.
-_RECIPROCALS = (1 / (1 + torch.arange(4) / 4)).bfloat16().double()
-_BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+_RECIPROCALS = (
+    (1 / (1 + torch.arange(4, dtype=torch.float32, device="cpu") / 4)).bfloat16().double()
+)
+_BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device="cpu")
 
 
 def _e6m2_bytes(amax: Tensor) -> Tensor:
@@ -122,10 +124,12 @@ def scale_up(elements: Tensor, scales: Scales, scaling: GroupScaling) -> Tensor:
 
 def stored_scales(scaling: GroupScaling) -> Tensor:
     """Return 512 factors: 256 (one per E6M2 byte) with all exponent bits 0, then 256 with all 1."""
-    byte = torch.arange(256, dtype=torch.uint8)
-    extremes = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")
+    extremes = torch.tensor([0, 255], dtype=torch.uint8, device="cpu").repeat_interleave(256)
     stored = torch.stack([byte.repeat(2), *[extremes] * 3], dim=-1)
-    return scale_up(torch.ones(512, scaling.size), Scales(stored), scaling)[:, 0]
+    return scale_up(
+        torch.ones(512, scaling.size, dtype=torch.float32, device="cpu"), Scales(stored), scaling
+    )[:, 0]
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

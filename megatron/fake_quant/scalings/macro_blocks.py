@@ -74,10 +74,12 @@ def stored_scales(scaling: MacroScaling) -> Tensor:
 
     2 - 1/256 is the largest f.
     """
-    byte = torch.arange(256, dtype=torch.uint8).repeat(2).unsqueeze(-1)
-    mantissa = torch.tensor([0, STEPS - 1], dtype=torch.uint8).repeat_interleave(256)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(2).unsqueeze(-1)
+    mantissa = torch.tensor([0, STEPS - 1], dtype=torch.uint8, device="cpu").repeat_interleave(256)
     stored = torch.cat([byte.expand(-1, scaling.blocks), mantissa.unsqueeze(-1)], dim=-1)
-    return scale_up(torch.ones(512, scaling.size), Scales(stored), scaling)[:, 0]
+    return scale_up(
+        torch.ones(512, scaling.size, dtype=torch.float32, device="cpu"), Scales(stored), scaling
+    )[:, 0]
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

@@ -117,8 +117,10 @@ def scale_up(elements: Tensor, scales: Scales, scaling: BlockScaling) -> Tensor:
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
     """Return the factor for each of the 256 scale bytes."""
-    byte = torch.arange(256, dtype=torch.uint8)
-    return scale_up(torch.ones(256, 1), Scales(byte), scaling)[:, 0]
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")
+    return scale_up(torch.ones(256, 1, dtype=torch.float32, device="cpu"), Scales(byte), scaling)[
+        :, 0
+    ]
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

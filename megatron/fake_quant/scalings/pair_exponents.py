@@ -34,7 +34,7 @@ from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
 from megatron.fake_quant.scalings.mx import NAN_BYTE, scale_reciprocals, scale_values
 from megatron.fake_quant.special_scalings import PairScaling
 
-_BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+_BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
 
 
 def _exponent_fields(magnitudes: Tensor) -> Tensor:
@@ -69,10 +69,12 @@ def scale_up(elements: Tensor, scales: Scales, scaling: PairScaling) -> Tensor:
 
 def stored_scales(scaling: PairScaling) -> Tensor:
     """Return 512 factors: 256 (one per exponent byte) with all pair bits 0, then 256 with all 1."""
-    byte = torch.arange(256, dtype=torch.uint8).repeat(2)
-    bits = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(2)
+    bits = torch.tensor([0, 255], dtype=torch.uint8, device="cpu").repeat_interleave(256)
     scales = Scales(torch.stack([byte, bits], dim=-1))
-    return scale_up(torch.ones(512, scaling.size), scales, scaling)[:, 0]
+    return scale_up(
+        torch.ones(512, scaling.size, dtype=torch.float32, device="cpu"), scales, scaling
+    )[:, 0]
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def local_amax(x: Tensor) -> Tensor:
     scale as from `x` itself.
     """
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     if not x.is_cuda and not torch.compiler.is_compiling():
         # One fast pass suffices, unless a value is not finite.
         low, high = x.detach().aminmax()

@@ -146,7 +146,7 @@ class TiledMatmul:
             seed = derive_seed(self.seed, slot, tile) if tile else derive_seed(self.seed, slot)
         if self.observe is not None and tile is None:
             self.observe(slot, parts.values, operand, axis, seed, None)
-        given = None if amax is None else torch.tensor(amax, device=x.device)
+        given = None if amax is None else torch.tensor(amax, dtype=torch.float32, device=x.device)
         quantize = partial(quantize_parts, parts, operand.format, axis, seed=seed, amax=given)
         if accumulator is None:
             return TileOperand(quantize(), axis)

@@ -213,7 +213,7 @@ def _plain_products(operands):
     products = _upstream.gg.ops.gmm(
         torch.cat(inputs),
         torch.stack([operands[number].weight_OH.t() for number in numbers]),
-        torch.tensor([len(x_TH) for x_TH in inputs]),
+        torch.tensor([len(x_TH) for x_TH in inputs], dtype=torch.int64, device="cpu"),
         trans_b=False,
     )
     return dict(zip(numbers, torch.split(products, [len(x_TH) for x_TH in inputs]), strict=True))
