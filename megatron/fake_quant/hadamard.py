@@ -20,7 +20,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,7 +170,8 @@ class Hadamard:
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
     """Return `x` transformed along `axis`, whose length must be a multiple of `transform.size`."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
-    factor = float(np.float32(1 / math.sqrt(transform.size)))
+    root = 1 / math.sqrt(transform.size)
+    factor = float(torch.tensor(root, dtype=torch.float32, device="cpu"))  # rounded to float32
     if x.numel() == 0:
         return torch.empty_like(x)
     if (kernel := dispatch.find_rotation(x)) is not None:
