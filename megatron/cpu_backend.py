@@ -88,6 +88,10 @@ class _Event:
         return 0.0
 
 
+class _DeviceBlock(contextlib.nullcontext):
+    """Stand-in for `torch.cuda.device`, which torch also compares types with."""
+
+
 class _Generators:
     """Stand-in for `torch.cuda.default_generators`; any index returns the CPU's generator."""
 
@@ -118,8 +122,8 @@ def _init_device_context(self, device) -> None:
 
 def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = CPU
+        if "device" in kwargs:
+            kwargs["device"] = _device_on_cpu(kwargs["device"], index=True)
         kwargs.pop("pin_memory", None)  # pinning only speeds up copies to a GPU
         return factory(*args, **kwargs)
 
@@ -219,20 +223,28 @@ _RNG_MODULES = (
 NAMES: tuple[Name, ...] = tuple(_names())  #: every name that `activate` replaces
 
 
-def _device_on_cpu(value: Any) -> Any:
-    """Return the CPU if `value` names a CUDA device, as a string or a `torch.device`."""
+def _device_on_cpu(value: Any, *, index: bool = False) -> Any:
+    """Return the CPU if `value` names a CUDA device, as a string or a `torch.device`.
+
+    Args:
+        value: argument of a function of torch.
+        index: whether an integer is the index of a CUDA device, too.
+    """
+    if index and isinstance(value, int) and not isinstance(value, bool):
+        return CPU
     names_cuda = isinstance(value, str | torch.device) and str(value).startswith("cuda")
     return CPU if names_cuda else value
 
 
 def _moving(function: Callable) -> Callable:
     """Return `function` with the CPU in place of every argument that names a CUDA device."""
+    takes_device = function.__name__ == "to"  # as its first argument after the tensor or module
 
     @functools.wraps(function)
     def moved(*args, **kwargs):
         return function(
-            *(_device_on_cpu(value) for value in args),
-            **{key: _device_on_cpu(value) for key, value in kwargs.items()},
+            *(_device_on_cpu(x, index=takes_device and i == 1) for i, x in enumerate(args)),
+            **{key: _device_on_cpu(x, index=key == "device") for key, x in kwargs.items()},
         )
 
     return moved
@@ -274,7 +286,7 @@ _MOVING = (
 def _script_names() -> list[Name]:
     device = [
         Name("cuda.set_device", _returning(None), "a trainer selects the device of its local rank"),
-        Name("cuda.device", lambda *a: contextlib.nullcontext(), "selects a device for a block"),
+        Name("cuda.device", _DeviceBlock, "selects a device for a block"),
         Name("cuda.init", _returning(None), "initializes CUDA before the first tensor"),
         Name("cuda.ipc_collect", _returning(None), "frees memory between phases"),
         Name("cuda.set_stream", _returning(None), "all streams run in program order"),
@@ -282,6 +294,7 @@ def _script_names() -> list[Name]:
         Name("cuda.get_device_name", _returning("cpu"), "printed in logs"),
         Name("cuda.get_device_capability", _returning((0, 0)), "no feature of a GPU is available"),
         Name("cuda.get_device_properties", _returning(_PROPERTIES), "its architecture is read"),
+        Name("cuda.is_bf16_supported", _returning(True), "else some trainers choose float16"),
         Name("cuda.nvtx.range_push", _returning(None), "marks a range for a profiler"),
         Name("cuda.nvtx.range_pop", _returning(None), "marks a range for a profiler"),
     ]
@@ -290,6 +303,7 @@ def _script_names() -> list[Name]:
         for owner in ("", "memory.")
         for name, value in (
             ("memory_stats", lambda: _returning(collections.Counter())),
+            ("memory_summary", lambda: _returning("no memory of a GPU is used")),
             ("mem_get_info", lambda: _returning((0, 0))),
             ("reset_peak_memory_stats", lambda: _returning(None)),
         )

@@ -67,7 +67,7 @@ def install(environment: Environment, folder: Path) -> Path:
     """Make an environment unless it exists, and return its interpreter.
 
     Raises:
-        SystemExit: if Python is not in PATH or pip fails.
+        SystemExit: if Python is not in PATH, or Python or pip fails.
     """
     python = folder / environment.name / "bin" / "python"
     if python.is_file():
@@ -75,7 +75,9 @@ def install(environment: Environment, folder: Path) -> Path:
     base = shutil.which(f"python{environment.python}")
     if base is None:
         raise SystemExit(f"[ERROR] no python{environment.python} in PATH; add its folder to PATH")
-    subprocess.run([base, "-m", "venv", python.parents[1]], check=True)
+    if subprocess.run([base, "-m", "venv", python.parents[1]], check=False).returncode:
+        shutil.rmtree(python.parents[1], ignore_errors=True)
+        raise SystemExit(f"[ERROR] {base} makes no virtual environment; its message is above")
     pip = [python, "-m", "pip", "install", "--quiet"]
     pinned = ["--constraint", str(REPO / "script/constraints.txt")]
     pinned = pinned if environment.releases == "pinned" else []

@@ -14,8 +14,10 @@ room for c > 1. The random rotation is not part of the format: it is the operand
 transform of size 128 with `signs: random`.
 
 The sums are computed in float64, in a fixed order, and c is rounded to float32. A block whose scale
-is 0 or NaN keeps it and does not contribute to the sums. The random bits of a scale depend on the
-seed and on the position of the block. If 128 does not divide the axis, the last group is shorter.
+is 0 or NaN keeps it and does not contribute to the sums. A scaled value that overflows, which only
+a given amax far below the values can cause, counts as the largest float32 number. The random bits
+of a scale depend on the seed and on the position of the block. If 128 does not divide the axis, the
+last group is shorter.
 """
 
 import torch
@@ -27,6 +29,7 @@ from megatron.fake_quant.random_bits import random_bits
 from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.scales import Scales
+from megatron.fake_quant.scalings.tensor_scale import FLOAT32_MAX
 
 
 def corrected(blocks: Tensor, elements: Tensor, scales: Scales, seed: int) -> Scales:
@@ -49,7 +52,8 @@ def corrected_values(blocks: Tensor, elements: Tensor, scales: Scales) -> Tensor
     """Return the corrected scales as float32 numbers, before they are rounded."""
     stored = decode(scales.block(), E4M3)
     ignored = ~(stored > 0).unsqueeze(-1)
-    values, rounded = (part.masked_fill(ignored, 0.0).double() for part in (blocks, elements))
+    finite = blocks.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    values, rounded = (part.masked_fill(ignored, 0.0).double() for part in (finite, elements))
     square, product = _group_sums(values * values), _group_sums(values * rounded)
     factor = torch.where(product == 0, 1.0, square / product).float()
     count = EDEN_GROUP // blocks.shape[-1]

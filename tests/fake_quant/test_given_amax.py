@@ -33,6 +33,7 @@ FORMATS = (
     "fp8_e4m3:sr",
     "nvfp4",
     "nvfp4:2d:sr",
+    "nvfp4:eden",
     "nvfp4:4over6-mae",
     "nvint4",
     "nv:e2m1:b16:ue5m3",
@@ -94,6 +95,14 @@ def test_values_beyond_the_amax_saturate():
     # The block scale of nvfp4 ends at 448, and the element at 6.
     found = fake_quantize(torch.full((16,), 100.0), "nvfp4", amax=torch.tensor(1.0))
     assert found[0] == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [1e10, 1e30, 3e38])
+def test_scaled_values_that_overflow_saturate(value):
+    x, amax = torch.full((2, 128), -value), torch.tensor(1e-30)
+    for name, target in (("nvfp4", 448), ("nvfp4:eden", 255.99)):
+        found = fake_quantize(x, name, seed=3 if "eden" in name else None, amax=amax)
+        assert found.numpy() == pytest.approx(np.float32(-1e-30 * 448 / target), rel=1e-6)
 
 
 @pytest.mark.parametrize(

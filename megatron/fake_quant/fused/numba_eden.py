@@ -25,7 +25,7 @@ from megatron.fake_quant.fused.numba_bits import (
     stochastic,
 )
 from megatron.fake_quant.fused.numba_compile import inlined
-from megatron.fake_quant.fused.numba_scales import E4M3, e4m3, multiplier
+from megatron.fake_quant.fused.numba_scales import E4M3, FLOAT32_MAX, e4m3, multiplier
 from megatron.fake_quant.fused.numba_tiles import (
     COLUMNS,
     DEPTH,
@@ -62,7 +62,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor], cut: Cut, random: 
 @inlined
 def scaled(bits: Any, down: Any, element: Any) -> Any:
     """Return the scaled magnitude of a value, and the element to which it is rounded."""
-    magnitude = np.float32(as_float(np.int32(bits & MAGNITUDE)) * down)
+    magnitude = min(np.float32(as_float(np.int32(bits & MAGNITUDE)) * down), FLOAT32_MAX)
     return magnitude, as_float(nearest_even(min(as_bits(magnitude), element.top), element))
 
 
