@@ -59,6 +59,7 @@ ROW = 0.235  #: height of a row of a heat map, in inches
 MOST_ROWS = 40  #: maximum number of rows of a heat map
 PANEL = 2.1  #: minimum width of a heat map, in inches
 MOST_PANELS = 12  #: maximum number of heat maps
+WIDE_PANELS = 4  #: maximum number of heat maps that have room for bits and median on one line
 LETTERS = 160  #: maximum number of characters per line of the verdict
 REASON = 110  #: maximum number of characters per line of the reason why there is no heat map
 LINE = 0.2  #: distance between two lines of the verdict, in inches
@@ -234,6 +235,7 @@ def draw_comparison(compared: FirstLook, figure: SubFigure) -> None:
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     norm = Normalize(low, max(high, low + 1))
     axes = figure.subplots(1, len(summary), squeeze=False)[0]
+    between = ", " if len(summary) <= WIDE_PANELS else "\n"
     for ax, row in zip(axes, summary.itertuples(), strict=True):
         own = table[table["candidate"] == row.candidate].set_index(["place", "layer_idx"])
         data = own["value"].reindex(cells).reset_index()
@@ -241,7 +243,7 @@ def draw_comparison(compared: FirstLook, figure: SubFigure) -> None:
         plot_heatmap(
             data.assign(row=data["place"], column=[layer_name(int(n)) for n in data["layer_idx"]]),
             label="",
-            title=f"{name}\n{row.bits:.4g} bits, median {in_decibels(row.sqnr_db)}",
+            title=f"{name}\n{row.bits:.4g} bits{between}median {in_decibels(row.sqnr_db)}",
             norm=norm,
             bar=False,
             numbers=len(layers) * len(summary) <= NUMBERS,

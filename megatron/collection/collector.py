@@ -72,6 +72,9 @@ class Collector:
         self.collected = 0  #: number of completed iterations that were collected
         self.blocked = 0.0  #: time that training has spent in `save`, in seconds
         self._counter = 0
+        self._any_saved = False  #: whether `save` was called in the current iteration
+        #: iteration that ended with an exception after tensors were saved; None if there is none
+        self._abandoned: int | None = None
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
         self._weights = WeightDedup()
         self._any_rank_collects = False  #: whether a rank has collected a module
@@ -154,6 +157,12 @@ class Collector:
 
     def begin_iteration(self) -> None:
         """Prepare for a new iteration. With `--collect-flag-file`, all ranks must call this."""
+        if self._abandoned is not None:
+            self.give_up(
+                f"iteration {self._abandoned} ended with an exception that the program handled, so "
+                "its tensors are not complete"
+            )
+        self._any_saved = False
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
@@ -172,6 +181,11 @@ class Collector:
             if not (self._any_rank_collects or self.has_ring or self._flag):
                 here = self._writes and any(self._wanted.values())
                 self._any_rank_collects = any(from_all_ranks(here))
+
+    def abandon_iteration(self, number: int) -> None:
+        """Note that an iteration ended with an exception, which may end the program or not."""
+        if self._any_saved:
+            self._abandoned = number
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
         """Record an iteration's loss and gradient norm; save the ring buffer if either is unusual.
@@ -262,6 +276,7 @@ class Collector:
             self._budget.leave_outside(list(tensor.shape), fields)
             return
         started = time.perf_counter()
+        self._any_saved = True
         try:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})

@@ -28,6 +28,7 @@ from megatron.collection.collector import Collector
 from megatron.collection.deferred_signals import signals_deferred
 from megatron.collection.exit_status import call_at_exit, exit_with_error
 from megatron.collection.flags import Reader, by_reader
+from megatron.collection.foreign_tensors import check_arguments, check_groups
 from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
@@ -38,6 +39,7 @@ from megatron.collection.selection import Selection
 from megatron.collection.settings import Settings, enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
 from megatron.collection.training_clock import clock, need_clock
+from megatron.fake_quant import policy
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +128,7 @@ def configure(
 
     settings = together(requested)
     _check_same_switch(settings is not None)
+    _warn_of_several_folders(None if settings is None else str(settings.directory.absolute()))
     chosen = by_reader(flags)[Reader.STATISTICS]
     chosen |= {"train_iters": args.get("train_iters"), "iteration": iteration}
     history = together(lambda: StatisticsSettings.parse(directory=save_dir, **chosen))
@@ -169,6 +172,29 @@ def _check_same_switch(enabled: bool) -> None:
             f"saving tensors is switched on on rank(s) {ranks} of {len(answers)} only; give "
             "--save-tensors, or set TENSOR_SAVE_ENABLED to the same value on every machine"
         )
+
+
+def _warn_of_several_folders(folder: str | None) -> None:
+    """Warn if the ranks save their tensors to different folders."""
+    folders = from_all_ranks(folder)
+    if len(set(folders)) > 1 and folder == folders[0]:
+        logger.warning(
+            "the ranks save their tensors to different folders (%s), and every analysis needs all "
+            "ranks in one folder; set TENSOR_SAVE_DIR to the same value on every machine",
+            ", ".join(map(str, dict.fromkeys(folders))),
+        )
+
+
+def _refuse_other_formats() -> None:
+    """Raise ValueError if this run collects: its run card and file names state the formats."""
+    if enabled():
+        raise ValueError(
+            "the formats cannot change while tensors are collected, because the run card states "
+            "them; call megatron.core.tensor_saver.close() before, or start another run"
+        )
+
+
+policy.call_before_change(_refuse_other_formats)
 
 
 def configured() -> bool:
@@ -223,6 +249,20 @@ def end_iteration() -> None:
     if _statistics is not None:
         with signals_deferred:
             _statistics.end_iteration()
+
+
+def abandon_iteration(number: int) -> None:
+    """Take the begin of an iteration back, because it ended with an exception.
+
+    A trainer that handles the exception may repeat the iteration. Tensors of the failed attempt may
+    be on disk, so the collection then stops with an error.
+
+    Args:
+        number: number of the iteration before it.
+    """
+    failed, clock.iteration = clock.iteration, number
+    if _collector is not None:
+        _collector.abandon_iteration(failed)
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
@@ -325,7 +365,17 @@ def save_tensor(
         dims: letters of the dimensions; see `Capture.save`.
         identity: name and layer number of the module; None for a tensor outside any module.
         fields: other keyword arguments of `Capture.save`.
+
+    Raises:
+        TypeError, ValueError: if collection is on and an argument is wrong; see `check_arguments`.
     """
+    if not enabled():
+        return
+    check_arguments(
+        tensor, tensor_name, layer_type=layer_type, dims=dims, identity=identity, **fields
+    )
+    if _collector is not None:
+        check_groups(dims, _collector.coordinates)
     if (layer := capture(identity, layer_type)) is not None:
         layer.save(tensor_name, tensor, dims=dims, **fields)
 
@@ -333,6 +383,13 @@ def save_tensor(
 def enabled() -> bool:
     """Return whether this run collects tensors or measures their statistics."""
     return _collector is not None or _statistics is not None
+
+
+def includes(identity: ModuleIdentity, layer_type: str) -> bool:
+    """Return whether this run collects tensors of a module, or measures their statistics."""
+    if _statistics is not None:
+        return True
+    return _collector is not None and _collector.settings.selection.wants(identity, layer_type)
 
 
 def statistics() -> TensorStatistics | None:

@@ -19,6 +19,7 @@ import torch
 from megatron.collection import session
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.session import (
+    abandon_iteration,
     capture,
     close,
     configured,
@@ -41,6 +42,7 @@ from megatron.core.low_precision.quantized_module import Collected
 from megatron.fake_quant import policy
 
 __all__ = [
+    "abandon_iteration",
     "begin_iteration",
     "begin_run",
     "capture",
@@ -206,7 +208,8 @@ def training_iteration(number: int) -> Iterator[None]:
             optimizer.step()
 
     Each call of the model is one micro-batch. A call under `torch.no_grad()` is an evaluation,
-    which is not collected. With several ranks, all ranks must enter the block.
+    which is not collected. With several ranks, all ranks must enter the block. A block that ended
+    with an exception may be repeated with the same number.
 
     Args:
         number: number of the iteration, counted from 1 and rising. A run that resumes after
@@ -227,12 +230,16 @@ def training_iteration(number: int) -> Iterator[None]:
             f"training_iteration({number!r}) follows iteration {clock.iteration}; give integers "
             "that rise from 1, and one block to all micro-batches of an iteration"
         )
-    reach_check.check_unchanged()
+    reach_check.check_unchanged(number)
+    before = clock.iteration
     begin_iteration(number)
     iteration = explicit_iteration.ExplicitIteration(number)
     model_roots.watch()
     try:
         yield
+    except BaseException:
+        abandon_iteration(before)
+        raise
     finally:
         iteration.end()
     reach_check.check_recipe_and_selection(at_end=True)

@@ -35,8 +35,8 @@ class BlockLayout:
         """Return the positions of a format's blocks along an axis, which may be negative.
 
         Raises:
-            ValueError: if the axis is out of range, or if the tensor lacks the dimensions that the
-                format's blocks need.
+            ValueError: if the axis is no integer or out of range, or if the tensor lacks the
+                dimensions that the format's blocks need.
         """
         dims = len(shape)
         if dims == 0:
@@ -46,6 +46,8 @@ class BlockLayout:
                     "dimensions; give it one, for instance by x.reshape(1)"
                 )
             return cls(shape, 0, None)
+        if not isinstance(axis, int):
+            raise ValueError(f"axis={axis!r}; give an integer from {-dims} to {dims - 1}")
         if not -dims <= axis < dims:
             raise ValueError(
                 f"axis {axis} is out of range for a tensor of shape {shape}; "

@@ -126,7 +126,39 @@ class _QuantizedMatmul(torch.autograd.Function):
             da_MK = call.gradient("dgrad", dc, _saved(b_NK, scale_b, ctx.dtypes[1]))
         if ctx.needs_input_grad[1]:
             db_NK = call.gradient("wgrad", dc, _saved(a_MK, scale_a, ctx.dtypes[0]))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            sources = [x for x in (dc_MN, a_MK, b_NK) if x.requires_grad]
+            if da_MK is not None and sources and call.rounds("dgrad"):
+                da_MK = _ConstantGradient.apply(da_MK, *sources)  # type: ignore[no-untyped-call]
+            if db_NK is not None and sources and call.rounds("wgrad"):
+                db_NK = _ConstantGradient.apply(db_NK, *sources)  # type: ignore[no-untyped-call]
         return da_MK, db_NK, None, None, None, None
+
+
+class _ConstantGradient(torch.autograd.Function):
+    """Return a gradient whose derivative is refused.
+
+    Quantization rounds, so the derivative of a gradient from quantized operands is zero almost
+    everywhere, and no format defines another one. Without this function, autograd would silently
+    use zero.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        raise ValueError(
+            "a quantized matmul has no second derivative; compute gradients of gradients (a "
+            "gradient penalty, a Hessian) without formats"
+        )
 
 
 # `torch.autograd.Function.apply` calls `inspect.signature` each time (torch 2.13). This takes 20
@@ -197,6 +229,11 @@ class _Call:
         samples.
         """
         return self if seed is None else replace(self, seed=seed)
+
+    def rounds(self, gemm: str) -> bool:
+        """Return whether a GEMM quantizes an operand or adds up its products in an accumulator."""
+        quantized = any(getattr(self.formats, slot).format for slot in GEMM_SLOTS[gemm])
+        return quantized or self.formats.simulated_accumulator(gemm) is not None
 
     def multiplied(
         self, gemm: str, left: SplitMatrix, right: SplitMatrix, plain: Matmul
@@ -332,8 +369,14 @@ def quantized_matmul(
 
     Raises:
         ValueError: if the shapes of A and B do not match, if a format demands an amax and there is
-            no `amax_of`, or if the formats are for attention in tiles.
+            no `amax_of`, if the formats are no `GemmFormats`, or if they are for attention in
+            tiles. The gradients have no derivative where operands are quantized; it raises, too.
     """
+    if not isinstance(formats, GemmFormats):
+        raise ValueError(
+            f"formats={formats!r}; give a GemmFormats, such as GemmFormats.uniform("
+            "get_format('mxfp8'))"
+        )
     if formats.tiling is not None:
         raise ValueError(
             f"the formats are for attention in {formats.tiling}; pass them to tiled_attention, or "

@@ -25,7 +25,12 @@ def draw_seed(generator: torch.Generator | None) -> int:
     """Draw a seed for one tensor from `generator`; None means torch's default CPU generator.
 
     If the generator is on a CUDA device, the call waits for the device.
+
+    Raises:
+        ValueError: if `generator` is something else.
     """
+    if not isinstance(generator, torch.Generator | None):
+        raise ValueError(f"generator={generator!r}; give a torch.Generator, or seed={generator!r}")
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(0, SEEDS, (), generator=generator, device=device))
 
@@ -41,7 +46,8 @@ def check_seed(seed: int | Tensor) -> None:
     if isinstance(seed, Tensor):
         valid = not (seed.dim() or seed.is_floating_point() or seed.is_complex())
     else:
-        valid = isinstance(seed, int | torch.SymInt) and 0 <= seed < SEEDS
+        is_integer = isinstance(seed, int | torch.SymInt) and not isinstance(seed, bool)
+        valid = is_integer and 0 <= seed < SEEDS
     if not valid:
         raise ValueError(
             f"the seed {seed!r}; give an integer from 0 to 2^62 - 1, or an int64 tensor of one "

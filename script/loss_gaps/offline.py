@@ -16,10 +16,12 @@ from typing import Any
 
 import pandas as pd
 
+from configs.lookup import last_value
 from loss_gaps.configurations import BASELINE, Configuration, write_recipe
 from loss_gaps.launcher import Launcher
 from loss_gaps.run_heads import state_of
 from megatron.analysis.dump.scan import kind_of
+from megatron.analysis.store import TensorStore
 from megatron.analysis.study.kept_results import source_version
 from megatron.analysis.study.proposal import (
     Option,
@@ -30,9 +32,15 @@ from megatron.analysis.study.proposal import (
     recipe_text,
 )
 from megatron.analysis.study.verdict import candidate_names
+from megatron.bounded_files import printable
 from megatron.fake_quant.inspect.format_properties import bits_a_value
 from megatron.fake_quant.names import get_format
 
+#: Arguments in which the model of a dump must be the one that is trained.
+SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("num_experts", "moe_ffn_hidden_size"),
+)
 SAME_BITS = 0.01  #: largest difference of bits per value that counts as equal
 #: Modules that a quantization type leaves in high precision; a recipe can quantize them.
 ALWAYS_HIGH = r"output_layer|.*\.router"
@@ -88,6 +96,34 @@ def study_dump(
             raise RuntimeError(f"the offline study ended with status {status}; see {log}")
     rows = pd.read_csv(table, dtype={"accumulator": str, "recipe": str})
     return rows[candidate_names(rows).isin([BASELINE, *contents])]
+
+
+def check_dump(dump: Path, arguments: Sequence[str]) -> None:
+    """Raise ValueError if a dump has not the operands of a bf16 run of the model that is trained.
+
+    Args:
+        dump: folder of the dump.
+        arguments: arguments of `pretrain_gpt.py` for the training runs.
+
+    Raises:
+        ValueError: if a run card states formats, or other sizes of the model.
+    """
+    store = TensorStore(dump)
+    for run in store.runs():
+        card = store.run_card(run)
+        if (kind := card.get("quant_type", BASELINE)) != BASELINE:
+            raise ValueError(
+                f"--dump {dump} has operands of a run in {printable(kind)}; collect them in bf16"
+            )
+        sizes = card.get("arguments")
+        for name in SIZES if isinstance(sizes, dict) else ():
+            own = last_value(f"--{name.replace('_', '-')}", arguments)
+            if own is not None and name in sizes and str(sizes[name]) != own:
+                raise ValueError(
+                    f"--dump {dump} is of another model: its run had {name} = "
+                    f"{printable(sizes[name])}, and this study trains with {own}; collect the "
+                    "operands from the model that is trained, or leave --dump out"
+                )
 
 
 def _covers(log: Path, studied: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from megatron.training.checkpointing.files import (
 
 _MARK = " # "  #: text between the command and the rest
 COMMAND = "command"
+MOST_NAMED = 3  #: maximum number of flags that a message names
 #: causes of a run's result, for messages, by their names in the first line of a log
 CAUSES = {
     COMMAND: "the command",
@@ -57,7 +58,38 @@ def changed(log: str, head: str) -> list[str]:
     Logs of earlier versions of the study have the command only, so that all else differs.
     """
     before, now = (_causes(text.partition("\n")[0]) for text in (log, head))
-    return [text for name, text in CAUSES.items() if before.get(name) != now.get(name)]
+    texts = [text for name, text in CAUSES.items() if before.get(name) != now.get(name)]
+    if before[COMMAND] != now[COMMAND]:
+        texts[0] += _differences(before[COMMAND], now[COMMAND])
+    return texts
+
+
+def _differences(before: str, now: str) -> str:
+    """Return the flags in which two commands differ, as ` (--lr 0.001, now 0.002)`, or ""."""
+    old, new = (_flags(command) for command in (before, now))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    parts = [
+        f"{name} {old.get(name, 'left out')}, now {new.get(name, 'left out')}" for name in names
+    ]
+    more = [f"{len(parts) - MOST_NAMED} more"] if len(parts) > MOST_NAMED else []
+    return f" ({'; '.join([*parts[:MOST_NAMED], *more])})" if parts else ""
+
+
+def _flags(command: str) -> dict[str, str]:
+    """Return the values of the flags of a command by name; the last one counts."""
+    flags: dict[str, str] = {}
+    name = ""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a damaged log
+        return flags
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            flags[name] = value or "set"
+        elif name:
+            flags[name] = word if flags[name] == "set" else f"{flags[name]} {word}"
+    return flags
 
 
 def _causes(line: str) -> dict[str, str]:

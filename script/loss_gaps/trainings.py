@@ -21,6 +21,7 @@ from configs.trained_model import PACKAGES, VERSION, continue_flags, start_flags
 from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.held_out import cut
 from loss_gaps.launcher import Launcher
+from loss_gaps.offline import check_dump
 from loss_gaps.run_heads import changed, checkpoint_files, files_in, head_of, state_of
 from loss_gaps.run_log import COMPLETE, RunLog, has_ended, parse_log, read_log
 from megatron.training import device
@@ -28,7 +29,10 @@ from megatron.training import device
 #: Evaluation interval with which a run is evaluated only at its end.
 NEVER = 1 << 30
 #: Flags of the matrix's training command that the study replaces.
-REPLACED = ("--data-path", "--split", "--tensorboard-dir", "--eval-iters", "--eval-interval")
+REPLACED = (
+    *("--data-path", "--split", "--tensorboard-dir", "--eval-iters", "--eval-interval"),
+    "--train-iters",  # each run has its own
+)
 
 
 class Trainings:
@@ -131,8 +135,10 @@ class Trainings:
 
         Raises:
             RuntimeError: if the run fails.
+            ValueError: if the given dump does not fit; see `check_dump`.
         """
         if self.options.dump is not None:
+            check_dump(self.options.dump, self.flags)
             return Path(self.options.dump)
         self.train_start()
         iterations = self.iterations if self.options.from_scratch else 1

@@ -4,6 +4,7 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,52 @@ def test_the_sample_is_recorded_where_the_trainer_tells_it(tmp_path):
     session.set_sample_idx(96)
     save()
     assert records(tmp_path)[0]["sample_idx"] == 96
+
+
+GOOD = {"tensor_name": "input", "layer_type": "linear", "dims": "s b h"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"tensor_name": "inputt"}, ValueError, "cannot have the name 'inputt'; choose from input"),
+        ({"tensor_name": "fprop_input_codes"}, ValueError, "cannot have the name"),
+        ({"layer_type": "mlp"}, ValueError, "layer_type='mlp': choose from attention, linear"),
+        ({"dims": "s b"}, ValueError, "dims='s b' does not describe 3 dimensions; give one letter"),
+        ({"dims": "foo bar baz"}, ValueError, "does not describe 3 dimensions"),
+        ({"dims": "s b h | sum"}, ValueError, "does not describe 3 dimensions"),
+        ({"dims": "s b h[xx]"}, ValueError, "no parallel group 'xx'; choose from tp, pp, dp, cp"),
+        ({"identity": "fc1"}, TypeError, "identity='fc1': give a ModuleIdentity"),
+        ({"operation": "fwd"}, ValueError, "operation='fwd': input belongs to 'forward'"),
+        ({"phase": "zzz"}, ValueError, "phase='zzz': give 'pre'"),
+        ({"format": 8}, TypeError, "format=8: give the name of a format, or None"),
+        ({"tensor": np.ones((2, 3, 4))}, TypeError, "input is ndarray; give a torch.Tensor"),
+        ({"tensor": torch.ones(2, 3, 4).int()}, ValueError, "give a dense tensor of floating"),
+        ({"tensor": torch.ones(2, 3, 4, device="meta")}, ValueError, "give a dense tensor"),
+        ({"tensor": torch.ones(2, 3, 4).to_sparse()}, ValueError, "give a dense tensor"),
+    ],
+)
+def test_wrong_arguments_of_other_code_are_refused(wrong, error, message, tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    session.begin_iteration()
+    clock.micro_batch = MicroBatch(clock.iteration, 0)
+    arguments = {"tensor": torch.ones(2, 3, 4)} | GOOD | wrong
+    with pytest.raises(error, match=re.escape(message)):
+        session.save_tensor(**arguments)
+    for dims in ("s b h", "s[cp:zigzag] b h[tp]", "s b h[tp:2] | partial[tp]"):
+        session.save_tensor(**({"tensor": torch.ones(2, 3, 4)} | GOOD | {"dims": dims}))
+    session.end_iteration()
+    session.flush()
+    assert len(records(tmp_path)) == 3
+
+
+def test_ranks_that_save_to_different_folders_are_named(tmp_path, monkeypatch, caplog):
+    def of_all(value):
+        return [value, "/elsewhere"] if isinstance(value, str) else [value]
+
+    monkeypatch.setattr(session, "from_all_ranks", of_all)
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    assert f"to different folders ({tmp_path}, /elsewhere)" in caplog.text
 
 
 def test_code_outside_our_layers_saves_a_tensor_of_its_own(tmp_path):

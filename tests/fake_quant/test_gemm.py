@@ -401,3 +401,41 @@ def test_samples_have_signs_of_their_own_under_vmap_if_randomness_differs():
     different = torch.vmap(gradient, randomness="different")(repeated)
     assert torch.equal(same[0], same[1])
     assert not torch.equal(different[0], different[1])
+
+
+def _penalty(formats: GemmFormats, *, vjp: bool) -> None:
+    """Differentiate the gradient of a matmul, by autograd or by `torch.func`."""
+    a, b = torch.randn(4, 32), torch.randn(8, 32)
+
+    def loss(a):
+        return quantized_matmul(a, b, formats).square().sum()
+
+    if vjp:
+        torch.func.grad(lambda a: torch.func.grad(loss)(a).square().sum())(a)
+        return
+    a.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(a), a, create_graph=True)
+    assert gradient.isfinite().all(), "the first derivative may be computed so"
+    gradient.square().sum().backward()
+    (exact,) = torch.autograd.grad((a @ b.t()).square().sum(), a, create_graph=True)
+    expected = torch.autograd.grad(exact.square().sum(), a)[0]
+    assert torch.allclose(a.grad, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vjp", [False, True])
+def test_the_derivative_of_a_quantized_gradient_is_refused(vjp):
+    mxfp8 = GemmFormats.uniform(get_format("mxfp8"))
+    forward_only = replace(GemmFormats(), fprop_a=mxfp8.fprop_a, fprop_b=mxfp8.fprop_b)
+    for formats in (mxfp8, replace(GemmFormats(), dgrad_b=mxfp8.dgrad_b)):
+        with pytest.raises(ValueError, match="a quantized matmul has no second derivative"):
+            _penalty(formats, vjp=vjp)
+    _penalty(GemmFormats(), vjp=vjp)
+    if vjp:
+        _penalty(forward_only, vjp=vjp)
+
+
+def test_formats_of_another_type_are_refused():
+    a = torch.randn(4, 32)
+    for wrong in ("mxfp8", get_format("mxfp8"), None):
+        with pytest.raises(ValueError, match="give a GemmFormats, such as"):
+            quantized_matmul(a, a, wrong)

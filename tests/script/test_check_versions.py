@@ -31,3 +31,13 @@ def test_an_environment_that_the_tests_would_not_use_is_refused(tmp_path, monkey
     monkeypatch.setattr(check_versions, "REPO", tmp_path)
     with pytest.raises(SystemExit, match=r"would not use .* it has numpy [\d.]+ \(>=9"):
         check_versions.check(environment, Path(sys.executable))
+
+
+def test_a_python_that_fails_is_named(tmp_path, monkeypatch):
+    environment = check_versions.ENVIRONMENTS[0]
+    base = tmp_path / f"python{environment.python}"
+    base.write_text("#!/bin/sh\nexit 127\n")
+    base.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="makes no virtual environment; its message is above"):
+        check_versions.install(environment, tmp_path / "versions")

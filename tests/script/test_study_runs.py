@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 from configs.lookup import ConfigError
 from loss_gaps import held_out
 from loss_gaps.configurations import BASELINE, Configuration
-from loss_gaps.offline import study_dump
+from loss_gaps.offline import check_dump, study_dump
 from loss_gaps.run_heads import CAUSES, changed, checkpoint_files, files_in, head_of, state_of
 from loss_gaps.run_log import FAILED
 from loss_gaps.trainings import Trainings, tokenized
 from megatron.training.data.indexed_data import LENGTH
+from tests.analysis.fake_dump import write_dump
 from tests.script.test_study_tables import LOG, ending
 
 LOAD = ["--load", "start/checkpoint", "--finetune"]
@@ -60,6 +62,15 @@ def data_set(folder):
     np.asarray([100, 100], LENGTH).tofile(lengths)
     held_out.write_index(Path(f"{data}.idx"), lengths, documents=2, dtype=np.uint16)
     return data
+
+
+def dump_of_run(folder, entries):
+    """Write a dump whose run card has the given entries, and return its folder."""
+    folder.mkdir()
+    write_dump(folder)
+    (card,) = folder.glob("run_*.json")
+    card.write_text(json.dumps({"quant_type": "bf16"} | entries))
+    return folder
 
 
 @pytest.fixture
@@ -121,8 +132,8 @@ def test_a_start_with_equal_losses_is_the_same_start(trainings):
 
 
 def test_operands_are_collected_after_the_start_and_given_ones_before_it(trainings, tmp_path):
-    trainings.options.dump = tmp_path
-    assert trainings.collect() == tmp_path
+    trainings.options.dump = dump_of_run(tmp_path / "dump", {})
+    assert trainings.collect() == tmp_path / "dump"
     assert trainings.launcher.started == []
     trainings.options.dump = None
     assert trainings.collect() == tmp_path / "operands"
@@ -156,11 +167,36 @@ def test_a_head_names_what_has_changed():
     )
     assert changed(head, head) == []
     other = head_of(["--lr", "2", *LOAD], {"start": "b", "versions": "torch 2"})
-    assert changed(f"{other}text\n", head) == ["the command", "the checkpoint at the start"]
-    for old in (OLD, "pretrain_gpt.py --tokenizer-model 'a # {b'\n", "x # 3\n", "\n"):
-        assert changed(old, head) == [*list(CAUSES.values())[:2], "the versions of the packages"]
+    command = "the command (--lr 2, now 1)"
+    assert changed(f"{other}text\n", head) == [command, "the checkpoint at the start"]
+    for old in (OLD, "pretrain_gpt.py --tokenizer-model 'a # {b'\n", "x # 3\n", "'\n"):
+        first, *rest = changed(old, head)
+        assert first.startswith("the command")
+        assert rest == [list(CAUSES.values())[1], "the versions of the packages"]
+    many = head_of(["--a", "1", "2", "--b=3", "--c", "--d", "4"], {})
+    assert changed(many, head_of(["--c", "--d", "4", "5"], {})) == [
+        "the command (--a 1 2, now left out; --b 3, now left out; --d 4, now 4 5)"
+    ]
     marked = head_of(["--tokenizer-model", "a # {b"], {"start": "a"})
     assert changed(marked, marked) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"quant_type": "mxfp4"}, "has operands of a run in mxfp4; collect them in bf16"),
+        ({"arguments": {"hidden_size": 64}}, "another model: its run had hidden_size = 64, and"),
+        ({"arguments": {"num_layers": 4, "hidden_size": 256}}, None),
+    ],
+)
+def test_the_operands_of_another_model_or_type_are_refused(change, message, tmp_path):
+    dump = dump_of_run(tmp_path / "dump", change)
+    flags = ["--num-layers", "4", "--hidden-size", "512", "--hidden-size", "256"]
+    if message is None:
+        return check_dump(dump, flags)
+    with pytest.raises(ValueError, match=message):
+        check_dump(dump, flags)
 
 
 def test_a_checkpoint_is_identified_by_its_files(tmp_path):

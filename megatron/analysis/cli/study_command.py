@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-budget",
         action="store_true",
-        help="do not quantize single operands, which takes two thirds of the time",
+        help="do not quantize single operands, which takes about half of the time",
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="number of threads (default: one per processor)"

@@ -121,7 +121,8 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     """Return the paths of the dump files in a folder and its subfolders.
 
     Links to folders are not followed, because they may form a cycle. A folder is added to
-    `problems` if it cannot be listed or if it has the name of a dump file.
+    `problems` if it cannot be listed or if it has the name of a dump file, and a link if it leads
+    to a dump elsewhere.
     """
     files = _Files()
     by_kind = {TENSOR: files.tensors, INDEX: files.indexes, CARD: files.cards}
@@ -135,6 +136,9 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
             if kind is not None:
                 why = f"a folder, not {kind}; rename it or move it elsewhere"
                 problems.append(Problem(Path(parent, name), why))
+            elif _leads_to_another_dump(Path(parent, name), folder):
+                why = "a link to a folder, which is not followed; name the folder itself"
+                problems.append(Problem(Path(parent, name), why))
         for name in names:
             kind = kind_of(name)
             if kind is not None:
@@ -143,6 +147,19 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     files.indexes.sort()
     files.cards.sort()
     return files
+
+
+def _leads_to_another_dump(path: Path, folder: Path) -> bool:
+    """Return whether a folder is a link to a folder outside `folder` that has dump files."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    if target.is_relative_to(folder.resolve()):
+        return False
+    try:
+        return any(kind_of(entry.name) is not None for entry in os.scandir(target))
+    except OSError:
+        return False
 
 
 TENSOR, INDEX, CARD = "a tensor file", "an index", "a run card"

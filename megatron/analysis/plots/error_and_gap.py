@@ -60,7 +60,9 @@ def plot_error_and_gap(
     else:
         half = ((drawn["high"] - drawn["low"]) / 2).dropna()
         near = float(half.median()) if len(half) else float(np.abs(ends).max()) / 10
-        ax.set_yscale("symlog", linthresh=near if near > 0 else 1e-3)
+        near = near if near > 0 else 1e-3
+        ax.set_yscale("symlog", linthresh=near)
+        ylabel += f" (linear within ±{near:.2g})"
         ax.yaxis.set_major_formatter(FuncFormatter(lambda gap, _: f"{gap:g}"))
         ax.axhline(0, color=FAINT, linewidth=1, zorder=1)
     for row in drawn.itertuples():

@@ -49,14 +49,17 @@ def plot_pareto(
     ax.plot(front["x"], front["y"], color=FAINT, linewidth=1, linestyle="--", zorder=1)
     ax.set_yscale("log")
     ax.margins(x=0.3, y=0.12)
-    for row in drawn.sort_values("y").itertuples():
+    for row in drawn.itertuples():
         color = colors[str(row.name)]
-        face = color if row.front else "white"
-        ax.scatter([row.x], [row.y], s=46, color=face, edgecolors=color, linewidths=1.4, zorder=3)
-        to_left = _is_crowded(drawn, row.x, row.y)
+        face, above = (color, 4) if row.front else ("white", 3)  # equal points: show the filled one
+        ax.scatter(
+            [row.x], [row.y], s=46, color=face, edgecolors=color, linewidths=1.4, zorder=above
+        )
+    for names, x, y in _labels(drawn):
+        to_left = _is_crowded(drawn, x, y)
         ax.annotate(
-            brief(str(row.name)),
-            (row.x, row.y),
+            names,
+            (x, y),
             xytext=(-7 if to_left else 7, 3),
             textcoords="offset points",
             ha="right" if to_left else "left",
@@ -69,6 +72,22 @@ def plot_pareto(
         list_below(ax, note)
     ax.set_title(title, loc="left")
     return quiet(ax)
+
+
+def _labels(points: pd.DataFrame) -> list[tuple[str, float, float]]:
+    """Return the texts and the points of the labels; points that almost coincide share a label."""
+    width = points["x"].max() - points["x"].min() or 1.0
+    height = np.log(points["y"].max() / points["y"].min()) or 1.0
+    labels: list[tuple[list[str], float, float]] = []
+    for row in points.sort_values(["front", "y"], ascending=[False, True]).itertuples():
+        for names, x, y in labels:
+            near = abs(row.x - x) < 0.04 * width
+            if near and abs(np.log(row.y / y)) < 0.03 * height:
+                names.append(brief(str(row.name)))
+                break
+        else:
+            labels.append(([brief(str(row.name))], row.x, row.y))
+    return [("\n".join(names), x, y) for names, x, y in labels]
 
 
 def _is_crowded(points: pd.DataFrame, x: float, y: float) -> bool:

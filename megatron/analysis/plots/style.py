@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from colorsys import hls_to_rgb
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.font_manager import fontManager
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megatron.fake_quant.inspect.value_grids import COLORS
 from megatron.fake_quant.names import ALIASES
@@ -200,10 +200,16 @@ def powers_of_two(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
 
 
+#: Leading digits of the labels between decades; the first choice with enough labels is taken.
+DIGITS = ((1, 2, 5), (1, 2, 3, 5, 7), tuple(range(1, 10)))
+FEWEST_LABELS = 3  #: number of labels that are enough
+
+
 def decades(axis: Axis) -> None:
     """Label a logarithmic axis with plain numbers, or with powers of ten if numbers would be long.
 
-    Ticks between decades are labeled only if the view contains fewer than two powers of ten.
+    Ticks between decades are labeled only if the view contains fewer than two powers of ten. If it
+    contains too few ticks, they are those of a linear axis.
     """
 
     def name(x: float) -> str:
@@ -212,16 +218,29 @@ def decades(axis: Axis) -> None:
 
     axis.set_major_formatter(FuncFormatter(lambda x, _: name(x)))
     low, high = sorted(axis.get_view_interval())
+    if isinstance(axis.get_major_locator(), MaxNLocator):  # of an earlier view
+        axis.set_major_locator(LogLocator())
+        axis.set_minor_locator(LogLocator(subs="auto"))
     if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
         axis.set_minor_formatter(NullFormatter())
+        return
+    digits = next((each for each in DIGITS if _count(low, high, each) >= FEWEST_LABELS), None)
+    if digits is None:
+        axis.set_major_locator(MaxNLocator(FEWEST_LABELS + 2))
+        axis.set_minor_formatter(NullFormatter())
     else:
-        # Only 2 and 5 times a power of ten are labeled, because other labels would overlap.
-        axis.set_minor_formatter(FuncFormatter(lambda x, _: name(x) if _leads(x) else ""))
+        axis.set_minor_formatter(FuncFormatter(lambda x, _: name(x) if _leads(x, digits) else ""))
 
 
-def _leads(x: float) -> bool:
-    """Return whether a number is 2 or 5 times a power of ten."""
-    return x > 0 and round(x / 10.0 ** math.floor(math.log10(x) + 1e-9)) in (2, 5)
+def _count(low: float, high: float, digits: Collection[int]) -> int:
+    """Return how many multiples of powers of ten by `digits` a view contains."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return sum(low <= digit * 10.0**e <= high for e in exponents for digit in digits)
+
+
+def _leads(x: float, digits: Collection[int]) -> bool:
+    """Return whether a number is a power of ten times one of `digits`."""
+    return x > 0 and round(x / 10.0 ** math.floor(math.log10(x) + 1e-9)) in digits
 
 
 def _decade(x: float, *, short: bool) -> str:

@@ -27,7 +27,7 @@ from megatron.fake_quant.quant_type import (
 from megatron.fake_quant.recipe import Recipe, load_recipe
 
 HIGH_PRECISION = GemmFormats()  #: formats of a matmul whose operands are not quantized
-_BITS = 16.0  #: bits per value of an operand that is not quantized, as in bfloat16
+UNQUANTIZED_BITS = 16.0  #: bits per value of an operand that is not quantized, as in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def fitting_pairs(
 @functools.cache
 def operand_bits(operand: Operand) -> float:
     """Return the bits per value of an operand, including block scales."""
-    return _BITS if operand.format is None else bits_a_value(operand.format)
+    return UNQUANTIZED_BITS if operand.format is None else bits_a_value(operand.format)
 
 
 def describe(formats: GemmFormats, index: int) -> str:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from megatron.analysis.figures.figure_data import short_module
 from megatron.analysis.stats.errors import decibels
+from megatron.analysis.study.candidates import UNQUANTIZED_BITS
 from megatron.analysis.study.engine import Study
 from megatron.analysis.study.gradients import gradients_of, rule
 from megatron.analysis.study.proposal import Proposal, layers_text
@@ -156,7 +157,10 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
     """
     first = table[table["candidate"] == table["candidate"].iloc[0]]
     results, layers = len(first), first["layer_idx"].nunique()
-    parts = [f"{in_decibels(row.sqnr_db)} in {row.candidate}" for row in summary.itertuples()]
+    parts = [
+        f"{in_decibels(row.sqnr_db)} in {row.candidate}{_unquantized(table, row.candidate)}"
+        for row in summary.itertuples()
+    ]
     what = f"{results} GEMM result{'s' * (results > 1)} in {layers} layer{'s' * (layers > 1)}"
     text = f"The median SQNR of {what} is {_listed(parts)}"
     spoiled = rows.assign(candidate=candidate_names(rows))
@@ -171,6 +175,21 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
             found = _listed([named[0].replace(" of ", f" result{plural} of ", 1), *named[1:]])
         text += f"; NaN or Inf occurs in {found}"
     return text + "."
+
+
+def _unquantized(table: pd.DataFrame, name: str) -> str:
+    """Return how many results of a candidate have no quantized operand, and the median of the rest.
+
+    The median of a recipe that quantizes only some matmuls says little about those. The text is
+    empty if all results are quantized, or none is.
+    """
+    own = table[table["candidate"] == name]
+    rest = own.loc[own["bits"] < UNQUANTIZED_BITS, "sqnr_db"]
+    count = len(own) - len(rest)
+    if not count or rest.empty:
+        return ""
+    median = in_decibels(float(rest.fillna(-math.inf).median()))
+    return f" ({count} of {len(own)} results are not quantized; the others: {median})"
 
 
 def losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:

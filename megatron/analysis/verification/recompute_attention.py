@@ -76,7 +76,8 @@ class AttentionFormats:
         for formats in (self.qk, self.pv):
             if formats is not None:
                 slots = SLOTS if backward else SLOTS[:2]
-                check_not_random(*(formats.effective(slot) for slot in slots))
+                operands = (formats.effective(slot) for slot in slots)
+                check_not_random(*operands, why="attention is not recomputed from codes")
 
 
 def attention(

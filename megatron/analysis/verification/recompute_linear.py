@@ -268,13 +268,14 @@ def is_random(operand: Operand) -> bool:
     return operand.format is not None and operand.format.stochastic
 
 
-def check_not_random(*operands: Operand) -> None:
-    """Raise `NotCheckedError` if rounding or Hadamard signs are random and not recorded."""
-    no_codes = "no codes were saved (--collect-tensors codes)"
+def check_not_random(
+    *operands: Operand, why: str = "no codes were saved (--collect-tensors codes)"
+) -> None:
+    """Raise `NotCheckedError` if rounding or Hadamard signs are random, with the reason `why`."""
     if any(map(is_random, operands)):
-        raise NotCheckedError(f"stochastic rounding: {no_codes}")
+        raise NotCheckedError(f"stochastic rounding: {why}")
     if any(operand.hadamard is not None and operand.hadamard.random for operand in operands):
-        raise NotCheckedError(f"random Hadamard signs: {no_codes}")
+        raise NotCheckedError(f"random Hadamard signs: {why}")
 
 
 def _compare(

@@ -24,6 +24,12 @@ _evaluated: WeakSet[torch.nn.Module] = WeakSet()  #: models that were checked he
 _idle: WeakSet[torch.nn.Module] = WeakSet()  #: models of which no evaluation called a layer
 
 
+def forget() -> None:
+    """Check all models again, because other formats were configured."""
+    _evaluated.clear()
+    _idle.clear()
+
+
 def begin(
     model: torch.nn.Module,
     inputs: Any,

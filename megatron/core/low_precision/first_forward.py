@@ -2,9 +2,10 @@
 
 The format audit lists the modules that were built. A layer may be replaced or skipped afterwards,
 and a subclass may compute attention in another way. The first training forward pass shows what
-runs. Hooks note which modules are called. At the end of each call, the autograd graph of the
-module's output shows the operations of this call: those before it have been visited already. No
-operation is intercepted, so no result changes, and the hooks are removed after this one pass.
+runs. Hooks note which modules are called, and our layers note that their own code runs, which other
+code may have replaced. At the end of each call, the autograd graph of the module's output shows the
+operations of this call: those before it have been visited already. No operation is intercepted, so
+no result changes, and the hooks are removed after this one pass.
 
 Operations that autograd does not record are not seen, such as those of a forward pass that will be
 recomputed, and of a module whose weights are frozen and whose input needs no gradient. Operations
@@ -25,12 +26,13 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from megatron.collection import session
 from megatron.collection.module_identity import transformer_layers, unwrapped
 from megatron.collection.training_clock import clock
 from megatron.core.low_precision import matmul_audit
 from megatron.core.low_precision.coverage_check import HIGH_PRECISION
 from megatron.core.low_precision.explicit_iteration import tensors_in
-from megatron.core.low_precision.quantized_module import Collected, Quantized
+from megatron.core.low_precision.quantized_module import Collected, Quantized, observers
 
 #: Operations by the names of their autograd nodes.
 OPERATIONS = {
@@ -54,6 +56,8 @@ class Findings:
     not_called: list[str] = field(default_factory=list)
     #: layers that have a format and ran without it
     without_format: list[str] = field(default_factory=list)
+    #: layers to collect whose own code, which passes the tensors to the collection, did not run
+    not_collected: list[str] = field(default_factory=list)
     #: operations outside of our layers, by module
     outside: dict[str, Counter[str]] = field(default_factory=dict)
     #: names of modules inside transformer layers that ran fused attention outside of our layers
@@ -66,7 +70,9 @@ class Findings:
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether torch.compile compiles a module of this model; its hooks would be traced."""
     return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        hasattr(module, "_orig_mod")
+        # torch.compile is disabled if it returns the function itself
+        or getattr(module, "_compiled_call_impl", None) not in (None, module._call_impl)
         for module in model.modules()
     )
 
@@ -80,6 +86,9 @@ class FirstForward:
         self._names = {module: unwrapped(name) for name, module in model.named_modules()}
         self._stack: list[torch.nn.Module] = []
         self._called: set[torch.nn.Module] = set()
+        self._returned: set[torch.nn.Module] = set()
+        self._ran: set[Quantized] = set()
+        observers.append(self._ran)
         self._visited: set[Any] = set()
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
@@ -104,6 +113,7 @@ class FirstForward:
         if torch.compiler.is_compiling():
             return
         self._note_operations(output)
+        self._returned.add(module)
         while self._stack and self._stack.pop() is not module:
             pass  # the call of an inner module has ended with an exception that was handled
 
@@ -142,6 +152,7 @@ class FirstForward:
         """Stop observing, and return the findings."""
         for handle in self._handles:
             handle.remove()
+        observers[:] = [ran for ran in observers if ran is not self._ran]
         self._visited.clear()
         layers = [layer for layer in self._model.modules() if isinstance(layer, Collected)]
         quantized = any(name in QUANTIZED for kinds in self._outside.values() for name in kinds)
@@ -168,18 +179,24 @@ class FirstForward:
         if layer not in self._called:
             findings.not_called.append(layer.identity.name)
             return
+        name = f"{layer.identity.name} ({type(layer).__name__})"
+        if layer in self._returned and layer not in self._ran:
+            if any(layer.plan_of(operation).of_all_times() for operation in layer.operations):
+                findings.without_format.append(name)
+                return
+            if session.includes(layer.identity, layer.layer_type):
+                findings.not_collected.append(name)
         operations = self._nodes.get(layer, Counter())
         iteration = max(clock.iteration, 1)
         plans = [layer.plan_of(operation).at(iteration) for operation in layer.operations]
         expected = sum(formats is not None for formats in plans)
-        quantized = sum(count * operations[name] for name, count in QUANTIZED.items())
-        others = sum(count for name, count in operations.items() if name not in QUANTIZED)
+        quantized = sum(count * operations[kind] for kind, count in QUANTIZED.items())
+        others = sum(count for kind, count in operations.items() if kind not in QUANTIZED)
         allowed = (len(plans) - expected) * (quantized // expected if expected else 0)
         if expected and quantized >= expected and others > allowed:  # such as a low-rank adapter
-            text = f"{layer.identity.name} ({type(layer).__name__})"
-            plain = {name: count for name, count in operations.items() if name not in QUANTIZED}
-            findings.outside[text] = Counter(plain)
+            plain = {kind: count for kind, count in operations.items() if kind not in QUANTIZED}
+            findings.outside[name] = Counter(plain)
         if quantized < expected and others:
-            findings.without_format.append(f"{layer.identity.name} ({type(layer).__name__})")
+            findings.without_format.append(name)
         elif operations[FUSED_ATTENTION]:
-            findings.foreign_attention.append(f"{layer.identity.name} ({type(layer).__name__})")
+            findings.foreign_attention.append(name)

@@ -10,6 +10,7 @@ A layer that runs without having been found in this way, such as a layer in a pl
 gets the name of its class and a number.
 """
 
+import functools
 import gc
 import sys
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from megatron.collection.training_clock import clock
 #: Number of calls of outermost modules, since a layer was built, for which the hook returns.
 PATIENCE = 1000
 
+_built: WeakSet[Identified] = WeakSet()  #: all layers
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
 #: Layers by name. Only layers that were named in the same iteration count as taking a name: a model
 #: that the program has finished with may exist as long as the program.
@@ -45,9 +47,15 @@ def register(layer: Identified) -> None:
 
         _any_built = True
         program_end.check_at_exit()
+    _built.add(layer)
     expect_name(layer)
     _calls = 0
     watch()
+
+
+def all_layers() -> list[Identified]:
+    """Return all layers that exist in this process."""
+    return list(_built)
 
 
 def expect_name(layer: Identified) -> None:
@@ -167,4 +175,26 @@ def name_alone(layer: Identified) -> None:
         name_layers(layer)
 
 
+_compile = torch.nn.Module.compile
+
+
+@functools.wraps(_compile)
+def _compile_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Compile a module as torch does, and refuse calls that would hide a model from the hook."""
+    _compile(self, *args, **kwargs)
+    compiled: Any = self._compiled_call_impl
+    if compiled == self._call_impl:  # torch.compile is disabled
+        return
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() and _hook is not None:  # no other module contains it
+            from megatron.core.low_precision import reach_check  # it needs the layers
+
+            reach_check.check_compiled_in_place(self)
+        return compiled(*inputs, **options)
+
+    self._compiled_call_impl = call
+
+
+torch.nn.Module.compile = _compile_in_place  # type: ignore[method-assign]
 watch()

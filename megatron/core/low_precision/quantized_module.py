@@ -23,6 +23,10 @@ from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 
+#: Sets of a check that observes a forward pass. Each gets the layers whose own code runs; the code
+#: does not run if something has replaced the forward pass of a layer.
+observers: list[set["Quantized"]] = []
+
 
 class Collected(Identified):
     """A module whose tensors can be collected."""
@@ -52,6 +56,10 @@ class Quantized(Collected):
         if identity != self.identity:
             self._plans = None
         super().identify(identity, layers_in_stack)
+
+    def forget_formats(self) -> None:
+        """Look the formats up anew in the next forward pass, because others were configured."""
+        self._plans = None
 
     def plan_of(self, operation: str) -> OperationPolicy:
         """Return the formats of this module's operation (linear, qk or pv) for all iterations.
@@ -95,6 +103,9 @@ class Quantized(Collected):
                 counts iterations.
         """
         plan = self.plan_of(operation)
+        if observers and not torch.compiler.is_compiling():
+            for ran in observers:
+                ran.add(self)
         if clock.micro_batch is None and plan.changes:
             need_clock("a recipe with iterations", training=self.training)
         return plan.at(max(clock.iteration, 1))

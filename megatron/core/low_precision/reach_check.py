@@ -49,8 +49,28 @@ _unchecked: WeakSet[torch.nn.Module] = WeakSet()
 _checked_together = False  #: whether the ranks have checked this for a model that is divided
 #: Hash of the modules that each prepared model had when it was last checked.
 _checked_modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+_changes = 0  #: how many times other formats were configured
+#: Number of `_changes` when each model got its amax histories.
+_histories: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+
+
+def _follow_other_formats() -> None:
+    """Check all models again when they run, because other formats are configured."""
+    global _changes, _checked_together
+    _changes += 1
+    for models in (_prepared, _observed, _unchecked, _multiplies, _checked_modules, _keys):
+        models.clear()
+    _checked_together = False
+    evaluation_check.forget()
+    for layer in model_roots.all_layers():
+        if isinstance(layer, Quantized):
+            layer.forget_formats()
+    model_roots.watch()
+
+
+policy.call_before_change(_follow_other_formats)
 
 
 def enter(module: torch.nn.Module, inputs: Any) -> None:
@@ -125,6 +145,25 @@ def _check_called(module: torch.nn.Module) -> None:
             )
 
 
+def check_compiled_in_place(model: torch.nn.Module) -> None:
+    """Raise ValueError if something is requested of a model that was compiled by `model.compile()`.
+
+    Its hooks are compiled, too, so nothing would be checked. `torch.compile(model)` returns a
+    module whose hooks run.
+    """
+    if torch._dynamo.config.disable or run_request.description() is None:
+        return
+    if not (model_roots.layers_of(model) or unreached(model)):
+        return
+    name = type(model).__name__
+    with program_end.remembered_refusals([model], "compiled"):
+        raise ValueError(
+            f"{run_request.description()} cannot be checked in the model {name}, which "
+            f"{name}.compile() compiles together with its hooks; write model = "
+            "torch.compile(model), or compile the layers inside"
+        )
+
+
 def watch_for_others() -> None:
     """Watch for further models. This project's trainer has none but those with layers to name."""
     if not session.audited() or model_roots.layers_without_name():
@@ -148,12 +187,14 @@ def _after_this_call(module: torch.nn.Module, function: Callable[[bool], None]) 
 
 
 def name_model(model: torch.nn.Module) -> None:
-    """Name the layers of a model, and give it amax histories for the new names."""
-    if model_roots.name_layers(model):
-        inner = model
-        while not hasattr(inner, "delayed_scaling") and hasattr(inner, "module"):
-            inner = inner.module
+    """Name the layers of a model, and give it amax histories for new names or other formats."""
+    renamed = model_roots.name_layers(model)
+    inner = model
+    while not hasattr(inner, "delayed_scaling") and hasattr(inner, "module"):
+        inner = inner.module
+    if renamed or _histories.get(inner, _changes) != _changes:
         delayed_scaling.attach(inner)
+    _histories[inner] = _changes
 
 
 def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) -> None:
@@ -204,10 +245,13 @@ def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
     session.add_to_card("not_reached", missed)
 
 
-def check_unchanged() -> None:
-    """Check models with replaced modules again, at the start of an iteration.
+def check_unchanged(iteration: int) -> None:
+    """Check models with replaced modules again.
 
     The search for replaced modules takes a millisecond for a GPT of 126 layers (2,151 modules).
+
+    Args:
+        iteration: number of the iteration that begins.
 
     Raises:
         ValueError: if a module inside a transformer layer is no longer reached.
@@ -223,23 +267,26 @@ def check_unchanged() -> None:
             name_model(model)
             check_coverage(model, collecting=run_request.collecting())
         _checked_modules[model] = now
+        _observed.discard(model)  # compare its next forward pass with the audit
+        model_roots.watch()
         missed = unreached(model)
         session.add_to_card("not_reached", missed)
         logger.warning(
             "modules of the model %s were replaced before iteration %d; not quantized and not "
             "collected: %s",
             type(model).__name__,
-            clock.iteration,
+            iteration,
             ", ".join(missed) or "none",
         )
 
 
 def _hash_of_modules(model: torch.nn.Module) -> int:
-    """Return a number that changes if a module of the model is replaced, added or removed."""
+    """Return a number that changes if a module or its forward pass is replaced or added."""
     identities, waiting = [], [model]
     while waiting:
         module = waiting.pop()
-        identities.append((id(module), id(type(module))))
+        own = (id(module.__dict__.get(name)) for name in ("forward", "_forward_impl"))
+        identities.append((id(module), id(type(module)), *own))
         waiting += [child for child in module._modules.values() if child is not None]
     return hash(tuple(identities))
 
@@ -367,9 +414,15 @@ def _refuse(findings: Findings) -> None:
     requested = run_request.description()
     if findings.without_format:
         raise ValueError(
-            f"{requested} is in the audit of {', '.join(findings.without_format)}, but in the "
-            "first forward pass they multiplied in high precision; remove the code that overrides "
-            "their forward pass, or leave these modules out of the formats"
+            f"{requested} is in the audit of {', '.join(findings.without_format)}, but other code "
+            "has replaced their forward pass and multiplies without it; remove that code, or leave "
+            "these modules out of the formats"
+        )
+    if findings.not_collected:
+        raise ValueError(
+            f"{requested} includes {', '.join(findings.not_collected)}, but other code has "
+            "replaced their forward pass, so that none of their tensors is collected; remove that "
+            "code, or leave these modules out of the collection (--collect-modules)"
         )
     formats = policy.current()
     attends = any(

@@ -37,6 +37,15 @@ _checked = False  #: True once the recipe has been checked against the model
 _steps = 0  #: number of forward steps in the current training iteration
 
 
+def _check_again():
+    """Check the formats against the model again, because others are configured."""
+    global _checked
+    _checked = False
+
+
+policy.call_before_change(_check_again)
+
+
 def _first(tensors):
     """Return the first tensor of an output: a tensor, a list, or a dict with one entry per module.
 
@@ -137,6 +146,7 @@ def _check_schedule_of_recipe():
 
 def _iteration(run, model, seq_length):
     global _training, _steps, _checked
+    explicit = explicit_iteration.active()  # the trainer counts the iterations itself
     if not _checked:
         chunks = model if isinstance(model, list) else [model] if model is not None else []
         same_formats.check_same_formats()
@@ -151,14 +161,18 @@ def _iteration(run, model, seq_length):
         clock.seed = explicit_iteration.seed_of_the_run()
         _checked = True
     else:
-        reach_check.check_unchanged()
-    explicit = explicit_iteration.active()  # the trainer counts the iterations itself
+        reach_check.check_unchanged(clock.iteration + (not explicit))
+    before = clock.iteration
     if not explicit:
         tensor_saver.begin_iteration()
     _training, _steps = True, 0
     try:
         with _scheduled():
             result = run()
+    except BaseException:
+        if not explicit:
+            tensor_saver.abandon_iteration(before)
+        raise
     finally:
         _training = False
     if _steps == 0 and tensor_saver.enabled():

@@ -405,6 +405,7 @@ def canonical_type(name: str) -> str:
 
 _current: Policy | None = None
 _environment: dict[str, str | None] = {}  #: variables from which `_current` was resolved
+_before_change: list[Callable[[], None]] = []  #: functions to call before other formats are set
 
 
 def configure(
@@ -419,18 +420,31 @@ def configure(
 ) -> Policy:
     """Set this process's quantization policy from the training flags, and return it.
 
-    Call this function before the model is built. `type_flag` is the flag that sets
+    Call this function before the model is built. If it is called again with other formats, all
+    models have these from their next forward pass on. `type_flag` is the flag that sets
     `custom_quant_type`, for messages.
 
     Raises:
-        ValueError: see `resolve`.
+        ValueError: see `resolve`; also if other formats are set while tensors are collected.
     """
     global _current, _environment
     flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
     given = {**flags, "recipe": recipe, "accumulate": accumulate}
-    _current = resolve(given, type_flag=type_flag)
+    policy = resolve(given, type_flag=type_flag)
+    if _current is not None and policy.common != _current.common:
+        for function in _before_change:
+            function()
+    _current = policy
     _environment = {name: os.environ.get(name) for name in VARIABLES}
     return _current
+
+
+def call_before_change(function: Callable[[], None]) -> None:
+    """Call `function` each time before `configure` replaces the formats by other ones.
+
+    If it raises ValueError, the formats stay.
+    """
+    _before_change.append(function)
 
 
 def _settings_file(environ: Mapping[str, str]) -> Path:

@@ -54,6 +54,23 @@ def test_a_folder_that_cannot_be_listed_is_not_called_empty(tmp_path, monkeypatc
     )
 
 
+def test_a_link_to_a_dump_elsewhere_is_named_and_not_followed(tmp_path, capsys):
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+        write_dump(tmp_path / name)
+    folder, only_links = tmp_path / "own", tmp_path / "links"
+    only_links.mkdir()
+    for place in (folder, only_links):
+        (place / "linked").symlink_to(tmp_path / "other")
+        (place / "itself").symlink_to(place)
+        (place / "nothing").symlink_to(tmp_path)
+    [problem] = TensorStore(folder).problems
+    why = "a link to a folder, which is not followed; name the folder itself"
+    assert str(problem) == f"{folder / 'linked'}: {why}"
+    assert main(["stats", str(only_links)]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_a_path_that_is_no_utf8_is_not_called_corrupt(tmp_path):
     [path, *_] = write_dump(tmp_path, layers=1)
     strange = path.rename(path.with_name("a\udcff.pt"))

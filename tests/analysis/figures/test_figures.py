@@ -213,6 +213,28 @@ def test_the_ticks_of_a_logarithmic_axis_have_one_style(ax, limits, names):
     assert names <= shown
 
 
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        ((0.06, 0.14), ["0.06", "0.07", "0.08", "0.09", "0.1"]),
+        ((0.11, 0.49), ["0.2", "0.3", "0.4"]),
+        ((0.16, 0.95), ["0.2", "0.3", "0.5", "0.7"]),
+        ((0.153, 0.1665), ["0.153", "0.156", "0.159", "0.162", "0.165"]),
+        ((0.009, 0.13), ["0.01", "0.1"]),
+    ],
+)
+def test_a_logarithmic_axis_has_several_labels_in_any_view(ax, limits, names):
+    ax.set_yscale("log")
+    for view in (limits, (1, 1e4), limits):  # the ticks follow each view
+        ax.set_ylim(*view)
+        decades(ax.yaxis)
+        ax.figure.canvas.draw()
+    labels = [*ax.get_yticklabels(), *ax.get_yticklabels(minor=True)]
+    low, high = limits
+    shown = {each.get_text() for each in labels if low <= each.get_position()[1] <= high}
+    assert sorted(shown - {""}, key=float) == names
+
+
 def test_dots_put_a_share_of_zero_at_the_end_of_the_axis_and_say_so(ax):
     data = pd.DataFrame(
         {"group": ["mxfp8", "mxfp4", "mxfp8"], "name": ["a", "a", "b"], "value": [0.0, 0.1, 0.001]}

@@ -169,3 +169,20 @@ def test_the_front_is_a_line_through_its_points():
     assert line.get_xdata().tolist() == [4, 6]
     assert {text.get_text() for text in ax.texts} == {"a", "b", "c"}
     plt.close("all")
+
+
+def test_points_that_coincide_share_a_label_and_the_filled_one_is_seen():
+    data = pd.DataFrame(
+        {
+            "name": ["nvfp4", "nvfp4+unit", "mxfp8"],
+            "x": [4.5, 4.5, 8.25],
+            "y": [0.08, 0.0801, 0.03],
+            "front": [True, False, True],
+        }
+    )
+    _, ax = plt.subplots()
+    plot_pareto(data, xlabel="bits", ylabel="error", ax=ax)
+    assert {text.get_text() for text in ax.texts} == {"nvfp4\nnvfp4+unit", "mxfp8"}
+    filled, hollow = ax.collections[0], ax.collections[1]
+    assert filled.get_zorder() > hollow.get_zorder()
+    plt.close("all")
