@@ -89,7 +89,7 @@ class _Event:
 
 
 class _DeviceBlock(contextlib.nullcontext):
-    """Stand-in for `torch.cuda.device`, which torch also compares types with."""
+    """Stand-in for `torch.cuda.device`; a class, because torch also uses it in type checks."""
 
 
 class _Generators:

@@ -77,7 +77,9 @@ def install(environment: Environment, folder: Path) -> Path:
         raise SystemExit(f"[ERROR] no python{environment.python} in PATH; add its folder to PATH")
     if subprocess.run([base, "-m", "venv", python.parents[1]], check=False).returncode:
         shutil.rmtree(python.parents[1], ignore_errors=True)
-        raise SystemExit(f"[ERROR] {base} makes no virtual environment; its message is above")
+        raise SystemExit(
+            f"[ERROR] {base} could not create a virtual environment; see the message above"
+        )
     pip = [python, "-m", "pip", "install", "--quiet"]
     pinned = ["--constraint", str(REPO / "script/constraints.txt")]
     pinned = pinned if environment.releases == "pinned" else []

@@ -39,7 +39,8 @@ from megatron.fake_quant.names import get_format
 generator = torch.Generator().manual_seed(1)
 def normal(*shape):
     x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return torch.ldexp(x, torch.arange(shape[-1], device="cpu") % 9)
+    scales = torch.arange(shape[-1], device="cpu") % 9
+    return torch.ldexp(x, scales).float()  # float64 with torch 2.6 and this default dtype
 def digest(*tensors):
     return [hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
             for x in tensors]

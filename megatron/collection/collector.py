@@ -155,13 +155,14 @@ class Collector:
         elsewhere = self._any_rank_collects and not any(self._wanted.values())
         return self.has_ring or self._flag is not None or not self._writes or elsewhere
 
+    @property
+    def abandoned(self) -> bool:
+        """True if the last iteration ended with an exception after tensors of it were saved."""
+        return self._abandoned is not None
+
     def begin_iteration(self) -> None:
         """Prepare for a new iteration. With `--collect-flag-file`, all ranks must call this."""
-        if self._abandoned is not None:
-            self.give_up(
-                f"iteration {self._abandoned} ended with an exception that the program handled, so "
-                "its tensors are not complete"
-            )
+        self._check_abandoned()
         self._any_saved = False
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
@@ -186,6 +187,23 @@ class Collector:
         """Note that an iteration ended with an exception, which may end the program or not."""
         if self._any_saved:
             self._abandoned = number
+
+    def _check_abandoned(self) -> None:
+        """Stop the collection if an iteration ended with an exception and the program goes on.
+
+        A ring buffer only drops this iteration.
+        """
+        if self._abandoned is None:
+            return
+        if self._ring is not None:
+            if self._ring.numbers[-1:] == [self._abandoned]:
+                self._ring.drop_newest()
+            self._abandoned = None
+            return
+        self.give_up(
+            f"iteration {self._abandoned} ended with an exception that the program handled, so its "
+            "tensors are not complete"
+        )
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
         """Record an iteration's loss and gradient norm; save the ring buffer if either is unusual.
@@ -386,6 +404,8 @@ class Collector:
         Returns:
             An error message if the collection has failed; None otherwise.
         """
+        if aborted is None:
+            self._check_abandoned()
         if self._ring is not None:
             if aborted is not None and not self._ring.over:
                 self._discard(aborted) if interrupted else self.keep(aborted)

@@ -8,8 +8,8 @@ import torch
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.tensor_record import CODES, TENSOR_NAMES, operation_of
 
-_LETTER = re.compile(r"[a-z](?:\[(?P<group>[a-z]+)(?::(?:[1-9]\d*|zigzag))?\])?")
-_PARTIAL = re.compile(r"partial\[(?P<group>[a-z]+)(?::[1-9]\d*)?\]")
+_LETTER = re.compile(r"[a-z](?:\[([a-z]+)(?::(?:[1-9]\d*|zigzag))?\])?")
+_PARTIAL = re.compile(r"partial\[([a-z]+(?::[1-9]\d*)?(?:,[a-z]+(?::[1-9]\d*)?)*)\]")
 DIMS = (
     "give one letter per dimension, with the parallel group that shards it in brackets, as in "
     "'s b h[tp]' or 's b h | partial[tp]'"
@@ -31,8 +31,8 @@ def check_arguments(
 
     Raises:
         TypeError: if the tensor, the identity or the format has a wrong type.
-        ValueError: if a name is unknown, or the tensor is not a dense tensor of floating point with
-            values.
+        ValueError: if a name is unknown, or the tensor is not a dense floating-point tensor, or is
+            on the meta device.
     """
     if layer_type not in TENSOR_NAMES:
         raise ValueError(f"layer_type={layer_type!r}: choose from {', '.join(TENSOR_NAMES)}")
@@ -50,7 +50,7 @@ def check_arguments(
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_floating_point():
         raise ValueError(
             f"{tensor_name} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}; "
-            "give a dense tensor of floating point that has values"
+            "give a dense floating-point tensor that is not on the meta device"
         )
     if operation not in (None, own := operation_of(tensor_name)):
         raise ValueError(f"operation={operation!r}: {tensor_name} belongs to {own!r}")
@@ -76,10 +76,13 @@ def _check_dims(dims: str, count: int) -> None:
 def check_groups(dims: str, coordinates: Mapping[str, int]) -> None:
     """Raise ValueError if `dims` names a parallel group that does not exist."""
     groups = [key.removesuffix("_size") for key in coordinates if key.endswith("_size")]
+    groups.remove("world")
     for word in dims.replace("|", " ").split():
         match = _LETTER.fullmatch(word) or _PARTIAL.fullmatch(word)
-        if match and match["group"] not in (None, *groups):
-            raise ValueError(
-                f"dims={dims!r}: there is no parallel group {match['group']!r}; choose from "
-                f"{', '.join(group for group in groups if group != 'world')}"
-            )
+        for part in (match[1] or "").split(",") if match else ():
+            group = part.partition(":")[0]
+            if group and group not in groups:
+                raise ValueError(
+                    f"dims={dims!r}: there is no parallel group {group!r}; choose from "
+                    f"{', '.join(groups)}"
+                )

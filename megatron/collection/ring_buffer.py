@@ -191,6 +191,11 @@ class RingBuffer:
                 leave_out(iteration.lost)
         return numbers
 
+    def drop_newest(self) -> None:
+        """Release the memory of the current iteration, which ended with an exception."""
+        for copy, _ in self._iterations.pop().held:
+            copy.release()
+
     def clear(self) -> None:
         """Release all memory of the ring buffer."""
         while self._iterations:

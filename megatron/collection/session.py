@@ -40,6 +40,7 @@ from megatron.collection.settings import Settings, enabled_by_environment, read_
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
 from megatron.collection.training_clock import clock, need_clock
 from megatron.fake_quant import policy
+from megatron.tensor_record import operation_of
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,8 @@ def _refuse_other_formats() -> None:
     if enabled():
         raise ValueError(
             "the formats cannot change while tensors are collected, because the run card states "
-            "them; call megatron.core.tensor_saver.close() before, or start another run"
+            "them; set the formats before the collection, or call "
+            "megatron.core.tensor_saver.close() first"
         )
 
 
@@ -252,10 +254,10 @@ def end_iteration() -> None:
 
 
 def abandon_iteration(number: int) -> None:
-    """Take the begin of an iteration back, because it ended with an exception.
+    """Undo the start of an iteration that ended with an exception.
 
     A trainer that handles the exception may repeat the iteration. Tensors of the failed attempt may
-    be on disk, so the collection then stops with an error.
+    be on disk, so the collection then ends with an error. Its statistics are discarded.
 
     Args:
         number: number of the iteration before it.
@@ -263,6 +265,8 @@ def abandon_iteration(number: int) -> None:
     failed, clock.iteration = clock.iteration, number
     if _collector is not None:
         _collector.abandon_iteration(failed)
+    if _statistics is not None:
+        _statistics.abandon_iteration()
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
@@ -377,6 +381,7 @@ def save_tensor(
     if _collector is not None:
         check_groups(dims, _collector.coordinates)
     if (layer := capture(identity, layer_type)) is not None:
+        fields = {"operation": operation_of(tensor_name)} | fields
         layer.save(tensor_name, tensor, dims=dims, **fields)
 
 
@@ -521,7 +526,7 @@ def reason_for_nothing() -> str | None:
     A run that waits for an event (a ring buffer or a flag file) may end without one. A trainer that
     passes the format audit to `configure` reports this itself.
     """
-    if _audited or not enabled():
+    if _audited or not enabled() or (_collector is not None and _collector.abandoned):
         return None
     if clock.completed == 0:
         return (

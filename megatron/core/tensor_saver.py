@@ -239,6 +239,7 @@ def training_iteration(number: int) -> Iterator[None]:
         yield
     except BaseException:
         abandon_iteration(before)
+        reach_check.abandon_passes()
         raise
     finally:
         iteration.end()

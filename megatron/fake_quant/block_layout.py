@@ -35,7 +35,7 @@ class BlockLayout:
         """Return the positions of a format's blocks along an axis, which may be negative.
 
         Raises:
-            ValueError: if the axis is no integer or out of range, or if the tensor lacks the
+            ValueError: if the axis is not an integer or out of range, or if the tensor lacks the
                 dimensions that the format's blocks need.
         """
         dims = len(shape)

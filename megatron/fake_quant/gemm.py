@@ -127,12 +127,48 @@ class _QuantizedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             db_NK = call.gradient("wgrad", dc, _saved(a_MK, scale_a, ctx.dtypes[0]))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            sources = [x for x in (dc_MN, a_MK, b_NK) if x.requires_grad]
-            if da_MK is not None and sources and call.rounds("dgrad"):
-                da_MK = _ConstantGradient.apply(da_MK, *sources)  # type: ignore[no-untyped-call]
-            if db_NK is not None and sources and call.rounds("wgrad"):
-                db_NK = _ConstantGradient.apply(db_NK, *sources)  # type: ignore[no-untyped-call]
+            kept = scale_a is not None or scale_b is not None
+            sources = (dc_MN, a_MK, b_NK)
+            if da_MK is not None and call.rounds("dgrad"):
+                da_MK = _constant(da_MK, sources, kept=kept)
+            if db_NK is not None and call.rounds("wgrad"):
+                db_NK = _constant(db_NK, sources, kept=kept)
         return da_MK, db_NK, None, None, None, None
+
+
+_NO_SECOND = (
+    "a quantized matmul has no second derivative; compute gradients of gradients "
+    "(create_graph=True, a gradient penalty, a Hessian) without formats"
+)
+
+
+def _constant(gradient: Tensor, sources: tuple[Tensor, ...], *, kept: bool) -> Tensor:
+    """Return a gradient whose derivative with respect to `sources` is refused.
+
+    Args:
+        gradient: gradient of a quantized matmul.
+        sources: tensors from which it was computed.
+        kept: whether one of the sources is a quantized copy, to which autograd has no connection.
+
+    Raises:
+        ValueError: if there is such a copy, and the derivative may be computed later.
+    """
+    transformed = torch._C._are_functorch_transforms_active()
+    if kept and (_gradients_of_gradients() if transformed else True):
+        raise ValueError(_NO_SECOND)
+    if not transformed:  # otherwise, a source of an outer transform seems to need no gradient
+        sources = tuple(x for x in sources if x.requires_grad)
+    if not sources:
+        return gradient
+    result: Tensor = _ConstantGradient.apply(gradient, *sources)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _gradients_of_gradients() -> bool:
+    """Return whether transforms of `torch.func` that compute gradients are nested."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    kind = torch._C._functorch.TransformType.Grad
+    return sum(level.key() == kind for level in stack) > 1
 
 
 class _ConstantGradient(torch.autograd.Function):
@@ -155,10 +191,7 @@ class _ConstantGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        raise ValueError(
-            "a quantized matmul has no second derivative; compute gradients of gradients (a "
-            "gradient penalty, a Hessian) without formats"
-        )
+        raise ValueError(_NO_SECOND)
 
 
 # `torch.autograd.Function.apply` calls `inspect.signature` each time (torch 2.13). This takes 20
@@ -231,8 +264,12 @@ class _Call:
         return self if seed is None else replace(self, seed=seed)
 
     def rounds(self, gemm: str) -> bool:
-        """Return whether a GEMM quantizes an operand or adds up its products in an accumulator."""
-        quantized = any(getattr(self.formats, slot).format for slot in GEMM_SLOTS[gemm])
+        """Return whether a GEMM has a quantized operand or adds up its products in an accumulator.
+
+        An operand may also be a quantized copy from the forward pass.
+        """
+        operands = [self.formats.effective(slot) for slot in GEMM_SLOTS[gemm]]
+        quantized = any(x.format is not None or x.source == "dequantized" for x in operands)
         return quantized or self.formats.simulated_accumulator(gemm) is not None
 
     def multiplied(
@@ -369,8 +406,9 @@ def quantized_matmul(
 
     Raises:
         ValueError: if the shapes of A and B do not match, if a format demands an amax and there is
-            no `amax_of`, if the formats are no `GemmFormats`, or if they are for attention in
-            tiles. The gradients have no derivative where operands are quantized; it raises, too.
+            no `amax_of`, if the formats are not a `GemmFormats`, or if they are for attention in
+            tiles. Differentiating the gradients also raises ValueError if their operands are
+            quantized.
     """
     if not isinstance(formats, GemmFormats):
         raise ValueError(

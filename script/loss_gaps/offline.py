@@ -99,26 +99,26 @@ def study_dump(
 
 
 def check_dump(dump: Path, arguments: Sequence[str]) -> None:
-    """Raise ValueError if a dump has not the operands of a bf16 run of the model that is trained.
+    """Raise ValueError unless a dump holds the operands of a bf16 run of the trained model.
 
     Args:
         dump: folder of the dump.
         arguments: arguments of `pretrain_gpt.py` for the training runs.
 
     Raises:
-        ValueError: if a run card states formats, or other sizes of the model.
+        ValueError: if a record names a quantization type, or a run card other sizes of the model.
     """
     store = TensorStore(dump)
-    for run in store.runs():
-        card = store.run_card(run)
-        if (kind := card.get("quant_type", BASELINE)) != BASELINE:
+    for kind in store.records["quant_type"].unique():
+        if kind != BASELINE:
             raise ValueError(
                 f"--dump {dump} has operands of a run in {printable(kind)}; collect them in bf16"
             )
-        sizes = card.get("arguments")
+    for run in store.runs():
+        sizes = store.run_card(run).get("arguments")
         for name in SIZES if isinstance(sizes, dict) else ():
             own = last_value(f"--{name.replace('_', '-')}", arguments)
-            if own is not None and name in sizes and str(sizes[name]) != own:
+            if own is not None and sizes.get(name) is not None and sizes[name] != int(own):
                 raise ValueError(
                     f"--dump {dump} is of another model: its run had {name} = "
                     f"{printable(sizes[name])}, and this study trains with {own}; collect the "

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from configs.lookup import ConfigError, last_value
 from configs.resolve import has_data
+from megatron.bounded_files import printable
 from megatron.training.checkpointing.files import (
     TRACKER,
     checkpoint_folder,
@@ -68,8 +69,10 @@ def _differences(before: str, now: str) -> str:
     """Return the flags in which two commands differ, as ` (--lr 0.001, now 0.002)`, or ""."""
     old, new = (_flags(command) for command in (before, now))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    none = "left out"
     parts = [
-        f"{name} {old.get(name, 'left out')}, now {new.get(name, 'left out')}" for name in names
+        f"{printable(name)} {printable(old.get(name, none))}, now {printable(new.get(name, none))}"
+        for name in names
     ]
     more = [f"{len(parts) - MOST_NAMED} more"] if len(parts) > MOST_NAMED else []
     return f" ({'; '.join([*parts[:MOST_NAMED], *more])})" if parts else ""

@@ -125,14 +125,23 @@ GOOD = {"tensor_name": "input", "layer_type": "linear", "dims": "s b h"}
         ({"dims": "foo bar baz"}, ValueError, "does not describe 3 dimensions"),
         ({"dims": "s b h | sum"}, ValueError, "does not describe 3 dimensions"),
         ({"dims": "s b h[xx]"}, ValueError, "no parallel group 'xx'; choose from tp, pp, dp, cp"),
+        ({"dims": "s b h | partial[tp,world]"}, ValueError, "no parallel group 'world'; choose"),
         ({"identity": "fc1"}, TypeError, "identity='fc1': give a ModuleIdentity"),
         ({"operation": "fwd"}, ValueError, "operation='fwd': input belongs to 'forward'"),
         ({"phase": "zzz"}, ValueError, "phase='zzz': give 'pre'"),
         ({"format": 8}, TypeError, "format=8: give the name of a format, or None"),
         ({"tensor": np.ones((2, 3, 4))}, TypeError, "input is ndarray; give a torch.Tensor"),
-        ({"tensor": torch.ones(2, 3, 4).int()}, ValueError, "give a dense tensor of floating"),
-        ({"tensor": torch.ones(2, 3, 4, device="meta")}, ValueError, "give a dense tensor"),
-        ({"tensor": torch.ones(2, 3, 4).to_sparse()}, ValueError, "give a dense tensor"),
+        ({"tensor": torch.ones(2, 3, 4).int()}, ValueError, "give a dense floating-point tensor"),
+        (
+            {"tensor": torch.ones(2, 3, 4, device="meta")},
+            ValueError,
+            "give a dense floating-point tensor",
+        ),
+        (
+            {"tensor": torch.ones(2, 3, 4).to_sparse()},
+            ValueError,
+            "give a dense floating-point tensor",
+        ),
     ],
 )
 def test_wrong_arguments_of_other_code_are_refused(wrong, error, message, tmp_path):
@@ -142,11 +151,13 @@ def test_wrong_arguments_of_other_code_are_refused(wrong, error, message, tmp_pa
     arguments = {"tensor": torch.ones(2, 3, 4)} | GOOD | wrong
     with pytest.raises(error, match=re.escape(message)):
         session.save_tensor(**arguments)
-    for dims in ("s b h", "s[cp:zigzag] b h[tp]", "s b h[tp:2] | partial[tp]"):
+    for dims in ("s b h", "s[cp:zigzag] b h[tp]", "s b h[tp:2] | partial[tp,cp]"):
         session.save_tensor(**({"tensor": torch.ones(2, 3, 4)} | GOOD | {"dims": dims}))
+    session.save_tensor(torch.ones(2, 3), "grad_output", layer_type="linear", dims="t o")
     session.end_iteration()
     session.flush()
-    assert len(records(tmp_path)) == 3
+    saved = [record["operation"] for record in records(tmp_path)]
+    assert sorted(saved) == ["backward", "forward", "forward", "forward"]
 
 
 def test_ranks_that_save_to_different_folders_are_named(tmp_path, monkeypatch, caplog):
@@ -321,3 +332,25 @@ def test_the_global_shape_multiplies_what_is_sharded():
     coordinates = {"tp_size": 4, "cp_size": 2}
     assert global_shape([8, 2, 16], "s[cp] b h[tp]", coordinates) == [16, 2, 64]
     assert global_shape([8, 2, 16], "s b h | partial[tp]", coordinates) == [8, 2, 16]
+
+
+@pytest.mark.parametrize("ring", [0, 3])
+def test_an_iteration_that_failed_stops_a_collection_and_leaves_a_ring(ring, tmp_path):
+    options = {"collect_ring": ring, "control_iter": 0} if ring else {"control_iter": 9}
+    session.configure(save_tensors=True, save_dir=str(tmp_path), **options)
+    for number, fails in ((1, False), (2, True), (2, False), (3, False)):
+        session.begin_iteration(number)
+        clock.micro_batch = MicroBatch(number, 0)
+        save()
+        if fails:
+            session.abandon_iteration(number - 1)
+        else:
+            session.end_iteration()
+            session.observe(1.0, 1.0)
+    failure = session.close(aborted="the end" if ring else None)
+    saved = [record["iteration"] for record in records(tmp_path)]
+    if ring:
+        assert (failure, saved) == (None, [1, 2, 3])
+    else:
+        assert "iteration 2 ended with an exception" in failure
+        assert saved == [1, 2]

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pandas as pd
 import pytest
 
 from tests import subprocesses
@@ -77,6 +78,12 @@ for change in (function, elementwise, attention, plain, nothing):
         fc1 = model.decoder.layers[1].mlp.linear_fc1
         fc1.forward = lambda x, **_: (torch.nn.functional.linear(x, fc1.weight), None)
         results["later"] = refusal(lambda: train(3))
+        del fc1.forward
+        results["again"] = refusal(lambda: train(4))
+        upstream = ColumnParallelLinear.forward
+        ColumnParallelLinear.forward = OwnFunction.forward
+        results["class"] = refusal(lambda: train(5))
+        ColumnParallelLinear.forward = upstream
         results["two"] = step_two
 print(json.dumps(results))
 """
@@ -103,6 +110,8 @@ def test_a_layer_whose_code_is_replaced_is_refused_however_it_multiplies(how, tm
     assert results["nothing"] is None
     assert results["two"] is None
     assert "is in the audit of decoder.layers.1.mlp.linear_fc1" in results["later"]
+    assert results["again"] is None
+    assert "is in the audit of decoder.layers.0.self_attention.linear_qkv" in results["class"]
     assert "modules of the model GPTModel were replaced before iteration 3" in results["log"]
 
 
@@ -165,6 +174,17 @@ for number, kind in enumerate(sys.argv[2:], 1):
     ran.clear()
     globals()[sys.argv[1]](number)
     results[kind] = sorted(set(ran)), len(ran)
+if sys.argv[1] == "evaluated":
+    import copy
+    groups = {id(x): x for m in model.modules() for x in vars(m).values()
+              if isinstance(x, torch.distributed.ProcessGroup)}
+    groups |= {id(x): x for m in model.modules() if hasattr(m, "pg_collection")
+               for x in [m.pg_collection]}
+    model = copy.deepcopy(model, dict(groups))
+    policy.configure(custom_quant_type="mxfp4")
+    ran.clear()
+    evaluated(0)
+    results["copy"] = sorted(set(ran)), len(ran)
 print(json.dumps(results))
 """
 
@@ -181,7 +201,108 @@ def test_other_formats_apply_from_the_next_forward_pass_on(how):
     assert results["nvfp4:sr"] == [["nvfp4:sr"], 12 * passes]
     if how != "evaluated":
         assert results["fp8_e4m3:delayed"] == [["fp8_e4m3:delayed"], 12 * passes]
+    else:
+        assert results["copy"] == [["mxfp4"], 12]
     assert results["log"].count("decoder.layers.0-1.mlp.linear_fc1") >= len(kinds) - 1, "audits"
+
+
+DELAYED = """
+from megatron.fake_quant import policy
+losses = []
+for evaluates in (False, True):
+    model, loss = built("gpt")
+    policy.configure(custom_quant_type="none")
+    if evaluates:
+        policy.configure(custom_quant_type="fp8_e4m3:delayed")  # after the model was built
+    else:
+        policy.configure(custom_quant_type="fp8_e4m3:delayed")
+        model, loss = built("gpt")
+    from megatron.collection.training_clock import clock
+    clock.iteration = 0
+    for number in range(1, 6):
+        with training_iteration(number):
+            losses.append(step(model, loss))
+        if number == 3:
+            if evaluates:
+                policy.configure(custom_quant_type="none")
+            with torch.no_grad():
+                loss(model)  # takes a batch in both cases
+            policy.configure(custom_quant_type="fp8_e4m3:delayed")
+print(json.dumps({"losses": losses}))
+"""
+
+
+def test_amax_histories_stay_while_other_formats_are_evaluated():
+    losses = report(DELAYED)["losses"]
+    assert losses[:5] == losses[5:]
+
+
+WRAPPED = """
+from megatron.fake_quant import policy
+class Distill(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.loss = built("gpt")
+        self.student = built("gpt")[0]
+    def forward(self, _):
+        policy.configure(custom_quant_type="none")
+        with torch.no_grad():
+            target = self.loss(self.teacher)
+        policy.configure(custom_quant_type="mxfp8")
+        return (self.loss(self.student) - target).square()
+model = Distill()
+print(json.dumps({"refusals": [refusal(lambda: step(model, lambda m: m(1))) for _ in range(2)]}))
+"""
+
+
+def test_formats_may_change_within_a_forward_pass():
+    assert report(WRAPPED)["refusals"] == [None, None]
+
+
+SKIPPED = """
+class Dropped(ColumnParallelLinear):
+    skip = True
+    def forward(self, x, weight=None, **rest):
+        if self.skip:
+            return torch.cat([x] * 4, -1)[..., : self.weight.shape[0]], None
+        return super().forward(x, weight, **rest)
+
+model, loss = built("gpt")
+fc1 = model.decoder.layers[0].mlp.linear_fc1
+fc1.__class__ = Dropped
+results = []
+for number, Dropped.skip in enumerate((True, False, True), 1):
+    def train():
+        with training_iteration(number):
+            step(model, loss)
+    results.append(refusal(train))
+print(json.dumps({"refusals": results}))
+"""
+
+
+def test_a_layer_that_is_skipped_is_not_taken_for_replaced():
+    assert report(SKIPPED, CUSTOM_QUANT_TYPE="mxfp8")["refusals"] == [None] * 3
+
+
+LATE = """
+from megatron.fake_quant import policy
+model, loss = built("gpt")
+from megatron.core.low_precision import model_roots
+with torch.no_grad():
+    loss(model)
+    model_roots._calls = model_roots.PATIENCE  # as after many calls
+    model_roots._hook and model_roots._hook.remove()
+    model_roots._hook = None
+    policy.configure(custom_quant_type="linear_mxfp4")
+    loss(model)
+print(json.dumps({}))
+"""
+
+
+def test_formats_that_change_after_many_calls_are_announced():
+    log = report(LATE, CUSTOM_QUANT_TYPE="mxfp8")["log"]
+    assert "format mxfp8 in the evaluation of GPTModel" in log
+    assert "format linear_mxfp4 in the evaluation of GPTModel" in log
 
 
 CARD = """
@@ -218,6 +339,18 @@ for what in sys.argv[1:]:
     elif what == "layers":
         for layer in model.decoder.layers:
             layer.mlp.linear_fc1.compile(backend="eager")
+    elif what == "methods":
+        fc1 = model.decoder.layers[0].mlp.linear_fc1
+        fc1.forward = torch.compile(fc1.forward, backend="eager")
+    elif what == "teacher":
+        teacher = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+        teacher.compile(backend="eager")
+        with torch.no_grad():
+            results[what] = refusal(lambda: teacher(torch.ones(2, 4)))
+        continue
+    elif what == "part":
+        model.decoder.layers[1].mlp.compile(backend="eager")
+        function(model)
     else:
         model = torch.compile(model, backend="eager")
     results[what] = refusal(lambda: step(model, loss))
@@ -227,11 +360,13 @@ print(json.dumps(results))
 
 def test_a_model_that_is_compiled_with_its_hooks_is_refused():
     env = environment(PYTHONPATH=REPO, CUSTOM_QUANT_TYPE="mxfp8", TORCHDYNAMO_DISABLE="0")
-    words = [sys.executable, "-c", START + COMPILED, "layers", "returned", "whole"]
+    others = ["teacher", "layers", "methods", "returned"]
+    words = [sys.executable, "-c", START + REPLACED + COMPILED, *others, "part", "whole"]
     done = subprocesses.run(words, env=env)
     results = json.loads(done.stdout)
     assert "GPTModel.compile() compiles together with its hooks" in results["whole"], done.stderr
-    assert (results["layers"], results["returned"]) == (None, None)
+    assert [results[what] for what in others] == [None] * 4
+    assert "0.mlp.linear_fc1 (OwnFunction), but other code has" in results["part"]
 
 
 def test_a_model_that_would_be_compiled_is_checked_where_nothing_is_compiled():
@@ -273,7 +408,11 @@ for number in (1, 2, 3):
     try:
         train(number)
     except RuntimeError:
+        if sys.argv[-1] == "last":
+            break
         train(number)
+from megatron.core.low_precision import first_forward, quantized_module
+assert not (first_forward._open or quantized_module.observers)
 print(json.dumps({"numbers": numbers}))
 """
 
@@ -281,8 +420,62 @@ print(json.dumps({"numbers": numbers}))
 @pytest.mark.parametrize("how", ["loop", "schedule"])
 def test_an_iteration_that_fails_may_be_repeated_but_is_not_a_whole_collection(how, tmp_path):
     assert report(RETRIED, how, CUSTOM_QUANT_TYPE="mxfp8")["numbers"] == [1, 1, 2, 3]
-    done = run(RETRIED, how, tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert "iteration 1 ended with an exception that the program handled, so its" in done.stderr
-    (card,) = tmp_path.glob("run_*.json")
-    assert json.loads(card.read_text())["status"] == "failed"
+    for more in ([], ["last"]):
+        folder = tmp_path / how / "".join(more)
+        done = run(RETRIED, how, folder, *more)
+        assert done.returncode == 1, done.stderr
+        assert "iteration 1 ended with an exception that the program handled, so its" in done.stderr
+        (card,) = folder.glob("run_*.json")
+        assert json.loads(card.read_text())["status"] == "failed"
+
+
+INTERRUPTED = """
+from megatron.core.low_precision import first_forward, quantized_module
+model, loss = built("gpt")
+def interrupted(m):
+    handle = m.decoder.register_forward_pre_hook(stop)
+    try:
+        return loss(m)
+    finally:
+        handle.remove()
+def stop(*_):
+    assert first_forward._open
+    raise KeyboardInterrupt
+try:
+    with training_iteration(1):
+        step(model, interrupted)
+except KeyboardInterrupt:
+    pass
+assert not (first_forward._open or quantized_module.observers)
+with training_iteration(1):
+    step(model, loss)
+print(json.dumps({}))
+"""
+
+
+def test_an_interrupted_forward_pass_leaves_no_observer():
+    report(INTERRUPTED, CUSTOM_QUANT_TYPE="mxfp8")
+
+
+STATISTICS = """
+model, loss = built("gpt")
+tensor_saver.configure(tensor_statistics=1, save_dir=sys.argv[1])
+def failing(m):
+    loss(m).backward()
+    raise RuntimeError("out of memory")
+for how in (failing, loss):
+    try:
+        with training_iteration(1):
+            step(model, how)
+    except RuntimeError:
+        pass
+print(json.dumps({"failure": tensor_saver.close()}))
+"""
+
+
+def test_statistics_of_a_failed_attempt_are_discarded(tmp_path):
+    assert report(STATISTICS, tmp_path)["failure"] is None
+    table = pd.read_parquet(next(tmp_path.rglob("operands_*.parquet")))
+    keys = ["module", "operation", "gemm", "tensor"]
+    assert len(table)
+    assert not table.duplicated(keys).any()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.fake_quant import Hadamard, fake_quantize, gemm, get_format
 from megatron.fake_quant.gemm import quantized_matmul
@@ -403,35 +404,78 @@ def test_samples_have_signs_of_their_own_under_vmap_if_randomness_differs():
     assert not torch.equal(different[0], different[1])
 
 
-def _penalty(formats: GemmFormats, *, vjp: bool) -> None:
-    """Differentiate the gradient of a matmul, by autograd or by `torch.func`."""
+def _penalty(formats: GemmFormats, way: str) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the squared gradient of a matmul with respect to A, and exact values.
+
+    Ways that end with "B" differentiate with respect to B; "linear" ones have a linear loss.
+    """
     a, b = torch.randn(4, 32), torch.randn(8, 32)
+    linear, of_b = "linear" in way, way.endswith("B")
 
-    def loss(a):
-        return quantized_matmul(a, b, formats).square().sum()
+    def penalty(product, gradient):
+        def loss(a, b):
+            c = product(a, b)
+            return c.sum() if linear else c.square().sum()
 
-    if vjp:
-        torch.func.grad(lambda a: torch.func.grad(loss)(a).square().sum())(a)
-        return
-    a.requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(a), a, create_graph=True)
-    assert gradient.isfinite().all(), "the first derivative may be computed so"
-    gradient.square().sum().backward()
-    (exact,) = torch.autograd.grad((a @ b.t()).square().sum(), a, create_graph=True)
-    expected = torch.autograd.grad(exact.square().sum(), a)[0]
-    assert torch.allclose(a.grad, expected, rtol=1e-4)
+        return lambda x: gradient(loss, a if of_b else x, x if of_b else b).square().sum()
+
+    def by_autograd(loss, a, b):
+        a = a if a.requires_grad else a.detach().requires_grad_()
+        return torch.autograd.grad(loss(a, b), a, create_graph=True)[0]
+
+    def by_func(loss, a, b):
+        return torch.func.grad(loss)(a, b)
+
+    results = []
+    for product in (
+        lambda a, b: quantized_matmul(a, b, formats),
+        lambda a, b: a @ b.t(),
+    ):
+        x = (b if of_b else a).clone()
+        if "func" in way:
+            results.append(torch.func.grad(penalty(product, by_func))(x))
+            continue
+        value = penalty(product, by_autograd)(x.requires_grad_())
+        results.append(torch.autograd.grad(value, x, allow_unused=True)[0])
+    return tuple(results)
 
 
-@pytest.mark.parametrize("vjp", [False, True])
-def test_the_derivative_of_a_quantized_gradient_is_refused(vjp):
-    mxfp8 = GemmFormats.uniform(get_format("mxfp8"))
-    forward_only = replace(GemmFormats(), fprop_a=mxfp8.fprop_a, fprop_b=mxfp8.fprop_b)
-    for formats in (mxfp8, replace(GemmFormats(), dgrad_b=mxfp8.dgrad_b)):
-        with pytest.raises(ValueError, match="a quantized matmul has no second derivative"):
-            _penalty(formats, vjp=vjp)
-    _penalty(GemmFormats(), vjp=vjp)
-    if vjp:
-        _penalty(forward_only, vjp=vjp)
+EVERYWHERE = GemmFormats.uniform(get_format("mxfp8"))
+
+
+@pytest.mark.parametrize("way", ["A", "B", "func A", "func B", "linear B", "func linear B"])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        EVERYWHERE,
+        replace(GemmFormats(), dgrad_b=EVERYWHERE.dgrad_b),
+        replace(EVERYWHERE, dgrad_b=replace(EVERYWHERE.dgrad_b, source="dequantized")),
+        replace(
+            GemmFormats(),
+            fprop_a=EVERYWHERE.fprop_a,
+            fprop_b=EVERYWHERE.fprop_b,
+            straight_through=True,
+        ),
+    ],
+    ids=["all", "dgrad_b", "dequantized", "straight through"],
+)
+def test_the_derivative_of_a_quantized_gradient_is_refused(formats, way):
+    with pytest.raises(ValueError, match="a quantized matmul has no second derivative"):
+        _penalty(formats, way)
+
+
+@pytest.mark.parametrize("way", ["A", "B", "func A", "func B", "linear B", "func linear B"])
+def test_the_derivative_of_a_gradient_in_high_precision_is_exact(way):
+    found, exact = _penalty(GemmFormats(), way)
+    assert torch.allclose(found, exact, rtol=1e-4)
+
+
+def test_first_derivatives_may_be_computed_with_a_graph_of_their_own():
+    a, b = torch.randn(4, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
+    c = quantized_matmul(a, b, EVERYWHERE)
+    expected = torch.autograd.grad(c.sum(), (a, b), retain_graph=True)
+    found = torch.autograd.grad(c.sum(), (a, b), create_graph=True)
+    assert all(map(torch.equal, expected, found))
 
 
 def test_formats_of_another_type_are_refused():

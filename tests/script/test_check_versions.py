@@ -39,5 +39,5 @@ def test_a_python_that_fails_is_named(tmp_path, monkeypatch):
     base.write_text("#!/bin/sh\nexit 127\n")
     base.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="makes no virtual environment; its message is above"):
+    with pytest.raises(SystemExit, match="could not create a virtual environment; see the message"):
         check_versions.install(environment, tmp_path / "versions")

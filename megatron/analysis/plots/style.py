@@ -218,7 +218,7 @@ def decades(axis: Axis) -> None:
 
     axis.set_major_formatter(FuncFormatter(lambda x, _: name(x)))
     low, high = sorted(axis.get_view_interval())
-    if isinstance(axis.get_major_locator(), MaxNLocator):  # of an earlier view
+    if isinstance(axis.get_major_locator(), _LinearTicks):  # of an earlier view
         axis.set_major_locator(LogLocator())
         axis.set_minor_locator(LogLocator(subs="auto"))
     if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
@@ -226,10 +226,14 @@ def decades(axis: Axis) -> None:
         return
     digits = next((each for each in DIGITS if _count(low, high, each) >= FEWEST_LABELS), None)
     if digits is None:
-        axis.set_major_locator(MaxNLocator(FEWEST_LABELS + 2))
+        axis.set_major_locator(_LinearTicks(FEWEST_LABELS + 2))
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_minor_formatter(FuncFormatter(lambda x, _: name(x) if _leads(x, digits) else ""))
+
+
+class _LinearTicks(MaxNLocator):
+    """Ticks of a logarithmic axis whose view contains few multiples of powers of ten."""
 
 
 def _count(low: float, high: float, digits: Collection[int]) -> int:

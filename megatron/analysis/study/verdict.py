@@ -180,8 +180,8 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
 def _unquantized(table: pd.DataFrame, name: str) -> str:
     """Return how many results of a candidate have no quantized operand, and the median of the rest.
 
-    The median of a recipe that quantizes only some matmuls says little about those. The text is
-    empty if all results are quantized, or none is.
+    The median of a recipe that quantizes only some matmuls says little about the quantized ones.
+    The text is empty if all results are quantized, or none is.
     """
     own = table[table["candidate"] == name]
     rest = own.loc[own["bits"] < UNQUANTIZED_BITS, "sqnr_db"]
@@ -189,7 +189,8 @@ def _unquantized(table: pd.DataFrame, name: str) -> str:
     if not count or rest.empty:
         return ""
     median = in_decibels(float(rest.fillna(-math.inf).median()))
-    return f" ({count} of {len(own)} results are not quantized; the others: {median})"
+    verb = "is" if count == 1 else "are"
+    return f" ({count} of {len(own)} results {verb} not quantized; the others: {median})"
 
 
 def losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:

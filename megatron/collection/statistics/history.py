@@ -248,6 +248,10 @@ class TensorStatistics:
             ],
         )
 
+    def abandon_iteration(self) -> None:
+        """Discard the statistics of an iteration that ended with an exception."""
+        self._pending.clear()
+
     def observe(self, loss: float | None, grad_norm: float | None) -> None:
         """Record the loss and the gradient norm of the iteration, on rank 0."""
         if self._rank == 0:

@@ -37,6 +37,7 @@ from megatron.fake_quant.operator_rules import is_direct
 from megatron.fake_quant.special_scalings import TensorScaling
 
 FORWARD = ("fprop_a", "fprop_b")  #: slots of the forward pass
+_LAST = "_last_delayed_scaling"  #: attribute of a model chunk with its last amax histories
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class DelayedScaling:
         #: amaxes that the forward pass of each micro-batch used, by the micro-batch's index, until
         #: its backward pass ends
         self._used: dict[int, Tensor] = {}
+
+    def take(self, other: DelayedScaling) -> None:
+        """Take the histories of the same operands from another object."""
+        self.forward, self.backward = other.forward, other.backward
 
     def amax_of(self, module: str, operation: str, slot: str, x: Tensor, fmt: Format) -> Tensor:
         """Return the amax with which an operand is quantized, and record the operand's own amax.
@@ -154,12 +159,20 @@ class DelayedScaling:
         histories.update()
 
 
-def attach(model: torch.nn.Module) -> None:
+def attach(model: torch.nn.Module, *, keep: bool = False) -> None:
     """Give a model chunk its amax histories, in `model.delayed_scaling`, if it needs any.
 
-    Histories that it had before are discarded.
+    Args:
+        model: model chunk.
+        keep: whether to keep histories of the same operands that it had before, also if it had none
+            in between.
     """
     scaling = DelayedScaling(model)
+    before = getattr(model, _LAST, None)
+    if keep and before is not None and before.operations == scaling.operations:
+        scaling.take(before)
+    if scaling.operations:
+        setattr(model, _LAST, scaling)
     model.delayed_scaling = scaling if scaling.operations else None
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron.core.low_precision import model_roots, program_end, recipe_check
 from megatron.core.low_precision.announcement import announce, sizes_of_parts
 from megatron.core.low_precision.coverage_check import check_coverage, unreached
-from megatron.core.low_precision.first_forward import Findings, FirstForward, is_compiled
+from megatron.core.low_precision.first_forward import Findings, FirstForward
 from megatron.fake_quant import policy
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _idle: WeakSet[torch.nn.Module] = WeakSet()  #: models of which no evaluation ca
 
 
 def forget() -> None:
-    """Check all models again, because other formats were configured."""
+    """Forget which models were checked, so that they are checked with other formats."""
     _evaluated.clear()
     _idle.clear()
 
@@ -65,9 +65,6 @@ def begin(
     if sizes_of_parts() == 1 and not model_roots.layers_without_name():
         with program_end.remembered_in_evaluation(None, "recipe"):
             recipe_check.check(list(_evaluated), None, alone=True)
-    if is_compiled(model):
-        program_end.note_evaluation(model, called=True)
-        return None
     return _observe(model, inputs, refuse)
 
 

@@ -67,37 +67,90 @@ class Findings:
     keys: int = 1  #: largest number of keys of an attention layer; 1 without attention
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether torch.compile compiles a module of this model; its hooks would be traced."""
-    return any(
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether torch.compile compiles this module or one of its methods."""
+    own = (module.__dict__.get(name) for name in ("forward", "_forward_impl"))
+    return (
         hasattr(module, "_orig_mod")
         # torch.compile is disabled if it returns the function itself
         or getattr(module, "_compiled_call_impl", None) not in (None, module._call_impl)
-        for module in model.modules()
+        or any(hasattr(method, "_torchdynamo_orig_callable") for method in own)
     )
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether torch.compile compiles a module of this model.
+
+    Global hooks would be traced, and the module would be compiled again without them.
+    """
+    return any(map(_is_compiled, model.modules()))
+
+
+def _eager_layers(module: torch.nn.Module) -> Iterator[Quantized]:
+    """Yield the layers of a model that no module with compiled code contains."""
+    if _is_compiled(module):
+        return
+    if isinstance(module, Quantized):
+        yield module
+    for child in module.children():
+        yield from _eager_layers(child)
+
+
+_open: list[FirstForward] = []  #: observers of passes that have not ended
+
+
+def abandon() -> list[FirstForward]:
+    """End and return the observers of all passes that have not ended."""
+    observers_of_passes = _open[:]
+    for observer in observers_of_passes:
+        observer.abandoned = True
+        observer.stop()
+    return observers_of_passes
+
+
 class FirstForward:
-    """Observer of one forward pass of a model."""
+    """Observer of one forward pass of a model.
+
+    If a part of the model is compiled, only the layers outside of it are observed, and not their
+    operations.
+    """
 
     def __init__(self, model: torch.nn.Module, inputs: Any) -> None:
         """Begin to observe a forward pass, from a hook that torch calls before it."""
-        self._model = model
+        self.model = model
+        self.abandoned = False  #: whether an exception has ended the pass
         self._names = {module: unwrapped(name) for name, module in model.named_modules()}
         self._stack: list[torch.nn.Module] = []
         self._called: set[torch.nn.Module] = set()
         self._returned: set[torch.nn.Module] = set()
         self._ran: set[Quantized] = set()
+        self._recorded: set[torch.nn.Module] = set()  #: modules whose operations autograd records
+        self._parameters: set[int] = set()  #: parameters that operations depend on, by `id`
         observers.append(self._ran)
+        _open.append(self)
         self._visited: set[Any] = set()
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
+        self._in_parts = is_compiled(model)
+        if self._in_parts:
+            self._handles = [
+                layer.register_forward_hook(self._note_return) for layer in _eager_layers(model)
+            ]
+            return
         self._before(model, inputs)
         self._handles = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after),
         ]
+
+    def _note_return(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Note that a layer has returned, and look for the parameters behind its output."""
+        self._returned.add(module)
+        if torch.is_grad_enabled():
+            self._recorded.add(module)
+            for _ in self._new_nodes(output):
+                pass
 
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -114,6 +167,8 @@ class FirstForward:
             return
         self._note_operations(output)
         self._returned.add(module)
+        if torch.is_grad_enabled():
+            self._recorded.add(module)
         while self._stack and self._stack.pop() is not module:
             pass  # the call of an inner module has ended with an exception that was handled
 
@@ -141,6 +196,8 @@ class FirstForward:
             self._visited.add(node)
             nodes += [inner for inner, _ in node.next_functions if inner is not None]
             name = type(node).__name__
+            if name == "AccumulateGrad":
+                self._parameters.add(id(node.variable))
             if name in QUANTIZED:
                 yield name
             elif any(part in name.lower() for part in ATTENTION):
@@ -148,23 +205,33 @@ class FirstForward:
             elif name in OPERATIONS:
                 yield OPERATIONS[name]
 
-    def end(self) -> Findings:
-        """Stop observing, and return the findings."""
+    def stop(self) -> None:
+        """Stop observing."""
         for handle in self._handles:
             handle.remove()
         observers[:] = [ran for ran in observers if ran is not self._ran]
+        _open[:] = [each for each in _open if each is not self]
         self._visited.clear()
-        layers = [layer for layer in self._model.modules() if isinstance(layer, Collected)]
+
+    def end(self) -> Findings:
+        """Stop observing, and return the findings."""
+        self.stop()
+        layers = [layer for layer in self.model.modules() if isinstance(layer, Collected)]
         quantized = any(name in QUANTIZED for kinds in self._outside.values() for name in kinds)
         called = any(layer in self._called for layer in layers)
-        findings = Findings(keys=self._keys, any_called=called or quantized)
-        for layer in self._model.modules():
+        findings = Findings(keys=self._keys, any_called=called or quantized or self._in_parts)
+        if self._in_parts:
+            for layer in layers:
+                if isinstance(layer, Quantized) and self._was_replaced(layer):
+                    self._note_replaced(layer, findings)
+            return findings
+        for layer in self.model.modules():
             if isinstance(layer, Quantized):
                 self._compare(layer, findings)
             elif isinstance(layer, Collected) and layer.is_called and layer not in self._called:
                 findings.not_called.append(layer.identity.name)
         within = {
-            id(part) for _, layer in transformer_layers(self._model) for part in layer.modules()
+            id(part) for _, layer in transformer_layers(self.model) for part in layer.modules()
         }
         for module, operations in self._outside.items():
             name = self._names.get(module) or "the model itself"
@@ -180,12 +247,9 @@ class FirstForward:
             findings.not_called.append(layer.identity.name)
             return
         name = f"{layer.identity.name} ({type(layer).__name__})"
-        if layer in self._returned and layer not in self._ran:
-            if any(layer.plan_of(operation).of_all_times() for operation in layer.operations):
-                findings.without_format.append(name)
-                return
-            if session.includes(layer.identity, layer.layer_type):
-                findings.not_collected.append(name)
+        if self._was_replaced(layer):
+            self._note_replaced(layer, findings)
+            return
         operations = self._nodes.get(layer, Counter())
         iteration = max(clock.iteration, 1)
         plans = [layer.plan_of(operation).at(iteration) for operation in layer.operations]
@@ -200,3 +264,22 @@ class FirstForward:
             findings.without_format.append(name)
         elif operations[FUSED_ATTENTION]:
             findings.foreign_attention.append(name)
+
+    def _was_replaced(self, layer: Quantized) -> bool:
+        """Return whether other code ran in place of a layer's own code, and used its parameters.
+
+        A layer that is skipped uses none. This is unknown if autograd does not record the pass.
+        """
+        if layer in self._ran or layer not in self._returned:
+            return False
+        trained = [x for x in layer.parameters(recurse=False) if x.requires_grad]
+        skipped = bool(trained) and layer in self._recorded
+        return not skipped or any(id(x) in self._parameters for x in trained)
+
+    def _note_replaced(self, layer: Quantized, findings: Findings) -> None:
+        """Add a layer whose code was replaced to the findings, if it was to be reached."""
+        name = f"{layer.identity.name} ({type(layer).__name__})"
+        if any(layer.plan_of(operation).of_all_times() for operation in layer.operations):
+            findings.without_format.append(name)
+        elif session.includes(layer.identity, layer.layer_type):
+            findings.not_collected.append(name)

@@ -27,7 +27,6 @@ from megatron.collection.training_clock import clock
 #: Number of calls of outermost modules, since a layer was built, for which the hook returns.
 PATIENCE = 1000
 
-_built: WeakSet[Identified] = WeakSet()  #: all layers
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
 #: Layers by name. Only layers that were named in the same iteration count as taking a name: a model
 #: that the program has finished with may exist as long as the program.
@@ -47,15 +46,9 @@ def register(layer: Identified) -> None:
 
         _any_built = True
         program_end.check_at_exit()
-    _built.add(layer)
     expect_name(layer)
     _calls = 0
     watch()
-
-
-def all_layers() -> list[Identified]:
-    """Return all layers that exist in this process."""
-    return list(_built)
 
 
 def expect_name(layer: Identified) -> None:
@@ -63,9 +56,15 @@ def expect_name(layer: Identified) -> None:
     _unnamed.add(layer)
 
 
-def watch() -> None:
-    """Call `reach_check.enter` before the next forward pass of a module."""
-    global _hook
+def watch(*, anew: bool = False) -> None:
+    """Call `reach_check.enter` before the next forward pass of a module.
+
+    Args:
+        anew: whether to begin to count the calls anew, because something has changed.
+    """
+    global _calls, _hook
+    if anew:
+        _calls = 0
     if _hook is None and _calls < PATIENCE:
         _hook = register_module_forward_pre_hook(_before_a_forward_pass)
 

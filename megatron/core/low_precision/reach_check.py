@@ -24,6 +24,7 @@ from megatron.core.low_precision import (
     delayed_scaling,
     evaluation_check,
     explicit_iteration,
+    first_forward,
     model_roots,
     program_end,
     recipe_check,
@@ -33,7 +34,7 @@ from megatron.core.low_precision import (
 )
 from megatron.core.low_precision.announcement import announce, audit_of, sizes_of_parts
 from megatron.core.low_precision.coverage_check import check_coverage, unreached
-from megatron.core.low_precision.first_forward import Findings, FirstForward, is_compiled
+from megatron.core.low_precision.first_forward import Findings, FirstForward
 from megatron.core.low_precision.quantized_module import Collected, Quantized
 from megatron.fake_quant import policy
 
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 #: Whether a module that has run contains a layer or another module that multiplies matrices.
 _multiplies: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+_entered: WeakSet[torch.nn.Module] = WeakSet()  #: modules that the hook has seen
 _prepared: WeakSet[torch.nn.Module] = WeakSet()  #: models checked before their first training step
 _observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training step has begun
 #: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
@@ -57,17 +59,14 @@ _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 def _follow_other_formats() -> None:
-    """Check all models again when they run, because other formats are configured."""
+    """Forget which models were checked, so that they are checked with the new formats."""
     global _changes, _checked_together
     _changes += 1
     for models in (_prepared, _observed, _unchecked, _multiplies, _checked_modules, _keys):
         models.clear()
     _checked_together = False
     evaluation_check.forget()
-    for layer in model_roots.all_layers():
-        if isinstance(layer, Quantized):
-            layer.forget_formats()
-    model_roots.watch()
+    model_roots.watch(anew=True)
 
 
 policy.call_before_change(_follow_other_formats)
@@ -80,6 +79,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
         ValueError: if the model trains and is refused, as by `prepare`, if its `forward` is called
             directly, or if another rank has other formats.
     """
+    _entered.add(module)
     policy.check_environment()
     with program_end.remembered_refusals((), program_end.OF_ALL_RANKS):
         same_formats.compare_without_waiting()
@@ -109,9 +109,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
         explicit_iteration.add_root(module, inputs)
     first = module not in _observed
     _observed.add(module)
-    observer = FirstForward(module, inputs) if first and not is_compiled(module) else None
-    if first and observer is None:
-        program_end.note_call(module)
+    observer = FirstForward(module, inputs) if first else None
     _after_this_call(module, partial(_end_first_forward, module, observer))
 
 
@@ -135,7 +133,7 @@ def _check_called(module: torch.nn.Module) -> None:
     Torch runs no hooks then, so this module would be taken for a model of its own.
     """
     model = model_roots.calling_forward(module)
-    if model is not None and model not in _multiplies:
+    if model is not None and model not in _entered:
         name = type(model).__name__
         with program_end.remembered_refusals([model], "called"):
             raise ValueError(
@@ -153,7 +151,8 @@ def check_compiled_in_place(model: torch.nn.Module) -> None:
     """
     if torch._dynamo.config.disable or run_request.description() is None:
         return
-    if not (model_roots.layers_of(model) or unreached(model)):
+    trains = model.training and torch.is_grad_enabled() and not clock.evaluating
+    if not (model_roots.layers_of(model) or (trains and unreached(model))):
         return
     name = type(model).__name__
     with program_end.remembered_refusals([model], "compiled"):
@@ -192,8 +191,11 @@ def name_model(model: torch.nn.Module) -> None:
     inner = model
     while not hasattr(inner, "delayed_scaling") and hasattr(inner, "module"):
         inner = inner.module
-    if renamed or _histories.get(inner, _changes) != _changes:
+    without = getattr(inner, "delayed_scaling", None) is None
+    if renamed:
         delayed_scaling.attach(inner)
+    elif _histories.get(inner, _changes) != _changes or without:
+        delayed_scaling.attach(inner, keep=True)
     _histories[inner] = _changes
 
 
@@ -268,7 +270,7 @@ def check_unchanged(iteration: int) -> None:
             check_coverage(model, collecting=run_request.collecting())
         _checked_modules[model] = now
         _observed.discard(model)  # compare its next forward pass with the audit
-        model_roots.watch()
+        model_roots.watch(anew=True)
         missed = unreached(model)
         session.add_to_card("not_reached", missed)
         logger.warning(
@@ -285,8 +287,10 @@ def _hash_of_modules(model: torch.nn.Module) -> int:
     identities, waiting = [], [model]
     while waiting:
         module = waiting.pop()
+        kind = type(module)
         own = (id(module.__dict__.get(name)) for name in ("forward", "_forward_impl"))
-        identities.append((id(module), id(type(module)), *own))
+        of_class = (id(getattr(kind, name, None)) for name in ("forward", "_forward_impl"))
+        identities.append((id(module), id(kind), *own, *of_class))
         waiting += [child for child in module._modules.values() if child is not None]
     return hash(tuple(identities))
 
@@ -369,7 +373,7 @@ def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, fa
         ValueError: if a layer ran without the format that the audit lists for it.
     """
     watch_for_others()
-    if observer is None:
+    if observer is None or observer.abandoned:
         return
     findings = observer.end()
     if failed:
@@ -389,6 +393,16 @@ def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, fa
         _observed.discard(model)
         model_roots.watch()
         raise
+
+
+def abandon_passes() -> None:
+    """Forget the forward passes that have begun: an exception has ended the iteration.
+
+    Torch calls no hooks if a KeyboardInterrupt or SystemExit ends a forward pass.
+    """
+    for observer in first_forward.abandon():
+        _observed.discard(observer.model)
+        model_roots.watch(anew=True)
 
 
 def _report(findings: Findings) -> None:

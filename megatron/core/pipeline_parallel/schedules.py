@@ -38,7 +38,7 @@ _steps = 0  #: number of forward steps in the current training iteration
 
 
 def _check_again():
-    """Check the formats against the model again, because others are configured."""
+    """Forget that the model was checked, so that it is checked with other formats."""
     global _checked
     _checked = False
 
@@ -172,6 +172,7 @@ def _iteration(run, model, seq_length):
     except BaseException:
         if not explicit:
             tensor_saver.abandon_iteration(before)
+        reach_check.abandon_passes()
         raise
     finally:
         _training = False

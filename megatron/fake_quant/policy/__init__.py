@@ -420,8 +420,8 @@ def configure(
 ) -> Policy:
     """Set this process's quantization policy from the training flags, and return it.
 
-    Call this function before the model is built. If it is called again with other formats, all
-    models have these from their next forward pass on. `type_flag` is the flag that sets
+    Call this function before the model is built. If it is called again with other formats, they
+    apply to all models from the next forward pass on. `type_flag` is the flag that sets
     `custom_quant_type`, for messages.
 
     Raises:
@@ -440,9 +440,9 @@ def configure(
 
 
 def call_before_change(function: Callable[[], None]) -> None:
-    """Call `function` each time before `configure` replaces the formats by other ones.
+    """Register a function that `configure` calls before it changes the formats.
 
-    If it raises ValueError, the formats stay.
+    If it raises ValueError, the formats do not change.
     """
     _before_change.append(function)
 
