@@ -250,7 +250,7 @@ def _prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None) -> None:
 def check_unchanged(iteration: int) -> None:
     """Check models with replaced modules again.
 
-    The search for replaced modules takes a millisecond for a GPT of 126 layers (2,151 modules).
+    The search for replaced modules takes 2 milliseconds for a GPT of 126 layers (2,151 modules).
 
     Args:
         iteration: number of the iteration that begins.
@@ -284,13 +284,15 @@ def check_unchanged(iteration: int) -> None:
 
 def _hash_of_modules(model: torch.nn.Module) -> int:
     """Return a number that changes if a module or its forward pass is replaced or added."""
-    identities, waiting = [], [model]
+    identities, waiting, kinds = [], [model], dict[type, int]()
     while waiting:
         module = waiting.pop()
-        kind = type(module)
-        own = (id(module.__dict__.get(name)) for name in ("forward", "_forward_impl"))
-        of_class = (id(getattr(kind, name, None)) for name in ("forward", "_forward_impl"))
-        identities.append((id(module), id(kind), *own, *of_class))
+        kind, own = type(module), module.__dict__
+        if kind not in kinds:
+            methods = (id(getattr(kind, name, None)) for name in ("forward", "_forward_impl"))
+            kinds[kind] = hash((id(kind), *methods))
+        identities += (id(module), kinds[kind], id(own.get("forward")))
+        identities.append(id(own.get("_forward_impl")))
         waiting += [child for child in module._modules.values() if child is not None]
     return hash(tuple(identities))
 
