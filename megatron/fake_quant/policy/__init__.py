@@ -421,8 +421,8 @@ def configure(
     """Set this process's quantization policy from the training flags, and return it.
 
     Call this function before the model is built. If it is called again with other formats, they
-    apply to all models from the next forward pass on. `type_flag` is the flag that sets
-    `custom_quant_type`, for messages.
+    apply to all models from the next forward pass on; all ranks must then call it. `type_flag` is
+    the flag that sets `custom_quant_type`, for messages.
 
     Raises:
         ValueError: see `resolve`; also if other formats are set while tensors are collected.
