@@ -122,9 +122,10 @@ class FirstForward:
         self._names = {module: unwrapped(name) for name, module in model.named_modules()}
         self._stack: list[torch.nn.Module] = []
         self._called: set[torch.nn.Module] = set()
-        self._returned: set[torch.nn.Module] = set()
+        #: trained parameters of each layer that has returned; none if autograd records nothing.
+        #: FSDP exchanges the parameters of a module after its forward pass.
+        self._returned: dict[Quantized, list[torch.Tensor]] = {}
         self._ran: set[Quantized] = set()
-        self._recorded: set[torch.nn.Module] = set()  #: modules whose operations autograd records
         self._parameters: set[int] = set()  #: parameters that operations depend on, by `id`
         observers.append(self._ran)
         _open.append(self)
@@ -135,7 +136,7 @@ class FirstForward:
         self._in_parts = is_compiled(model)
         if self._in_parts:
             self._handles = [
-                layer.register_forward_hook(self._note_return) for layer in _eager_layers(model)
+                layer.register_forward_hook(self._after_layer) for layer in _eager_layers(model)
             ]
             return
         self._before(model, inputs)
@@ -144,13 +145,16 @@ class FirstForward:
             register_module_forward_hook(self._after),
         ]
 
-    def _note_return(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _after_layer(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Note that a layer has returned, and look for the parameters behind its output."""
-        self._returned.add(module)
-        if torch.is_grad_enabled():
-            self._recorded.add(module)
-            for _ in self._new_nodes(output):
-                pass
+        self._note_return(module)
+        for _ in self._new_nodes(output):
+            pass
+
+    def _note_return(self, module: torch.nn.Module) -> None:
+        if isinstance(module, Quantized):
+            own = module.parameters(recurse=False) if torch.is_grad_enabled() else ()
+            self._returned[module] = [x for x in own if x.requires_grad]
 
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -166,9 +170,7 @@ class FirstForward:
         if torch.compiler.is_compiling():
             return
         self._note_operations(output)
-        self._returned.add(module)
-        if torch.is_grad_enabled():
-            self._recorded.add(module)
+        self._note_return(module)
         while self._stack and self._stack.pop() is not module:
             pass  # the call of an inner module has ended with an exception that was handled
 
@@ -272,9 +274,8 @@ class FirstForward:
         """
         if layer in self._ran or layer not in self._returned:
             return False
-        trained = [x for x in layer.parameters(recurse=False) if x.requires_grad]
-        skipped = bool(trained) and layer in self._recorded
-        return not skipped or any(id(x) in self._parameters for x in trained)
+        trained = self._returned[layer]
+        return not trained or any(id(x) in self._parameters for x in trained)
 
     def _note_replaced(self, layer: Quantized, findings: Findings) -> None:
         """Add a layer whose code was replaced to the findings, if it was to be reached."""
