@@ -113,7 +113,8 @@ class Quantized(Collected):
                 counts iterations.
         """
         plan = self.plan_of(operation)
-        if observers and not torch.compiler.is_compiling():
+        # First, so that compiled code does not depend on whether something observes.
+        if not torch.compiler.is_compiling() and observers:
             for ran in observers:
                 ran.add(self)
         if clock.micro_batch is None and plan.changes:
