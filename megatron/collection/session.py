@@ -128,8 +128,7 @@ def configure(
         return settings
 
     settings = together(requested)
-    _check_same_switch(settings is not None)
-    _warn_of_several_folders(None if settings is None else str(settings.directory.absolute()))
+    _check_folders(None if settings is None else str(settings.directory.absolute()))
     chosen = by_reader(flags)[Reader.STATISTICS]
     chosen |= {"train_iters": args.get("train_iters"), "iteration": iteration}
     history = together(lambda: StatisticsSettings.parse(directory=save_dir, **chosen))
@@ -164,20 +163,21 @@ def configure(
         logger.info("saving tensors to %s (run %s)", settings.directory, run_id)
 
 
-def _check_same_switch(enabled: bool) -> None:
-    """Raise a ValueError if the collection is enabled on some ranks but not on others."""
-    answers = from_all_ranks(enabled)
-    if len(set(answers)) > 1:
-        ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
+def _check_folders(folder: str | None) -> None:
+    """Compare the folders of all ranks, which are None on ranks that collect nothing.
+
+    Different folders cause a warning.
+
+    Raises:
+        ValueError: if the collection is enabled on some ranks but not on others.
+    """
+    folders = from_all_ranks(folder)
+    if None in folders and any(folders):
+        ranks = ", ".join(str(rank) for rank, each in enumerate(folders) if each is not None)
         raise ValueError(
-            f"saving tensors is switched on on rank(s) {ranks} of {len(answers)} only; give "
+            f"saving tensors is switched on on rank(s) {ranks} of {len(folders)} only; give "
             "--save-tensors, or set TENSOR_SAVE_ENABLED to the same value on every machine"
         )
-
-
-def _warn_of_several_folders(folder: str | None) -> None:
-    """Warn if the ranks save their tensors to different folders."""
-    folders = from_all_ranks(folder)
     if len(set(folders)) > 1 and folder == folders[0]:
         logger.warning(
             "the ranks save their tensors to different folders (%s), and every analysis needs all "

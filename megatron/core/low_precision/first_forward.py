@@ -78,14 +78,6 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether torch.compile compiles a module of this model.
-
-    Global hooks would be traced, and the module would be compiled again without them.
-    """
-    return any(map(_is_compiled, model.modules()))
-
-
 def _eager_layers(module: torch.nn.Module) -> Iterator[Quantized]:
     """Yield the layers of a model that no module with compiled code contains."""
     if _is_compiled(module):
@@ -133,7 +125,8 @@ class FirstForward:
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
-        self._in_parts = is_compiled(model)
+        # Compiled code would be compiled again for global hooks, and once more without them.
+        self._in_parts = any(map(_is_compiled, model.modules()))
         if self._in_parts:
             self._handles = [
                 layer.register_forward_hook(self._after_layer) for layer in _eager_layers(model)

@@ -28,18 +28,6 @@ from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 observers: list[set["Quantized"]] = []
 
 
-_changes = 0  #: number of times that other formats were configured
-
-
-def _count_change() -> None:
-    """Let all layers look their formats up anew."""
-    global _changes
-    _changes += 1
-
-
-policy.call_before_change(_count_change)
-
-
 class Collected(Identified):
     """A module whose tensors can be collected."""
 
@@ -58,7 +46,7 @@ class Quantized(Collected):
     #: amax histories of the model chunk; None if no operand of this module has delayed scaling
     delayed_scaling: DelayedScaling | None = None
     _plans: dict[str, OperationPolicy] | None = None
-    _planned_in = 0  #: value of `_changes` when the formats were looked up
+    _planned_in = 0  #: value of `policy.changes()` when the formats were looked up
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,12 +63,12 @@ class Quantized(Collected):
 
         A module that no model has named gets a name of its own.
         """
-        if self._plans is None or self._planned_in != _changes:
+        if self._plans is None or self._planned_in != policy.changes():
             if self.identity is None:
                 model_roots.name_alone(self)
             current = policy.current()
             self._plans = {name: self.planned(current, name) for name in self.operations}
-            self._planned_in = _changes
+            self._planned_in = policy.changes()
         return self._plans[operation]
 
     def planned(self, current: policy.Policy, operation: str) -> OperationPolicy:

@@ -51,8 +51,7 @@ _unchecked: WeakSet[torch.nn.Module] = WeakSet()
 _checked_together = False  #: whether the ranks have checked this for a model that is divided
 #: Hash of the modules that each prepared model had when it was last checked.
 _checked_modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-_changes = 0  #: how many times other formats were configured
-#: Number of `_changes` when each model got its amax histories.
+#: Value of `policy.changes()` when each model got its amax histories.
 _histories: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 #: Number of keys of attention in the first forward pass of each model, for the format audit.
 _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
@@ -60,8 +59,7 @@ _keys: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 def _follow_other_formats() -> None:
     """Forget which models were checked, so that they are checked with the new formats."""
-    global _changes, _checked_together
-    _changes += 1
+    global _checked_together
     for models in (_prepared, _observed, _unchecked, _multiplies, _checked_modules, _keys):
         models.clear()
     _checked_together = False
@@ -191,12 +189,12 @@ def name_model(model: torch.nn.Module) -> None:
     inner = model
     while not hasattr(inner, "delayed_scaling") and hasattr(inner, "module"):
         inner = inner.module
-    without = getattr(inner, "delayed_scaling", None) is None
+    without, changes = getattr(inner, "delayed_scaling", None) is None, policy.changes()
     if renamed:
         delayed_scaling.attach(inner)
-    elif _histories.get(inner, _changes) != _changes or without:
+    elif _histories.get(inner, changes) != changes or without:
         delayed_scaling.attach(inner, keep=True)
-    _histories[inner] = _changes
+    _histories[inner] = changes
 
 
 def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) -> None:

@@ -406,6 +406,7 @@ def canonical_type(name: str) -> str:
 _current: Policy | None = None
 _environment: dict[str, str | None] = {}  #: variables from which `_current` was resolved
 _before_change: list[Callable[[], None]] = []  #: functions to call before other formats are set
+_changes = 0  #: number of times that other formats were set
 
 
 def configure(
@@ -427,16 +428,22 @@ def configure(
     Raises:
         ValueError: see `resolve`; also if other formats are set while tensors are collected.
     """
-    global _current, _environment
+    global _changes, _current, _environment
     flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
     given = {**flags, "recipe": recipe, "accumulate": accumulate}
     policy = resolve(given, type_flag=type_flag)
     if _current is not None and policy.common != _current.common:
         for function in _before_change:
             function()
+        _changes += 1
     _current = policy
     _environment = {name: os.environ.get(name) for name in VARIABLES}
     return _current
+
+
+def changes() -> int:
+    """Return how many times `configure` has replaced the formats by others."""
+    return _changes
 
 
 def call_before_change(function: Callable[[], None]) -> None:
