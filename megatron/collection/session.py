@@ -17,11 +17,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
+from megatron.collection import completeness
 from megatron.collection.capture import Capture, NoSink
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
 from megatron.collection.collector import Collector
@@ -33,9 +34,9 @@ from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.plan import Planner
+from megatron.collection.rank_checks import NamedTensors, check_folders, check_selection_exists
 from megatron.collection.record_writer import check_writable
 from megatron.collection.run_card import rank_coordinates
-from megatron.collection.selection import Selection
 from megatron.collection.settings import Settings, enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
 from megatron.collection.training_clock import clock, need_clock
@@ -45,14 +46,6 @@ from megatron.tensor_record import operation_of
 logger = logging.getLogger(__name__)
 
 UNNAMED = ModuleIdentity("", -1)  #: identity of a layer that is not part of a model
-RING_WITHOUT_LOSSES = (
-    "a ring of iterations (--collect-ring) needs the loss of each iteration; call "
-    "megatron.core.tensor_saver.observe(loss, grad_norm) after each iteration, or leave "
-    "--collect-ring out"
-)
-#: A module's identity and the names of the module's tensors.
-NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
-
 _collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
 _statistics: TensorStatistics | None = None  #: statistics of this rank; None if there are none
 _configured = False
@@ -128,7 +121,7 @@ def configure(
         return settings
 
     settings = together(requested)
-    _check_folders(None if settings is None else str(settings.directory.absolute()))
+    check_folders(None if settings is None else str(settings.directory.absolute()))
     chosen = by_reader(flags)[Reader.STATISTICS]
     chosen |= {"train_iters": args.get("train_iters"), "iteration": iteration}
     history = together(lambda: StatisticsSettings.parse(directory=save_dir, **chosen))
@@ -143,7 +136,7 @@ def configure(
     if settings is None:
         return
     if from_all_ranks(modules is not None)[0]:
-        _check_selection_exists(settings.selection, modules or ())
+        check_selection_exists(settings.selection, modules or ())
     if plan:
         _collector = Planner(settings, run_id, coordinates=coordinates)
         return
@@ -161,29 +154,6 @@ def configure(
         )
     if _collector.is_first:
         logger.info("saving tensors to %s (run %s)", settings.directory, run_id)
-
-
-def _check_folders(folder: str | None) -> None:
-    """Compare the folders of all ranks, which are None on ranks that collect nothing.
-
-    Different folders cause a warning.
-
-    Raises:
-        ValueError: if the collection is enabled on some ranks but not on others.
-    """
-    folders = from_all_ranks(folder)
-    if None in folders and any(folders):
-        ranks = ", ".join(str(rank) for rank, each in enumerate(folders) if each is not None)
-        raise ValueError(
-            f"saving tensors is switched on on rank(s) {ranks} of {len(folders)} only; give "
-            "--save-tensors, or set TENSOR_SAVE_ENABLED to the same value on every machine"
-        )
-    if len(set(folders)) > 1 and folder == folders[0]:
-        logger.warning(
-            "the ranks save their tensors to different folders (%s), and every analysis needs all "
-            "ranks in one folder; set TENSOR_SAVE_DIR to the same value on every machine",
-            ", ".join(map(str, dict.fromkeys(folders))),
-        )
 
 
 def _refuse_other_formats() -> None:
@@ -235,7 +205,7 @@ def begin_iteration(number: int | None = None) -> None:
     clock.iteration = clock.iteration + 1 if number is None else number
     if _collector is not None:
         if _collector.has_ring and clock.completed > _observed:
-            raise ValueError(RING_WITHOUT_LOSSES)
+            raise ValueError(completeness.RING_WITHOUT_LOSSES)
         with signals_deferred:
             _collector.begin_iteration()
     if _statistics is not None:
@@ -432,13 +402,7 @@ def check_reached(modules: Sequence[NamedTensors], *, alone: bool = False) -> No
     if _collector is not None and alone:
         _collector.settings.selection.check_reached(modules)
     elif _collector is not None:
-        _check_selection_exists(_collector.settings.selection, modules)
-
-
-def _check_selection_exists(selection: Selection, modules: Sequence[NamedTensors]) -> None:
-    selection.check_reached(
-        module for of_rank in from_all_ranks(list(modules)) for module in of_rank
-    )
+        check_selection_exists(_collector.settings.selection, modules)
 
 
 def settle() -> list[str]:
@@ -514,54 +478,16 @@ def end_with_error(reason: str) -> NoReturn:
     exit_with_error(reason)
 
 
-def ring_without_losses() -> str | None:
-    """Return an error message if a ring buffer has got no loss in this run; None otherwise."""
-    ring = _collector is not None and _collector.has_ring
-    return RING_WITHOUT_LOSSES if ring and clock.completed and not _observed else None
-
-
 def reason_for_nothing() -> str | None:
     """Return why this run has collected nothing, at its end; None if this is no error.
 
-    A run that waits for an event (a ring buffer or a flag file) may end without one. A trainer that
-    passes the format audit to `configure` reports this itself.
+    A trainer that passes the format audit to `configure` reports this itself.
     """
     if _audited or not enabled() or (_collector is not None and _collector.abandoned):
         return None
-    if clock.completed == 0:
-        return (
-            "nothing was collected: no training iteration ran in megatron-core's pipeline "
-            "schedules or in `with megatron.core.tensor_saver.training_iteration(n):`"
-        )
-    if (message := ring_without_losses()) is not None:
-        return message
-    if _statistics is not None and not (_statistics.measured or _statistics.failure):
-        return (
-            f"nothing was measured in {clock.completed} iteration(s) up to {clock.iteration}: "
-            f"--tensor-statistics {_statistics.settings.every} measures the iterations that this "
-            "number divides"
-        )
-    if _collector is None or _collector.may_be_empty:
-        return None
-    outcome = _collector.outcome()
-    if outcome["tensors"]:
-        return None
-    if (cause := outcome["error"] or outcome["limit"]) is not None:
-        return f"nothing was collected: {cause}"
-    return (
-        f"nothing was collected in {clock.completed} iteration(s) up to {clock.iteration}: none of "
-        "them was selected, or none ran a selected module"
-    )
+    return completeness.nothing_collected(_collector, _statistics, has_losses=bool(_observed))
 
 
 def lacking_iterations() -> str | None:
     """Return an error message if fewer iterations than requested were collected; None otherwise."""
-    if _audited or _collector is None or _collector.has_ring or _collector.settings.flag_file:
-        return None
-    wanted, collected = _collector.settings.control_iter, _collector.collected
-    if collected >= wanted:
-        return None
-    return (
-        f"{wanted} iteration(s) were to be collected (--control-iter, --collect-iterations), and "
-        f"the run ended at iteration {clock.iteration} with {collected}"
-    )
+    return None if _audited or _collector is None else completeness.lacking_iterations(_collector)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron.collection import session
+from megatron.collection.rank_checks import NamedTensors
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.session import (
     abandon_iteration,
@@ -220,7 +221,7 @@ def training_iteration(number: int) -> Iterator[None]:
     """
     if explicit_iteration.active():
         raise ValueError("training_iteration is inside of another one; end the first one before")
-    from megatron.core.low_precision import reach_check  # it needs this module
+    from megatron.core.low_precision import model_entry, reach_check  # they need this module
 
     if clock.seed is None:  # the first iteration of the process
         same_formats.check_same_formats()
@@ -230,7 +231,7 @@ def training_iteration(number: int) -> Iterator[None]:
             f"training_iteration({number!r}) follows iteration {clock.iteration}; give integers "
             "that rise from 1, and one block to all micro-batches of an iteration"
         )
-    reach_check.check_unchanged(number)
+    model_entry.check_unchanged(number)
     before = clock.iteration
     begin_iteration(number)
     iteration = explicit_iteration.ExplicitIteration(number)
@@ -239,7 +240,7 @@ def training_iteration(number: int) -> Iterator[None]:
         yield
     except BaseException:
         abandon_iteration(before)
-        reach_check.abandon_passes()
+        model_entry.abandon_passes()
         raise
     finally:
         iteration.end()
@@ -263,7 +264,7 @@ def check_reached(model: Sequence[torch.nn.Module], *, alone: bool = False) -> N
         session.check_reached(_modules(model), alone=alone)
 
 
-def _modules(model: Sequence[torch.nn.Module]) -> list[session.NamedTensors]:
+def _modules(model: Sequence[torch.nn.Module]) -> list[NamedTensors]:
     return [
         (module.identity, module.tensor_names())
         for chunk in model

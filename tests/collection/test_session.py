@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.collection import collector, session
+from megatron.collection import collector, rank_checks, session
 from megatron.collection.background_writer import THREADS
 from megatron.collection.capture import global_shape
 from megatron.collection.module_identity import ModuleIdentity
@@ -164,7 +164,7 @@ def test_ranks_that_save_to_different_folders_are_named(tmp_path, monkeypatch, c
     def of_all(value):
         return [value, "/elsewhere"] if isinstance(value, str) else [value]
 
-    monkeypatch.setattr(session, "from_all_ranks", of_all)
+    monkeypatch.setattr(rank_checks, "from_all_ranks", of_all)
     session.configure(save_tensors=True, save_dir=str(tmp_path))
     assert f"to different folders ({tmp_path}, /elsewhere)" in caplog.text
 

@@ -6,7 +6,7 @@ what the checks find ends it with status 1; see `program_end`.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +15,8 @@ import torch
 from megatron.core.low_precision import model_roots, program_end, recipe_check
 from megatron.core.low_precision.announcement import announce, sizes_of_parts
 from megatron.core.low_precision.coverage_check import check_coverage, unreached
-from megatron.core.low_precision.first_forward import Findings, FirstForward
+from megatron.core.low_precision.findings import refuse
+from megatron.core.low_precision.first_forward import FirstForward
 from megatron.fake_quant import policy
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ def forget() -> None:
 def begin(
     model: torch.nn.Module,
     inputs: Any,
-    trained: WeakSet[torch.nn.Module],
-    refuse: Callable[[Findings], None],
+    trained: Sequence[torch.nn.Module],
 ) -> Callable[[bool], None] | None:
     """Check a model whose evaluation begins, if a format is requested and this was not done before.
 
@@ -42,7 +42,6 @@ def begin(
         model: outermost module that runs.
         inputs: inputs of the forward pass.
         trained: models that were checked and announced because they train.
-        refuse: function that raises ValueError if layers ran without their formats.
 
     Returns:
         A function to call when the forward pass ends, with whether it failed; None if nothing is to
@@ -51,7 +50,7 @@ def begin(
     if not policy.current().changes_matmuls or (model in _evaluated and model not in _idle):
         return None
     if model in _evaluated:
-        return _observe(model, inputs, refuse)
+        return _observe(model, inputs)
     layers = set(model_roots.layers_of(model))
     known = {layer for each in (*trained, *_evaluated) for layer in model_roots.layers_of(each)}
     _evaluated.add(model)
@@ -65,12 +64,10 @@ def begin(
     if sizes_of_parts() == 1 and not model_roots.layers_without_name():
         with program_end.remembered_in_evaluation(None, "recipe"):
             recipe_check.check(list(_evaluated), None, alone=True)
-    return _observe(model, inputs, refuse)
+    return _observe(model, inputs)
 
 
-def _observe(
-    model: torch.nn.Module, inputs: Any, refuse: Callable[[Findings], None]
-) -> Callable[[bool], None]:
+def _observe(model: torch.nn.Module, inputs: Any) -> Callable[[bool], None]:
     """Observe an evaluation, and note whether it has called a layer; otherwise the next may."""
     observer = FirstForward(model, inputs)
     _idle.add(model)

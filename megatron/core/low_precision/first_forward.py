@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from megatron.collection.training_clock import clock
 from megatron.core.low_precision import matmul_audit
 from megatron.core.low_precision.coverage_check import HIGH_PRECISION
 from megatron.core.low_precision.explicit_iteration import tensors_in
+from megatron.core.low_precision.findings import Findings
 from megatron.core.low_precision.quantized_module import Collected, Quantized, observers
 
 #: Operations by the names of their autograd nodes.
@@ -46,25 +46,6 @@ ATTENTION = ("scaleddotproduct", "flashattn", "fusedattn", "flash_attn", "flexat
 FUSED_ATTENTION = "fused attention"
 #: Autograd nodes of our quantized matmuls, with the number of operations that each performs.
 QUANTIZED = {"_QuantizedMatmulBackward": 1, "_TiledAttentionBackward": 2}
-
-
-@dataclass
-class Findings:
-    """Differences between what was requested and what ran in the first forward pass."""
-
-    #: layers that were not called
-    not_called: list[str] = field(default_factory=list)
-    #: layers that have a format and ran without it
-    without_format: list[str] = field(default_factory=list)
-    #: layers to collect whose own code, which passes the tensors to the collection, did not run
-    not_collected: list[str] = field(default_factory=list)
-    #: operations outside of our layers, by module
-    outside: dict[str, Counter[str]] = field(default_factory=dict)
-    #: names of modules inside transformer layers that ran fused attention outside of our layers
-    foreign_attention: list[str] = field(default_factory=list)
-    #: whether a layer that can be quantized or collected was called
-    any_called: bool = False
-    keys: int = 1  #: largest number of keys of an attention layer; 1 without attention
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -57,7 +57,7 @@ def expect_name(layer: Identified) -> None:
 
 
 def watch(*, anew: bool = False) -> None:
-    """Call `reach_check.enter` before the next forward pass of a module.
+    """Call `model_entry.enter` before the next forward pass of a module.
 
     Args:
         anew: whether to begin to count the calls anew, because something has changed.
@@ -76,13 +76,13 @@ def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
         return
     if torch._C._current_graph_task_id() != -1:
         return  # the backward pass recomputes a part of a model
-    from megatron.core.low_precision import reach_check  # it needs the layers, which need this file
+    from megatron.core.low_precision import model_entry  # it needs the layers, which need this file
 
     _calls += 1
     _hook.remove()
     _hook = None
     try:
-        reach_check.enter(module, inputs)
+        model_entry.enter(module, inputs)
     except ValueError:  # refuse the next call, too
         watch()
         raise
@@ -105,7 +105,7 @@ def calling_forward(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def ran_unseen() -> bool:
-    """Return whether a layer may have run in a model that `reach_check.enter` has not seen."""
+    """Return whether a layer may have run in a model that `model_entry.enter` has not seen."""
     return _ran_unseen
 
 
@@ -187,9 +187,9 @@ def _compile_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
 
     def call(*inputs: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling() and _hook is not None:  # no other module contains it
-            from megatron.core.low_precision import reach_check  # it needs the layers
+            from megatron.core.low_precision import model_entry  # it needs the layers
 
-            reach_check.check_compiled_in_place(self)
+            model_entry.check_compiled_in_place(self)
         return compiled(*inputs, **options)
 
     self._compiled_call_impl = call

@@ -22,6 +22,7 @@ from megatron.core._overlay import shadowed
 from megatron.core.low_precision import (
     delayed_scaling,
     explicit_iteration,
+    model_entry,
     reach_check,
     recipe_check,
     same_formats,
@@ -161,7 +162,7 @@ def _iteration(run, model, seq_length):
         clock.seed = explicit_iteration.seed_of_the_run()
         _checked = True
     else:
-        reach_check.check_unchanged(clock.iteration + (not explicit))
+        model_entry.check_unchanged(clock.iteration + (not explicit))
     before = clock.iteration
     if not explicit:
         tensor_saver.begin_iteration()
@@ -172,7 +173,7 @@ def _iteration(run, model, seq_length):
     except BaseException:
         if not explicit:
             tensor_saver.abandon_iteration(before)
-        reach_check.abandon_passes()
+        model_entry.abandon_passes()
         raise
     finally:
         _training = False
