@@ -143,7 +143,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def misfits(installed: Callable[[str], str | None], *groups: dict[str, str]) -> str:
-    """Return, as one line, what `groups` require and an environment lacks; "" if it lacks nothing.
+    """Return one line on what an environment lacks of `groups`, or has wrong; "" if it fits.
 
     Args:
         installed: returns the installed version of a package, or None.

@@ -88,7 +88,10 @@ def train(name: str, arguments: list[str], iterations: int, folder: Path) -> pd.
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
-    """Return the errors of the last layer's GEMMs, by accumulator."""
+    """Return the errors of the last layer's linear_fc2 and attention, by accumulator.
+
+    If accumulators.csv exists, its content is returned. Otherwise a model is trained and collected.
+    """
     path, dump = options.output_dir / "accumulators.csv", options.output_dir / "dump"
     if path.is_file():
         return pd.read_csv(path)

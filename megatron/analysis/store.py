@@ -243,7 +243,9 @@ class TensorStore:
             frame = self.select(**rest) if len(self.select(**same_pass)) else frame
         if frame.empty:
             given = ", ".join(f"{name}={value!r}" for name, value in conditions.items())
-            raise ValueError(f"no tensor with {given}; look into records, or select less")
+            raise ValueError(
+                f"no tensor has {given}; see `records` of this store, or give fewer conditions"
+            )
         if any(isinstance(each, dict) for each in frame["codes"]):
             raise ValueError(
                 "codes stand for blocks of one rank's operand and are not put together; load each "

@@ -69,8 +69,8 @@ class Iterations:
             window = _window(part.strip(), spec)
             if windows and window.start <= windows[-1][-1]:
                 raise ValueError(
-                    f"--collect-iterations {spec}: {part.strip()} begins before the window in "
-                    "front of it has ended; give windows in ascending order that do not overlap"
+                    f"--collect-iterations {spec}: {part.strip()} begins before the end of "
+                    "the previous window; give windows in ascending order that do not overlap"
                 )
             windows.append(window)
         return cls(tuple(windows), f"--collect-iterations {spec}")

@@ -69,7 +69,7 @@ def check_number(what: str, number: float, name: str = "number") -> None:
         ValueError: if the number is refused; `what` and `name` say in the message what it is.
     """
     if not SMALLEST_NUMBER <= number <= LARGEST_NUMBER:
-        raise ValueError(f"{what} {number:g}; choose a {name} above 0, from 2^-32 to 2^32")
+        raise ValueError(f"{what} {number:g} is out of range; choose a {name} from 2^-32 to 2^32")
 
 
 def share(fraction: str) -> float:
@@ -287,6 +287,6 @@ def check_element(scaling: BlockScaling, largest: float) -> None:
     binade = math.ldexp(1, math.frexp(largest)[1] - 1)
     if not binade <= scaling.top < 2 * binade:
         raise ValueError(
-            f"a top of {scaling.top:g} for elements up to {largest:g}; choose one from "
-            f"{binade:g} up to, but not including, {2 * binade:g}"
+            f"the top {scaling.top:g} does not fit elements whose largest number is {largest:g}; "
+            f"choose one from {binade:g} up to, but not including, {2 * binade:g}"
         )

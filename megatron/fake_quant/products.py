@@ -82,7 +82,7 @@ def _without_scales_along(matrix: SplitMatrix, axis: int) -> SplitMatrix:
 def _wide(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, alpha: float
 ) -> Tensor:
-    """Return the float32 product of float32 values, times the scales and `alpha`."""
+    """Return the product of two tensors in float32, times the scales and `alpha`."""
     return _times(torch.matmul(a.float(), b.float()), alpha, scale_a, scale_b)
 
 

@@ -158,8 +158,8 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         unnormalized = True  # as in the kernels that run in tiles
     elif unnormalized and operands["fprop_a"] == AS_IT_IS:
         raise node.value["probabilities"].error(
-            f"probabilities of {what} is unnormalized, which needs a format for them; "
-            "give format or fprop, or remove it"
+            f"`probabilities: unnormalized` of {what} needs a format for P; set `format` or "
+            "`fprop`, or remove `probabilities`"
         )
     accumulators = _accumulators(node, gemms, what)
     simulated = any(accumulator.simulated for accumulator in accumulators.values())

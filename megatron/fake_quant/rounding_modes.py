@@ -25,7 +25,9 @@ class RoundingMode:
 ROUNDINGS: Mapping[Rounding, RoundingMode] = {
     "nearest": RoundingMode("", "to nearest, ties {ties}"),
     "stochastic": RoundingMode(
-        "sr", "up in magnitude with the probability of the distance from below, at random", True
+        "sr",
+        "at random to one of the two neighbors, so that the mean result is the value itself",
+        True,
     ),
     # hybrid rounding (HR), arXiv 2409.16626 section 2.3
     "hybrid": RoundingMode(

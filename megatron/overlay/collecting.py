@@ -66,7 +66,7 @@ def _configuration(request: Request) -> dict[str, Any]:
     """Return the keyword arguments of `tensor_saver.configure`."""
     args = script_arguments.current()
     done = int(args.get("iteration") or 0)
-    if request.options.collect_plan:  # count an iteration that is selected
+    if request.options.collect_plan:  # so that the next iteration is a selected one
         done = _planned(request, done)[0] - 1
     return {"args": args | request.for_run_card, "iteration": done, **request.collection}
 

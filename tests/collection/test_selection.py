@@ -76,7 +76,7 @@ def test_iterations(spec, start, every, selected):
         (("0-3", None, None), "0-3 holds no iteration; the first is 1"),
         (("5-3", None, None), "5-3 holds no iteration"),
         (("1-9:0", None, None), "1-9:0 holds no iteration"),
-        (("1-3,3-5", None, None), "3-5 begins before the window in front of it has ended; give"),
+        (("1-3,3-5", None, None), "3-5 begins before the end of the previous window; give"),
         (("4-,9", None, None), "9 begins before"),
         (("1-3", 2, None), "and --collect-start say the same thing twice; give one"),
         (("1-3", None, 2), "and --collect-every say the same thing twice"),
@@ -111,7 +111,7 @@ def test_more_iterations_than_are_named_are_refused():
         how_many(5, Iterations.parse("1-3", None, None), 0)
     with pytest.raises(ValueError, match="names 3 iter"):
         how_many(5, Iterations.parse("1-3", None, None), 2)
-    assert how_many(3, Iterations.parse("1-3", None, None), 2) == 1, "begun again after 2"
+    assert how_many(3, Iterations.parse("1-3", None, None), 2) == 1, "resumed after iteration 2"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_more_iterations_than_the_run_trains_are_refused_at_once():
     check_in_run(every, 10, 0, 10)
     with pytest.raises(ValueError, match=r"--control-iter 11 is more than the 10 .*to --train-ite"):
         check_in_run(every, 11, 0, 10)
-    check_in_run(every, 10, 4, 10)  # begun again after iteration 4 by the same command
+    check_in_run(every, 10, 4, 10)  # resumed after iteration 4 with the same flags
     with pytest.raises(ValueError, match=r"--control-iter 11 is more than the 10"):
         check_in_run(every, 11, 4, 10)
 

@@ -50,7 +50,7 @@ def switch(iteration: int, folder: Path) -> None:
 
 
 def take_away(iteration: int, folder: Path) -> None:
-    """Rename the folder while the job runs; unlike deleting it, this happens at once."""
+    """Rename the folder `vanished` in iteration 2; unlike deleting it, this happens at once."""
     if iteration == 2:
         (folder / "vanished").rename(folder / "elsewhere")
 

@@ -65,7 +65,7 @@ def attention_chain(q, k, v, do, scale, at: Chain):
 
 
 def linear_chain(x, w, dy, at: Chain):
-    """Return Y, dX, dW, [tokens, features] in float64."""
+    """Return Y and dX [tokens, features] and dW [outputs, inputs], in float64."""
     y = at("linear", "fprop_a", x) @ at("linear", "fprop_b", w).mT
     dx = at("linear", "dgrad_c", dy) @ at("linear", "dgrad_b", w)
     dw = at("linear", "wgrad_c", dy).mT @ at("linear", "wgrad_a", x)

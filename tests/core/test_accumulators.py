@@ -187,7 +187,10 @@ def test_a_recipe_s_accumulators_win_over_the_variable(tmp_path):
             "linear: {accumulate: hopper}",
             "line 2: linear of config 'a': unknown accumulator 'hopper'",
         ),
-        ("linear: {format: mxfp4, accumulate: hopper_fp8}", "fprop: .* does not go with mxfp4"),
+        (
+            "linear: {format: mxfp4, accumulate: hopper_fp8}",
+            "fprop: .* cannot be combined with mxfp4",
+        ),
         (
             "qk: {format: fp8_e4m3, backward: bf16, accumulate: hopper_fp8}",
             "grad_query has the accumulator hopper_fp8 and multiplies a copy that key of fprop",
@@ -229,7 +232,7 @@ def test_tiles_are_accumulated_by_the_flag_too(tmp_path):
         assert formats.accumulators.keys() == {"fprop", "dgrad", "wgrad"}
     assert formats.tiling == Tiling(64)
     path.write_text(path.read_text().replace("pv: {format: fp8_e4m3", "pv: {format: mxfp4"))
-    with pytest.raises(ValueError, match=r"flag --quant-accumulate: .* not go with mxfp4"):
+    with pytest.raises(ValueError, match=r"flag --quant-accumulate: .* be combined with mxfp4"):
         resolve({"recipe": str(path), "accumulate": "hopper_fp8"}, {})
 
 

@@ -36,7 +36,7 @@ def on_grid(x: Tensor, name: str) -> Tensor:
 
 
 def element_names(accumulator: Accumulator) -> tuple[str, str]:
-    """Return two element types for an accumulator, different ones if it multiplies these."""
+    """Return two element types for an accumulator, different ones if it accepts mixed types."""
     names = accumulator.elements or ("bfloat16",)
     return names[0], names[1] if accumulator.mixes and len(names) > 1 else names[0]
 

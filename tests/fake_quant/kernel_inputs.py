@@ -134,10 +134,9 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 
 
 def views(kind: str, x: Tensor) -> dict[str, Tensor]:
-    """Return the layouts in which to quantize an input of one kind of `INPUTS`.
+    """Return the views of an input of one kind of `INPUTS` that are to be quantized.
 
-    All layouts hold bit patterns with NaN and Inf, and values of every scale with blocks of zeros.
-    The other kinds do not depend on the layout; three of them show rows, columns and planes.
+    For specials and zeros, three layouts (by rows, columns and planes) are enough.
     """
     chosen = layouts(x)
     if kind in ("specials", "zeros"):

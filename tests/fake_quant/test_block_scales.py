@@ -415,7 +415,10 @@ def test_a_spelled_out_scale_has_one_name(name, canonical):
         ("nvfp4:4over6-mae:4over6-mse", "sets the search a second time"),
         ("nvfp4:head3/4:head16/17", "sets the headroom a second time"),
         ("mxfp4:floor:top7.25", "the rule floor has no top; remove the rule or choose rceil"),
-        ("mxfp4:top8", "a top of 8 for elements up to 6; choose one from 4 up to, but not"),
+        (
+            "mxfp4:top8",
+            "the top 8 does not fit elements whose largest number is 6; choose one from 4 up",
+        ),
         ("mxfp4:bound256", "mxfp4 does not take 'bound256'"),
         ("fp8_block:outer-row", "fp8_block does not take 'outer-row'"),
         ("fp8_rowwise:2d", "fp8_rowwise does not take '2d'"),

@@ -174,7 +174,7 @@ def test_every_variant_has_a_row_and_a_page():
                 ): "126 in 38 binades, largest / smallest 1.37439e+11",
                 ("element", "smallest normal"): "2^-15",
                 ("element", "smallest"): "2^-22",
-                ("element", "overflow"): "saturates: what is beyond 2^15 becomes that",
+                ("element", "overflow"): "saturates: values beyond 2^15 become 2^15",
                 ("element", "underflow"): "magnitudes below 2^-23 round to zero",
                 ("element", "zeros"): "0x00",
                 ("element", "Inf"): "0x6F, 0xEF",
@@ -311,7 +311,7 @@ def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, s
     if said:  # what it says of this code is so
         x = torch.tensor([33024.0, 40704.0, 40960.0, 49151.0], dtype=torch.bfloat16)
         assert fake_quantize(x, name).tolist() == [32768, 32768, math.inf, math.inf]
-        x = torch.tensor([32768.0, 40959.0])  # float32: the low bits decide
+        x = torch.tensor([32768.0, 40959.0])  # in float32, the low mantissa bits decide
         assert fake_quantize(x, name).tolist() == [math.inf, 32768]
 
 
@@ -394,4 +394,4 @@ def test_a_range_under_float32_scales_is_that_of_their_top(name, largest, smalle
     ],
 )
 def test_a_name_may_go_on_with_the_variants_that_are_left(name, variants):
-    assert " ".join(said(name)["", "name may go on with"].split()) == variants
+    assert " ".join(said(name)["", "suffixes"].split()) == variants

@@ -333,7 +333,7 @@ RANDOM = Hadamard(16, "random")
 
 
 def rotated_with(seen):
-    """Return an observer that adds each operand's slot and transform to `seen`."""
+    """Return an observer that adds each operand's slot, transformed tensor and axis to `seen`."""
     return lambda slot, x, operand, axis, *_: seen.update({slot: (operand, x, axis)})
 
 

@@ -101,7 +101,8 @@ def test_it_is_idempotent(name, x):
         ("fp8_e5m2", [1.375, 1.0]),
         ("hifp8:t15", [10.875, 1.0]),
         ("nvfp4", [8.875, 1.0]),
-        # 0.25 becomes 6 * 0.0390625 = 0.234. A seventh of that is 2^-5, under which it saturates.
+        # 0.25 becomes 6 * 0.0390625 = 0.234. A seventh of that, 0.0335, is rounded to the scale
+        # 2^-5, whose largest number, 7 * 2^-5 = 0.219, is less than 0.234.
         ("hifp4", [0.25, 0.125]),
         # The low bits that decided are gone.
         ("hifp8:hr", [17.0]),

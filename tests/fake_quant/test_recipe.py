@@ -420,7 +420,7 @@ def test_the_lm_head_needs_a_recipe():
         ),
         (
             "configs:\n  c:\n    pv: {probabilities: unnormalized}\n" + MATCHER % "c",
-            "line 3: probabilities of pv of config 'c' is unnormalized, which needs a format",
+            "line 3: `probabilities: unnormalized` of pv of config 'c' needs a format for P",
         ),
         (
             "configs:\n  c:\n    pv: {format: mxfp8, tile: 64.5}\n" + MATCHER % "c",
@@ -432,7 +432,7 @@ def test_the_lm_head_needs_a_recipe():
         ),
         (
             "configs:\n  c:\n    pv: {format: mxfp8, scale: -1}\n" + MATCHER % "c",
-            "line 3: pv of config 'c': the scale of P -1; choose a number above 0",
+            "line 3: pv of config 'c': the scale of P -1 is out of range; choose a number",
         ),
         (
             "configs:\n  c:\n    pv: {format: mxfp8, row_sum: both}\n" + MATCHER % "c",

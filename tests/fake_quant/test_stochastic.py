@@ -166,7 +166,7 @@ def test_what_the_format_holds_never_moves(name):
     if get_format(name).scaling is None or name.startswith(("mx", "hifp4")):
         rows = fake_quantize(x, name.replace(":sr", ""))
         rows = rows[(fake_quantize(rows, name.replace(":sr", "")) == rows).all(1)]
-        if name == "hifp4:sr":  # where R is 1 / E6M2, which bf16 has not of 1.25 and so on
+        if name == "hifp4:sr":  # only scales 2^n: bf16 rounds 1 / 1.25, 1 / 1.5 and 1 / 1.75
             rows = rows[quantize(rows, "hifp4").scales.block()[:, 0, 0] % 4 == 0]
     else:  # a tensor scale of 1
         top = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "hifp8": 15.0, "nvfp4": 2688.0}

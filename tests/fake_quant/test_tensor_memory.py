@@ -1,4 +1,4 @@
-"""Results are written to kept memory, or to huge pages where the operating system offers them."""
+"""Test that results reuse freed memory, or are in huge pages where the system offers them."""
 
 import gc
 import threading

@@ -15,7 +15,7 @@ from tests.subprocesses import REPO
 
 RECIPE = str(REPO / "examples/recipes/hif8.yaml")
 TYPES = (None, "", "none", "MXFP8", "linear_hifp8", "nvfp4", "mxfp9")
-MISSING = "missing"  #: settings of a file that does not exist
+MISSING = "missing"  #: stands for a settings file that does not exist
 SETTINGS = (
     MISSING,
     {},

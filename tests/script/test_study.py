@@ -1,4 +1,4 @@
-"""script/study.py from the bf16 model to the page, interrupted and continued."""
+"""Test script/study.py from the bf16 model to the page, with an interruption."""
 
 from __future__ import annotations
 

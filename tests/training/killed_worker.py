@@ -23,7 +23,7 @@ def arm() -> None:
         nonlocal calls
         calls += 1
         if calls == int(number):
-            for child in multiprocessing.active_children():  # a crash would end them too
+            for child in multiprocessing.active_children():  # as a crash of the machine does
                 child.kill()
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **kwargs)

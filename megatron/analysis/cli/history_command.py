@@ -14,8 +14,9 @@ Show the statistics that --tensor-statistics wrote during a run: the first tenso
 bands, the gradients that are too noisy, and a figure with the loss, the gradient norm, the number
 of tensors outside their bands and the smallest ratio of a gradient to its noise.
 
-The band of an amax, an rms or an SQNR is the range of its last 32 values, widened on both sides by
-its own width, or by at least a factor of 4 (6 dB). It takes 8 measured iterations. A single batch
+The band of an amax, an rms or an SQNR is the range of the previous 32 values, widened on both sides
+by its own width, and by at least a factor of 4 for an amax or rms and 6 dB for an SQNR. It takes 8
+measured iterations. A single batch
 with large gradients may leave the bands, too. If the loss jumps in iteration 101, --since 95 leaves
 out what happened long before. An amax or rms of zero after 8 other values is outside as well.
 
@@ -52,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="first iteration in which a tensor may leave its band (default: %(default)s)",
+        help="ignore values outside a band before iteration N (default: %(default)s)",
     )
 
 

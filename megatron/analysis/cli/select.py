@@ -30,7 +30,7 @@ def conditions_of(texts: Sequence[str]) -> dict[str, list[Any]]:
         name, equals, values = text.partition("=")
         if not (name and equals and values):
             raise ValueError(
-                f"--select {text!r} is no condition; give column=value, as in layer=0,1 or "
+                f"--select {text!r} is not a condition; give column=value, as in layer=0,1 or "
                 "tensor_name=input"
             )
         parts = [value for part in values.split(",") for value in _values(part)]

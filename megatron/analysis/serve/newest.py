@@ -18,7 +18,7 @@ from megatron.analysis.serve.records import Records
 from megatron.bounded_files import open_regular
 from megatron.tensor_record import LINE_LIMIT, parsed_lines
 
-MOST = 16 << 20  #: maximum number of bytes at the end of an index in which an iteration is searched
+MOST = 16 << 20  #: maximum number of bytes at the end of an index to search for the last iteration
 _ITERATION = re.compile(rb'"iteration": \d+[,}]')
 
 

@@ -57,7 +57,7 @@ def student_probability(t: float, degrees: int) -> float:
 
 
 def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Return the t within which Student's distribution has the probability `confidence`.
+    """Return the t for which P(|T| <= t) = `confidence`, with T of Student's distribution.
 
     Raises:
         ValueError: if there is no degree of freedom, or the confidence is not between 0 and 1.
@@ -70,7 +70,7 @@ def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     low, high = 0.0, 1.0
     while student_probability(high, degrees) < confidence:
         high *= 2
-    for _ in range(100):  # The interval halves each time, so 60 steps reach the last bit.
+    for _ in range(100):  # The interval halves each time; 100 steps reach the last bit.
         middle = (low + high) / 2
         if student_probability(middle, degrees) < confidence:
             low = middle
@@ -129,7 +129,9 @@ def spearman(x: Sequence[float], y: Sequence[float], confidence: float = CONFIDE
     """
     first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if first.shape != second.shape or first.ndim != 1:
-        raise ValueError(f"{first.shape} and {second.shape} values; give pairs")
+        raise ValueError(
+            f"x has the shape {first.shape} and y {second.shape}; give two vectors of equal length"
+        )
     if np.isnan(first).any() or np.isnan(second).any():
         raise ValueError("a value is NaN, which has no rank; leave its pair out")
     count = len(first)

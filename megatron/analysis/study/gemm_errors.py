@@ -95,9 +95,9 @@ def errors_of(
 ) -> Iterator[tuple[Candidate, list[Row], list[Row]]]:
     """Yield each candidate with its rows in the table of errors and in the table of budgets.
 
-    There is one row per GEMM in the first table, and one per operand of a GEMM in the second. A
-    candidate that computes attention in tiles has no rows, because there the operands of PV depend
-    on the tiles before them.
+    There is one row per GEMM in the first table, and one per operand of a GEMM in the second. The
+    PV matmul of a candidate that computes attention in tiles has no rows, because its operands
+    depend on the tiles before them.
     """
     reference = references(matmul)
     for candidate in candidates:

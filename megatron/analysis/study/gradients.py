@@ -14,7 +14,7 @@ import pandas as pd
 from megatron.analysis.study.proposal import layers_text
 from megatron.fake_quant.gradient_rule import THRESHOLD
 
-_FORWARD = " fprop"  #: end of the name of a place whose results are not gradients
+_FORWARD = " fprop"  #: end of the names of forward GEMMs, whose results are no gradients
 _NAMED = 3  #: maximum number of places per candidate that the sentence names
 
 

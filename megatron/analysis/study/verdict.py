@@ -89,8 +89,8 @@ def by_candidate(table: pd.DataFrame) -> pd.DataFrame:
     """Return the median SQNR, the bits per value and the Pareto front, one row per candidate.
 
     In the median, a result with NaN or Inf counts as -inf dB. The column `front` is true if no
-    other candidate has both fewer or equal bits and a higher or equal SQNR; candidates with NaN or
-    Inf in a result, for which the column `spoiled` is true, take no part.
+    other candidate is at least as good in bits and in SQNR and better in one of them; candidates
+    with NaN or Inf in a result, for which the column `spoiled` is true, take no part.
 
     Args:
         table: result of `cells`.

@@ -42,8 +42,8 @@ def check_operands(accumulator: Accumulator, a: Operand, b: Operand) -> None:
             )
         if operand.format is not None and (reason := _misfit(operand.format, accumulator)):
             raise ValueError(
-                f"the accumulator {accumulator.name} does not go with {operand.format.name}, "
-                f"{reason}"
+                f"the accumulator {accumulator.name} cannot be combined with "
+                f"{operand.format.name}, {reason}"
             )
     half = next((name for name in HALVES if name in accumulator.elements), HALVES[0])
     names = [half if x.format is None else x.format.element.name for x in (a, b)]

@@ -85,6 +85,11 @@ def binades(element: Element) -> tuple[Binades, ...]:
 
 
 @functools.cache
+def has_normal_numbers(element: Element) -> bool:
+    """Return whether normal and subnormal numbers differ; integers and tables have neither."""
+    return not element.is_table and getattr(element, "exponent_bits", 2) > 1
+
+
 def ties(element: Element) -> str:
     """Describe how rounding to nearest resolves ties, in words such as "away from zero"."""
     if element.is_table:

@@ -84,7 +84,7 @@ def _summary(fmt: Format) -> list[Line]:
         ("bits per value", stored),
         ("rounding", ROUNDINGS[fmt.rounding].description.format(ties=ties)),
         *_bias(fmt),
-        ("name may go on with", more),
+        ("suffixes", more),
     ]
 
 
@@ -148,7 +148,9 @@ def _element(fmt: Format) -> list[Line]:
     every = format_properties.all_values(element)
     otherwise = " when rounding to nearest" if fmt.stochastic else ""
     ratio = f"{largest / smallest:.6g}"
-    normal = [] if element.is_table else [("smallest normal", scientific(element.smallest_normal))]
+    normal = []
+    if format_properties.has_normal_numbers(element):
+        normal = [("smallest normal", scientific(element.smallest_normal))]
     return [
         ("bits", _layout(element)),
         ("largest", scientific(largest)),
@@ -185,7 +187,7 @@ def _smallest(element: Element) -> float:
 
 def _overflow(element: Element, largest: float) -> str:
     if format_properties.saturates(element):
-        return f"saturates: what is beyond {number(largest)} becomes that"
+        return f"saturates: values beyond {number(largest)} become {number(largest)}"
     return f"to Inf, to nearest from {scientific(format_properties.infinite_from(element))} on"
 
 

@@ -40,13 +40,15 @@ def row(fmt: Format) -> tuple[str, ...]:
     """Return the cells of the table row for one format, in the order of `HEADER`."""
     scales = scalings.describe(fmt)
     values = format_properties.positive_values(fmt.element)
-    numbers = (float(values[-1]), fmt.element.smallest_normal, float(values[0]))
+    has_normals = format_properties.has_normal_numbers(fmt.element)
     overflow = "saturates" if format_properties.saturates(fmt.element) else "to Inf"
     return (
         fmt.name,
         ", ".join(aliases(fmt)),
         f"{format_properties.bits_a_value(fmt):.9g}",
-        *map(number, numbers),
+        number(float(values[-1])),
+        number(fmt.element.smallest_normal) if has_normals else "-",
+        number(float(values[0])),
         "none" if scales is None else scales.brief,
         f"{rounding(fmt)}, {overflow}",
     )

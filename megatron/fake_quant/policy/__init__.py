@@ -255,7 +255,7 @@ class Policy:
         return with_accumulator(fixed, self.accumulator.accumulator)
 
     def _check_accumulator(self) -> None:
-        """Raise ValueError if the accumulator for all matmuls does not go with their formats."""
+        """Raise ValueError if the accumulator for all matmuls does not fit their formats."""
         if self.accumulator is None:
             return
         formats: list[GemmFormats | None] = []

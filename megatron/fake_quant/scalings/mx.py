@@ -170,5 +170,9 @@ def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> Scal
         source(fmt),
         f"E8M0 per {brief_shape(fmt)} values, {', '.join(how)}",
         f"{block_shape(fmt)}, E8M0 (a power of two)",
-        (("found by", "rule *:"), *rules, *_headroom(scaling)),
+        (
+            ("scale rule", "one of the following; the format has the one with *:"),
+            *rules,
+            *_headroom(scaling),
+        ),
     )

@@ -63,8 +63,8 @@ class Tiling:
         number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
         if self.scale is not None and not (number and SCALES[0] <= self.scale <= SCALES[1]):
             raise ValueError(
-                f"the scale of P {self.scale!r}; choose a number above 0, from 2^-32 to 2^32, such "
-                "as 256"
+                f"the scale of P {self.scale!r} is out of range; choose a number from 2^-32 to "
+                "2^32, such as 256"
             )
 
     def spans(self, keys: int) -> Iterator[tuple[int, slice]]:

@@ -112,7 +112,7 @@ def _rank(digits: bytes) -> int:
         ValueError: if `digits` is not a number, or the number is not below `LARGEST_RANK`.
     """
     if not re.fullmatch(rb"[0-9]{1,9}", digits) or int(digits) >= LARGEST_RANK:
-        raise ValueError(f"a rank above {LARGEST_RANK}")
+        raise ValueError(f"the token's rank must be a number below {LARGEST_RANK}")
     return int(digits)
 
 
@@ -131,7 +131,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = _rank(rank)
         except (ValueError, binascii.Error) as error:
-            raise ValueError(f"line {number} is not 'base64 rank'") from error
+            text = f"line {number} is not 'base64 rank' with a rank below {LARGEST_RANK}"
+            raise ValueError(text) from error
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"the byte {missing[0]} has no rank, so some texts have no tokens")

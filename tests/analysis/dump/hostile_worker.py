@@ -77,7 +77,7 @@ def told(read: Callable[[Path, Path], int], dump: Path, output: Path) -> dict[st
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = read(dump, output)
-        except BaseException:  # even a SystemExit does not report what is wrong with a file
+        except BaseException:  # readers must report a bad file, so even SystemExit is wrong
             traceback.print_exc()
     seconds = time.monotonic() - begun
     return {"status": status, "out": out.getvalue(), "err": err.getvalue(), "seconds": seconds}

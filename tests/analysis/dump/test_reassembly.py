@@ -1,4 +1,7 @@
-"""Test logical tensors from shards: written by hand, and of real runs against one rank."""
+"""Test that shards are joined to logical tensors.
+
+The shards are written by hand, or come from parallel runs that are compared with a run on one rank.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +193,7 @@ def test_more_than_one_logical_tensor_is_refused(tmp_path):
     ):
         store.load_global(layer=0)
     assert torch.equal(store.load_global(module="linear_fc2"), WHOLE)
-    with pytest.raises(ValueError, match="no tensor with layer=7; look into records"):
+    with pytest.raises(ValueError, match="no tensor has layer=7; see `records`"):
         store.load_global(layer=7)
 
 

@@ -234,7 +234,7 @@ def test_a_part_of_a_dump(dump, tmp_path):
     ("options", "message"),
     [
         (["--formats", "mxfp9"], "unknown format 'mxfp9'"),
-        (["--select", "layer"], "is no condition; give column=value"),
+        (["--select", "layer"], "is not a condition; give column=value"),
         (["--select", "layer=99"], "no tensor in .* meets layer=99"),
         (["--select", "color=1"], "no condition 'color'"),
         (["--output", "stats.xml"], r"must end in .csv, .json, .txt"),

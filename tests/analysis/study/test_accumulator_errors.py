@@ -127,7 +127,9 @@ def test_a_pair_that_no_unit_multiplies_is_left_out_and_named(folder, capsys):
     formats = ["--formats", "fp8_e4m3", "mxfp4"]
     options = [*formats, "--accumulators", "hopper_fp8", "--no-budget", "--select", "layer=0"]
     assert main(["study", str(folder), "--output-dir", str(out), *options]) == 0
-    reason = "pairs of a format and an accumulator: the accumulator hopper_fp8 does not go with"
+    reason = (
+        "pairs of a format and an accumulator: the accumulator hopper_fp8 cannot be combined with"
+    )
     printed = capsys.readouterr().err
     assert f"[NOTE] left out: {reason} mxfp4" in printed
     assert printed.endswith(": 1\n"), "the number of pairs"

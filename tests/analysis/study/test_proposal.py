@@ -1,4 +1,4 @@
-"""The proposal: within the budget, better than one format, and a recipe that training loads."""
+"""Test that the proposal keeps the budget, beats a single format, and is a recipe that loads."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_the_one_weight_of_an_iteration_recomputes_all_of_its_passes(copied):
     where = {"layer": 1, "module": "linear_fc1", "tensor_name": "weight"}
     first, second = (store.load_global(micro_batch=batch, **where) for batch in (0, 1))
     assert torch.equal(first, second)
-    with pytest.raises(ValueError, match="no tensor with micro_batch=2"):
+    with pytest.raises(ValueError, match="no tensor has micro_batch=2"):
         store.load_global(micro_batch=2, **where)
 
 

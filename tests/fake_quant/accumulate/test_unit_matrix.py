@@ -265,7 +265,11 @@ def test_every_format_is_refused_or_taken_apart_without_loss(name):
 @pytest.mark.parametrize(
     ("name", "unit", "message"),
     [
-        ("mxfp4", "hopper_fp8", r"hopper_fp8 does not go with mxfp4, which has block scales: this"),
+        (
+            "mxfp4",
+            "hopper_fp8",
+            r"hopper_fp8 cannot be combined with mxfp4, which has block scales: this",
+        ),
         ("mxfp4", "hopper_fp8_promote128", "one scale per 32 values: this unit takes one per 128"),
         ("fp8_block", "hopper_fp8", "this unit applies none; choose a unit that does"),
         ("fp8_block", "blackwell_mx", "has FP32 block scales: this unit applies E8M0"),

@@ -1,4 +1,4 @@
-"""One scale per tensor: FP8 as in Transformer Engine, and HiFloat8 with a target."""
+"""Test formats with one scale per tensor: Transformer Engine's FP8, and HiFloat8 with a target."""
 
 import numpy as np
 import pytest
@@ -142,7 +142,7 @@ def test_the_largest_finite_magnitude():
 
 @pytest.mark.parametrize("target", [0.0, -1.0, np.inf, np.nan])
 def test_a_target_that_is_no_positive_number_is_refused(target):
-    with pytest.raises(ValueError, match=f"a scale to {target:g}; choose a target above 0"):
+    with pytest.raises(ValueError, match=f"a scale to {target:g} is out of range; choose a target"):
         TensorScaling(target)
 
 

@@ -340,9 +340,9 @@ def test_no_tensor_has_all_pairs_of_queries_and_keys(unnormalized):
         ({"tile": True}, "a tile of True keys; give a number of keys"),
         ({"order": "back"}, "the order of tiles 'back'; choose forward or reverse"),
         ({"row_sum": "none"}, "the row_sum of tiles 'none'; choose exact or quantized"),
-        ({"scale": 0}, "the scale of P 0; choose a number above 0"),
-        ({"scale": "big"}, "the scale of P 'big'; choose a number"),
-        ({"scale": math.inf}, "the scale of P inf; choose a number"),
+        ({"scale": 0}, "the scale of P 0 is out of range; choose a number"),
+        ({"scale": "big"}, "the scale of P 'big' is out of range; choose a number"),
+        ({"scale": math.inf}, "the scale of P inf is out of range; choose a number"),
     ],
 )
 def test_settings_of_tiles_are_checked(settings, message):

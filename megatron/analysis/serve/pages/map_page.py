@@ -155,7 +155,7 @@ def verdict(explorer: Explorer, address: Address) -> list[Part]:
 
 
 def shown_map(explorer: Explorer, address: Address) -> Map:
-    """Return the map of an address; the tensors in it are measured first."""
+    """Return the map of an address, and have its tensors measured before others."""
     if address.statistic == OUTPUT_SQNR.name:
         return study_map(explorer, address)
     found = maps.build(explorer.catalog, explorer.numbers, address)
