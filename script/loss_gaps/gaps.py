@@ -10,7 +10,13 @@ import pandas as pd
 from loss_gaps.configurations import BASELINE
 from loss_gaps.offline import ERRORS, Pair
 from loss_gaps.run_log import COMPLETE, DIVERGED, RunLog
-from megatron.analysis.stats.paired import Interval, mean_interval, spearman, standard_error
+from megatron.analysis.stats.paired import (
+    FEWEST_PAIRS,
+    Interval,
+    mean_interval,
+    spearman,
+    standard_error,
+)
 
 Runs = Mapping[tuple[str, int], RunLog]  #: results by the name of a configuration and the seed
 LAST = 10  #: the last training loss is the mean over the last 1/10 of the iterations
@@ -73,7 +79,8 @@ def difference(runs: Runs, name: str, other: str = BASELINE) -> list[float]:
 def gap_table(runs: Runs, errors: pd.DataFrame) -> pd.DataFrame:
     """Return one row per configuration besides the baseline, in ascending order of the gap.
 
-    The gap of a configuration with a diverged run is infinite.
+    The gap of a configuration with a diverged run is infinite. Seeds whose baseline is not complete
+    are left out.
 
     Args:
         runs: results of all runs.
@@ -90,14 +97,17 @@ def gap_table(runs: Runs, errors: pd.DataFrame) -> pd.DataFrame:
     for name in names:
         states = [log.status for (each, _), log in runs.items() if each == name]
         gaps = difference(runs, name)
-        interval = mean_interval(gaps)
-        if DIVERGED in states:
-            interval = Interval(math.inf)
+        diverged = any(
+            log.status == DIVERGED and _complete(runs, seed)
+            for (each, seed), log in runs.items()
+            if each == name
+        )
+        interval = Interval(math.inf) if diverged else mean_interval(gaps)
         rows.append(
             {
                 "configuration": name,
                 "gap": interval.value,
-                "standard_error": standard_error(gaps) if DIVERGED not in states else math.nan,
+                "standard_error": math.nan if diverged else standard_error(gaps),
                 "low": interval.low,
                 "high": interval.high,
                 "gap_percent": 100 * interval.value / mean_loss,
@@ -111,6 +121,11 @@ def gap_table(runs: Runs, errors: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows, columns=COLUMNS).sort_values("gap", kind="stable", ignore_index=True)
+
+
+def _complete(runs: Runs, seed: int) -> bool:
+    """Return whether the baseline has a complete run with this seed."""
+    return (BASELINE, seed) in runs and runs[BASELINE, seed].status == COMPLETE
 
 
 def correlation(gaps: pd.DataFrame, column: str = ERRORS[0]) -> tuple[Interval, int]:
@@ -137,6 +152,12 @@ def _predicts(interval: Interval, count: int) -> str:
         f"Spearman's rank correlation over {count} configurations is {interval.value:.2f} (95 % "
         f"bootstrap interval {interval.low:.2f} to {interval.high:.2f})"
     )
+    if math.isnan(interval.low):
+        return (
+            f"Spearman's rank correlation over {count} configurations is {interval.value:.2f}; "
+            f"fewer than {FEWEST_PAIRS} are too few to say whether the offline error predicts the "
+            "gap."
+        )
     few = "" if count >= ENOUGH else f"; fewer than {ENOUGH} configurations prove little"
     if interval.low > 0:
         return f"In these runs, the offline error predicts the order of the gaps: {numbers}{few}."

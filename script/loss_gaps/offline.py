@@ -144,9 +144,9 @@ def _covers(log: Path, studied: dict[str, Any]) -> bool:
 def errors_of(table: pd.DataFrame, recipes: Collection[str] = ()) -> pd.DataFrame:
     """Return the offline errors and the bits of each configuration, by name.
 
-    Squared relative errors are averaged over iterations, micro-batches and ranks, and then over
-    all GEMM results. An error is NaN if a result is not finite, or if some of the GEMMs could not
-    be studied under the configuration.
+    Squared relative errors are averaged over iterations, micro-batches and ranks, and then over all
+    GEMM results. Results that are zero in high precision have none. An error is NaN if a result is
+    not finite, or if some of the GEMMs could not be studied under the configuration.
 
     Args:
         table: table of the offline study.
@@ -162,7 +162,8 @@ def errors_of(table: pd.DataFrame, recipes: Collection[str] = ()) -> pd.DataFram
     table.loc[high, "bits"] = HIGH_BITS
     table = table.assign(weighted=table["bits"] * table["values"])
     keys = ["layer_idx", "module", "operation", "gemm"]
-    grouped = table.groupby(["configuration", *keys], sort=False)
+    known = table[table["relative_error"].notna() | (table["nonfinite"] > 0)]
+    grouped = known.groupby(["configuration", *keys], sort=False)
     results = grouped["squared"].agg(lambda values: values.mean(skipna=False)).reset_index()
     everything = len(results[keys].drop_duplicates())
     rows = {}

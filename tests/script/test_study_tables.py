@@ -129,6 +129,10 @@ def test_lost_runs_are_counted_and_a_diverged_one_makes_the_gap_infinite():
     assert gaps.verdict(one, {}, [])[1] == (
         "A gap has an interval only with two complete seeds or more."
     )
+    both = runs_of(bf16=(5.0, DIVERGED, 5.0), mxfp4=(5.25, DIVERGED, 5.25))
+    row = gaps.gap_table(both, errors(mxfp4=0.3)).iloc[0]
+    assert row["gap"] == 0.25, "the seed with which bf16 diverged is left out"
+    assert row["diverged"] == 1
     statuses = gaps.run_table(runs).set_index(["configuration", "seed"])["status"]
     assert statuses["mxfp4", 2] == DIVERGED
     assert statuses["nvfp4", 2] == FAILED
@@ -168,9 +172,15 @@ def test_the_verdict_says_whether_the_error_predicts_the_gap():
     assert second.startswith("The gap of 21 of 21 configurations is above zero, from +0.0100 (c0)")
     backwards = table.assign(offline_error=list(table["offline_error"])[::-1])
     assert gaps.verdict(backwards, runs, [])[0].startswith("These runs do not show that")
-    runs, offline = many(4)
+    runs, offline = many(7)
     few = gaps.verdict(gaps.gap_table(runs, offline), runs, [])[0]
     assert "fewer than 20 configurations prove little" in few
+    runs, offline = many(4)
+    fewer = gaps.verdict(gaps.gap_table(runs, offline), runs, [])[0]
+    assert fewer == (
+        "Spearman's rank correlation over 4 configurations is 1.00; fewer than 6 are too few to "
+        "say whether the offline error predicts the gap."
+    )
     runs, offline = many(2)
     assert "too few for a rank" in gaps.verdict(gaps.gap_table(runs, offline), runs, [])[0]
 
@@ -218,6 +228,12 @@ def test_the_offline_error_is_the_root_mean_square_over_all_gemms():
     assert math.isnan(table.loc["nvfp4", "offline_error"])
     assert table.loc["nvfp4", "offline_error_backward"] > 0
     assert math.isnan(table.loc["mxfp4", "offline_error"]), "a GEMM was not studied"
+    masked = offline_table()
+    masked.loc[masked["gemm"].eq("dgrad") & masked["layer_idx"].eq(0), "relative_error"] = math.nan
+    table = errors_of(masked)  # this result is zero in high precision
+    assert table.loc["mxfp4", "offline_error"] == pytest.approx(
+        math.sqrt((0.2**2 + 2 * 0.8**2) / 3)
+    )
 
 
 def test_types_leave_the_lm_head_in_high_precision():

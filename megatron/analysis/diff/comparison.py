@@ -109,8 +109,8 @@ class Comparison:
     a: Side
     b: Side
     rules: Rules
-    #: Factor by which the gradients of B are multiplied, because the loss of a micro-batch is
-    #: divided by the number of micro-batches.
+    #: Factor by which the gradients of B are multiplied, because the runs divide the loss of a
+    #: micro-batch by different numbers.
     gradient_scale: float = 1.0
     with_origins: bool = True  #: whether to split the differences of results by origin
     #: Latest result of `_inherited_by_attention`, and the pass that it belongs to.

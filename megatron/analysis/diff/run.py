@@ -48,7 +48,7 @@ def prepare(
     """
     by_sample = _by_sample(stores)
     a, b = (Side(store, by_sample) for store in stores)
-    scale = _gradient_scale(a.card, b.card, stores) if by_sample else 1.0
+    scale = _gradient_scale(a.card, b.card, stores)
     comparison = Comparison(a, b, rules, gradient_scale=scale, with_origins=with_origins)
     common = a.tensors.keys() & b.tensors.keys()
     for side in (a, b):
@@ -80,10 +80,12 @@ def _by_sample(stores: Sequence[TensorStore]) -> bool:
 def _gradient_scale(
     a: Mapping[str, Any], b: Mapping[str, Any], stores: Sequence[TensorStore]
 ) -> float:
-    """Return the number of micro-batches per iteration of B, divided by that of A.
+    """Return the factor by which Megatron-LM's scale of the loss is larger in A than in B.
 
-    Megatron-LM divides the loss of each micro-batch by this number. The result is 1 if a run card
-    does not contain it.
+    It divides the loss of each micro-batch by the number of micro-batches per iteration, and by the
+    number of tokens on the rank, which context parallelism divides. With
+    `--calculate-per-token-loss`, it divides by neither. The result is 1 if a run card does not
+    contain these numbers, or if only one of the runs has this flag.
     """
     numbers = []
     for card, store in zip((a, b), stores, strict=True):
@@ -91,8 +93,17 @@ def _gradient_scale(
         batch, size = (arguments.get(name) for name in ("global_batch_size", "micro_batch_size"))
         if not (type(batch) is int and type(size) is int and batch > 0 and size > 0):
             return 1.0
-        numbers.append(batch / (size * int(store.records["dp_size"].max())))
+        if arguments.get("calculate_per_token_loss"):
+            return 1.0
+        data, context = (_size(store, group) for group in ("dp", "cp"))
+        numbers.append(batch / (size * data * context))
     return numbers[1] / numbers[0]
+
+
+def _size(store: TensorStore, group: str) -> int:
+    """Return the size of a parallel group; 1 if no record states it."""
+    sizes = store.records[f"{group}_size"].dropna()
+    return int(sizes.max()) if len(sizes) else 1
 
 
 def _extent(side: Side) -> str:

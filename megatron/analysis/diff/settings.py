@@ -66,7 +66,12 @@ def facts_of(comparison: Comparison) -> Facts:
     if a.by_sample:
         notes.append(
             "the numbers of data-parallel ranks differ: micro-batches are paired by their first "
-            f"sample, and the gradients of B are multiplied by {comparison.gradient_scale:g}"
+            "sample"
+        )
+    if comparison.gradient_scale != 1:
+        notes.append(
+            f"the gradients of B are multiplied by {comparison.gradient_scale:g}, because the runs "
+            "divide the loss of a micro-batch by different numbers"
         )
     settings = differing(a.card, b.card)
     if "seed" in settings:

@@ -135,15 +135,25 @@ def tables(summary: Summary) -> dict[str, list[Row]]:
         of_layers = {_layer(*names): group for names, group in summary.layers.items()}
         result[title] = _growth("layer", of_layers)
     if len(summary.iterations) > 1:
-        every = -(-len(summary.iterations) // MOST_ITERATIONS)
-        chosen = list(summary.iterations.items())[::every]
-        of_iterations = {str(name): group for name, group in chosen}
-        result["Largest errors by iteration"] = _growth("iteration", of_iterations)
+        ordered = sorted(summary.iterations, key=lambda each: _rank(summary.iterations[each]))
+        chosen = set(ordered[:MOST_ITERATIONS])
+        of_iterations = {
+            str(name): group for name, group in summary.iterations.items() if name in chosen
+        }
+        title = "Largest errors by iteration"
+        if len(ordered) > len(chosen):
+            title += f" ({len(chosen)} of {len(ordered)} iterations, those with the largest errors)"
+        result[title] = _growth("iteration", of_iterations)
     if summary.most_local:
         header = ("tensor", "iteration", "rank", "local", "inherited", "relative error")
         rows = [_origin_row(each) for each in summary.most_local]
         result["Operations that add the most error"] = [header, *rows]
     return result
+
+
+def _rank(group: Group) -> float:
+    """Return a sort key that puts the group with the largest error first, and NaN before it."""
+    return -math.inf if math.isnan(group.error) else -group.error
 
 
 def _layer(operation: str, layer: int | None) -> str:

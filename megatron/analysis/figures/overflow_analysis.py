@@ -43,19 +43,23 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """
     if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
-    for name, column, title in (
-        ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
+    for name, column, label, title in (
+        (
+            "underflow",
+            "underflow",
+            "share of nonzero values",
+            "Underflow: values that are not zero and become zero",
+        ),
         (
             "saturation",
             "saturated",
+            "share of values",
             "Saturation: values beyond the rounding edge of the largest number",
         ),
     ):
         yield (
             name,
-            partial(
-                by_tensor, figure_data, column, xlabel="share of values", title=title, shares=True
-            ),
+            partial(by_tensor, figure_data, column, xlabel=label, title=title, shares=True),
         )
     yield "error_causes", partial(error_causes, figure_data)
     yield "underflow_by_magnitude", partial(underflow_by_magnitude, figure_data)

@@ -81,7 +81,7 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
     rows: list[tuple[object, ...]] = [header]
     groups = formats.groupby(["quantized_format", "axis"], sort=False, observed=True)
     for (name, axis), part in groups:
-        sqnr = part["sqnr_db"].dropna()
+        sqnr, error = part["sqnr_db"].dropna(), (part["mse"] * part["compared"]).fillna(0.0)
         rows.append(
             (
                 name,
@@ -90,7 +90,7 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
                 _short(sqnr.median()),
                 _short(sqnr.min()),
                 _percent(part["gain"].median()),
-                *(_percent(part[column].mean()) for column in ERROR_SHARES),
+                *(_percent(_joint(part[column], error)) for column in ERROR_SHARES),
                 _percent(_joint(part["underflow"], part["nonzero"])),
                 _percent(_joint(part["saturated"], part["whole"])),
             )
@@ -98,9 +98,9 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
     return align(rows, text=2)
 
 
-def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
+def _joint(shares: pd.Series[float], of: pd.Series[Any]) -> float:
     """Return the average of per-tensor shares, weighted by `of`; NaN if all weights are zero."""
-    total = int(of.sum())
+    total = float(of.sum())
     return float((shares * of).sum()) / total if total else math.nan
 
 

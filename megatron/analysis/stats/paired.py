@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 CONFIDENCE = 0.95  #: confidence level of all intervals
+FEWEST_PAIRS = 6  #: smallest number of pairs for which a correlation has an interval
 RESAMPLES = 10_000  #: number of bootstrap samples
 _SEED = 20_260_101  #: seed of the bootstrap samples; fixed, so that intervals are reproducible
 _CHUNK = 1 << 22  #: maximum number of comparisons in memory at a time
@@ -122,7 +123,8 @@ def spearman(x: Sequence[float], y: Sequence[float], confidence: float = CONFIDE
     """Return Spearman's rank correlation with a percentile bootstrap interval over the pairs.
 
     Infinite values are allowed, because only their order counts. Bootstrap samples in which x or y
-    is constant are left out. The result is NaN for fewer than three pairs.
+    is constant are left out. The result is NaN for fewer than three pairs. There is no interval for
+    fewer than `FEWEST_PAIRS` pairs: unrelated values are then often in perfect order.
 
     Raises:
         ValueError: if x and y differ in length, or a value is NaN.
@@ -138,6 +140,8 @@ def spearman(x: Sequence[float], y: Sequence[float], confidence: float = CONFIDE
     if count < 3:
         return Interval(math.nan)
     value = float(_correlations(ranks(first), ranks(second)))
+    if count < FEWEST_PAIRS:
+        return Interval(value)
     generator = np.random.default_rng(_SEED)
     samples = generator.integers(0, count, (RESAMPLES, count))
     step = max(1, _CHUNK // count**2)

@@ -223,7 +223,7 @@ def errors(summed: Tensor, exact: Tensor, reference: Tensor) -> dict[str, Any]:
     error = y - q
     wrong = error != 0
     shrunk = float((y.abs() < q.abs()).sum() / wrong.sum()) if wrong.any() else float("nan")
-    rms = float(q.square().mean().sqrt())
+    rms = float((q.square().sum() / finite.sum()).sqrt()) if finite.any() else 0.0
     kept = (error[finite] if lost else error.flatten()).numpy()
     spread = np.quantile(kept, QUANTILES) / rms if kept.size and rms else [np.nan] * len(QUANTILES)
     columns: dict[str, Any] = {

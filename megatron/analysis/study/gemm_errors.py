@@ -151,7 +151,7 @@ def _of_formats(
             "format": _format_name(candidate, formats, index),
             "recipe": None if candidate.recipe is None else candidate.name,
         }
-        error = numbers["relative_error"]
+        error = numbers["relative_error"] if not numbers["nonfinite"] else math.nan
         sizes_and_rule = {
             "bits": float(np.dot(values, bits)) / sum(values),
             "values": sum(values),
@@ -252,8 +252,10 @@ class _Draws:
 
 
 def _squared(sums: NDArray[np.float64]) -> float:
-    """Return the squared relative error."""
+    """Return the squared relative error; infinite if the result has NaN or Inf."""
     xx, ee = float(sums[XX]), float(sums[EE])
+    if sums[NONFINITE]:
+        return math.inf
     return ee / xx if xx else math.inf if ee else math.nan
 
 
@@ -301,7 +303,7 @@ def _alone(
 def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float]) -> list[Row]:
     """Return a GEMM's rows in the table of budgets; `row` is its row in the table of errors."""
     place = dict(itertools.islice(row.items(), 5))
-    together = row["relative_error"] ** 2
+    together = math.inf if row["nonfinite"] else row["relative_error"] ** 2
     rest = {name: row[name] for name in _SHARED}
     return [
         place

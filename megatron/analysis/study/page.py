@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,22 +53,36 @@ def page(
 
 
 def _table(result: Study) -> str:
-    """Return a table with one row per place and candidate."""
+    """Return a table with one row per place and candidate.
+
+    A result with NaN or Inf counts as worse than any other.
+    """
     table = cells(result.rows)
     if table.empty:
         return "<p>No results.</p>"
     order = {name: at for at, name in enumerate(by_candidate(table)["candidate"])}
+    table = table.assign(
+        sqnr_db=table["sqnr_db"].mask(table["spoiled"], -math.inf),
+        weighted=table["bits"] * table["values"],
+    )
     grouped = table.groupby(["place", "candidate"], sort=False).agg(
         layers=("layer_idx", "nunique"),
         median=("sqnr_db", "median"),
         lowest=("sqnr_db", "min"),
-        bits=("bits", "mean"),
+        weighted=("weighted", "sum"),
+        values=("values", "sum"),
     )
+    grouped["bits"] = grouped["weighted"] / grouped["values"]
     rows = sorted(grouped.itertuples(), key=lambda row: order[row.Index[1]])
     return _markup(
         _COLUMNS,
         [
-            (*row.Index, str(row.layers), f"{row.median:.1f}", f"{row.lowest:.1f}", f"{row.bits:g}")
+            (
+                *row.Index,
+                str(row.layers),
+                *("not finite" if x == -math.inf else f"{x:.1f}" for x in (row.median, row.lowest)),
+                f"{row.bits:g}",
+            )
             for row in rows
         ],
     )

@@ -64,21 +64,27 @@ def candidate_names(table: pd.DataFrame) -> pd.Series[str]:
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the SQNR and the bits of each candidate, place and layer.
 
-    Squared relative errors and bits are means over modules of the same short name, iterations,
-    micro-batches and ranks. A result with NaN or Inf makes the SQNR NaN and the column `spoiled`
-    true. Results that are zero in high precision have no relative error and are left out.
+    Squared relative errors are means over modules of the same short name, iterations, micro-batches
+    and ranks, and bits are means over the values of their operands. A result with NaN or Inf makes
+    the SQNR NaN and the column `spoiled` true. Results that are zero in high precision have no
+    relative error and are left out.
     """
     keys = ["candidate", "place", "layer_idx"]
     if rows.empty:
         return pd.DataFrame(columns=[*keys, "squared", "bits", "values", "spoiled", "sqnr_db"])
     table = with_names(rows)
-    table = table.assign(squared=table["relative_error"] ** 2, spoiled=table["nonfinite"] > 0)
+    table = table.assign(
+        squared=table["relative_error"] ** 2,
+        spoiled=table["nonfinite"] > 0,
+        weighted=table["bits"] * table["values"],
+    )
     merged = table.groupby(keys, sort=False).agg(
         squared=("squared", "mean"),
-        bits=("bits", "mean"),
+        weighted=("weighted", "sum"),
         values=("values", "sum"),
         spoiled=("spoiled", "any"),
     )
+    merged.insert(1, "bits", merged.pop("weighted") / merged["values"])
     merged = merged[merged["spoiled"] | merged["squared"].notna()].copy()
     merged.loc[merged["spoiled"], "squared"] = math.nan
     merged["sqnr_db"] = [decibels(1.0, squared) for squared in merged["squared"]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.analysis.__main__ import main
+from megatron.analysis.diff import text
 from megatron.analysis.diff.comparison import Rules
 from megatron.analysis.diff.growth import growth_figure
 from megatron.analysis.diff.run import open_run, prepare
@@ -351,3 +352,16 @@ def test_a_record_without_a_micro_batch_is_named_without_one(tmp_path, capsys):
     plant(path_of(tmp_path / "b", tensor_name="key"), add_to_first(1))
     _, lines = diff(capsys, tmp_path / "a", tmp_path / "b")
     assert lines[0].startswith("First difference: iteration 1, forward, ")
+
+
+def test_the_table_of_iterations_has_those_with_the_largest_errors(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text, "MOST_ITERATIONS", 2)
+    for name in ("a", "b"):
+        write_dump(tmp_path / name, iterations=5, layers=1)
+    for iteration, amount in ((2, 1.0), (4, 1000.0), (5, 10.0)):
+        where = {"layer": 0, "tensor_name": "grad_query", "iteration": iteration}
+        plant(path_of(tmp_path / "b", **where), add_to_first(amount))
+    _, lines = diff(capsys, tmp_path / "a", tmp_path / "b", "--no-origins")
+    start = next(at for at, line in enumerate(lines) if line.startswith("Largest errors by iter"))
+    assert lines[start].endswith("(2 of 5 iterations, those with the largest errors)")
+    assert [line.split()[0] for line in lines[start + 2 : start + 4]] == ["4", "5"]

@@ -68,7 +68,7 @@ def test_a_fault_in_one_micro_batch_is_named(dumps, copied, capsys):
     )
 
 
-def write_samples(folder: Path, *, ranks: int, gradient: float) -> None:
+def write_samples(folder: Path, *, ranks: int, gradient: float, **sizes: int) -> None:
     """Write one layer of a run whose two samples are on as many data-parallel ranks."""
     folder.mkdir()
     for sample in range(2):
@@ -86,7 +86,7 @@ def write_samples(folder: Path, *, ranks: int, gradient: float) -> None:
                 micro_batch=micro_batch,
                 sample_idx=2 * sample,
                 counter=number + 1 + 100 * micro_batch,
-                rank={"world": rank, "world_size": ranks, "dp": rank, "dp_size": ranks},
+                rank={"world": rank, "world_size": ranks, "dp": rank, "dp_size": ranks} | sizes,
             )
             factor = gradient if record.operation == "backward" else 1.0
             write_tensor(folder, record, factor * tensor)
@@ -104,6 +104,57 @@ def test_samples_are_paired_over_other_numbers_of_data_parallel_ranks(tmp_path, 
     assert any("the gradients of B are multiplied by 0.5" in line for line in lines)
     change_card(tmp_path / "two", arguments={})
     assert diff(capsys, tmp_path / "one", tmp_path / "two")[0] == 1
+
+
+LOSS_SCALES = [
+    # (global batch size, data-parallel, context-parallel ranks), whether per token; gradient of a
+    # token's loss as `forward_step_calc_loss` of megatron-core computes it, for 8 tokens
+    ((8, 1, 1), False),
+    ((8, 2, 1), False),
+    ((8, 1, 2), False),
+    ((4, 1, 1), False),
+    ((8, 2, 2), True),
+]
+
+
+def gradient_of_a_token(sizes: tuple[int, int, int], per_token: bool, tokens: int = 8) -> float:
+    """Return d loss / d (loss of one token), from the code of megatron-core's schedules."""
+    from megatron.core.pipeline_parallel.schedules import _upstream
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    batch, data, context = sizes
+    losses = torch.ones(tokens // context, requires_grad=True)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=per_token
+    )
+    loss, _ = _upstream.forward_step_calc_loss(
+        None,
+        losses,
+        lambda x: (x.sum(), torch.tensor(x.numel()), {}),
+        config,
+        None,
+        False,
+        batch // (2 * data),
+        [],
+        cp_group_size=context,
+        is_last_stage=True,
+    )
+    return float(torch.autograd.grad(loss, losses)[0][0])
+
+
+@pytest.mark.parametrize(("sizes", "per_token"), LOSS_SCALES)
+def test_the_gradients_of_b_are_scaled_as_megatron_core_scales_the_loss(
+    tmp_path, capsys, sizes, per_token
+):
+    """Gradients of runs that divide the loss of a micro-batch by other numbers agree."""
+    card = {"calculate_per_token_loss": per_token, "micro_batch_size": 2}
+    for name, (batch, data, context) in (("one", (8, 1, 1)), ("other", sizes)):
+        factor = gradient_of_a_token((batch, data, context), per_token)
+        groups = {"dp_size": data, "cp": 0, "cp_size": context}
+        write_samples(tmp_path / name, ranks=1, gradient=factor, **groups)
+        change_card(tmp_path / name, arguments=card | {"global_batch_size": batch})
+    status, lines = diff(capsys, tmp_path / "one", tmp_path / "other")
+    assert status == 0, lines[:20]
 
 
 def test_the_order_of_execution_does_not_depend_on_the_layout(dumps):

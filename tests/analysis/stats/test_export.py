@@ -144,3 +144,13 @@ def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
         at = lines.index("Notes")
         assert lines[at : at + 3] == expected
     assert printed.splitlines()[-1] == expected[-1]
+
+
+def test_shares_of_the_squared_error_are_weighted_by_it(tmp_path):
+    """A small tensor whose error is clipping does not hide a large one whose error is the grid."""
+    small, large = torch.full((4, 64), 50000.0), torch.full((1000, 64), 1.0625)
+    found = write(tmp_path, small.bfloat16(), (large * 8192).bfloat16())
+    line = next(line for line in summary(found).splitlines() if line.split()[:1] == ["hifp8"])
+    clipped = 4 * 64 * (float(torch.tensor(50000.0).bfloat16()) - 32768) ** 2
+    grid = 1000 * 64 * (8704 - 8192) ** 2
+    assert line.split()[6] == f"{100 * clipped / (clipped + grid):.3g}%"

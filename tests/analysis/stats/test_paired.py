@@ -75,7 +75,11 @@ def test_the_rank_correlation_without_ties_is_spearmans_formula():
     x, y = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 50.0]
     # 1 - 6 sum(d^2) / (n (n^2 - 1)) with d = -1, 1, -1, 1, 0
     assert spearman(x, y).value == pytest.approx(1 - 6 * 4 / 120)
-    assert spearman(x, [-value for value in x]) == Interval(-1.0, -1.0, -1.0)
+    more = [*x, 6.0]
+    assert spearman(more, [-value for value in more]) == Interval(-1.0, -1.0, -1.0)
+    few = spearman(x, [-value for value in x])
+    assert few.value == -1
+    assert math.isnan(few.low), "one of 120 orders of five unrelated pairs is perfect"
     assert spearman(x, [1.0, 2.0, 3.0, 4.0, math.inf]).value == 1
 
 
@@ -95,7 +99,7 @@ def test_pairs_without_a_correlation():
     assert math.isnan(spearman([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]).value)
     with pytest.raises(ValueError, match="NaN, which has no rank"):
         spearman([1.0, math.nan, 2.0], [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="give pairs"):
+    with pytest.raises(ValueError, match="give two vectors of equal length"):
         spearman([1.0, 2.0, 3.0], [1.0, 2.0])
 
 

@@ -109,6 +109,8 @@ def test_results_that_are_not_finite_are_counted_and_left_out():
     assert row["relative_error"] == pytest.approx(1 / np.sqrt(84))
     assert row["gain"] == pytest.approx(-8 / 84)
     assert row["toward_zero"] == 1.0
+    # the positions that are left have the errors 0, 0 and -1 and the root mean square sqrt(84 / 3)
+    assert row["p01"] == pytest.approx(-0.98 / np.sqrt(28))
 
 
 def test_the_command_writes_the_table(folder, capsys):

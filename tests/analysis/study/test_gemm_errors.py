@@ -222,3 +222,24 @@ def test_results_without_a_size_or_without_an_error(xx, ee, error, sqnr_db):
 def test_an_inf_in_one_of_several_draws_is_counted():
     sums = np.array([8, 1.0, 0.0, 0.01, 0.0, 0.25])  # the mean over four draws
     assert numbers_of(sums, of_mean=sums, draws=4)["nonfinite"] == 1
+
+
+def test_a_result_that_is_not_finite_has_an_infinite_error_in_the_budget(tmp_path):
+    """Eight inputs overflow to Inf in hifp8:inf, so that all three GEMMs or their parts do."""
+    folder = small_dump.write(tmp_path / "bf16", layers=1)
+    [path] = folder.glob("*linear_L0_forward_pre_*_input.pt")
+    content = torch.load(path, weights_only=True)
+    content["tensor"].view(-1)[:8] = 6e4
+    path.unlink()
+    torch.save(content, path)
+    found = study(TensorStore(folder), candidates_of(["hifp8:inf", "hifp8"], []), workers=1)
+    budgets = found.budgets[found.budgets["operation"] == "linear"]
+    budgets = budgets.set_index(["format", "gemm", "operand"])[["alone", "together"]]
+    for gemm in ("fprop", "wgrad"):
+        other = {"fprop": "weight", "wgrad": "grad_output"}[gemm]
+        assert budgets.loc["hifp8:inf", gemm, "input"].tolist() == [math.inf, math.inf]
+        assert 0 < budgets.loc[("hifp8:inf", gemm, other), "alone"] < 1
+        assert budgets.loc["hifp8", gemm, "input"].max() < 1
+    assert row(found, "linear", "wgrad", "hifp8:inf")["nonfinite"] > 0
+    assert math.isnan(row(found, "linear", "wgrad", "hifp8:inf")["gradient_to_noise"])
+    assert row(found, "linear", "wgrad", "hifp8")["gradient_to_noise"] > 1

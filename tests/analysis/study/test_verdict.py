@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -12,6 +14,7 @@ import pytest
 from megatron.analysis.plots.pareto import plot_pareto
 from megatron.analysis.study.candidates import candidates_of
 from megatron.analysis.study.engine import COLUMNS, Study
+from megatron.analysis.study.page import page
 from megatron.analysis.study.pictures import draw_verdict, points_of
 from megatron.analysis.study.proposal import places_of, propose
 from megatron.analysis.study.verdict import by_candidate, cells, verdict
@@ -186,3 +189,21 @@ def test_points_that_coincide_share_a_label_and_the_filled_one_is_seen():
     filled, hollow = ax.collections[0], ax.collections[1]
     assert filled.get_zorder() > hollow.get_zorder()
     plt.close("all")
+
+
+def test_the_table_of_all_places_counts_results_that_are_not_finite_as_the_worst():
+    study = result({"mxfp8": {"fc1": [0.03] * 4}, "nvfp4": {"fc1": [0.001] * 4}})
+    overflows = study.rows["format"].eq("nvfp4") & (study.rows["layer_idx"] < 3)
+    study.rows.loc[overflows, "nonfinite"] = 3
+    text = page(study, Path("bf16"), [], {}).decode()
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+    assert ["fc1 fprop", "nvfp4", "4", "not finite", "not finite", "4.5"] in rows
+    assert ["fc1 fprop", "mxfp8", "4", "30.5", "30.5", "8.25"] in rows
+
+
+def test_the_bits_of_a_recipe_are_a_mean_over_the_values_of_its_operands():
+    """Two experts with the same name have 8 and 1000 tokens, and only their weights are small."""
+    study = result({"mxfp8": {"fc1": [0.03, 0.03]}})
+    study.rows["layer_idx"] = 0
+    study.rows["bits"], study.rows["values"] = [5.0, 15.0], [100, 900]
+    assert by_candidate(cells(study.rows))["bits"].tolist() == [pytest.approx(14.0)]
