@@ -25,11 +25,27 @@ class Clock:
     def __init__(self) -> None:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
-        #: Current micro-batch; None outside a training step.
-        self.micro_batch: MicroBatch | None = None
+        self._micro_batch: MicroBatch | None = None
+        #: Whether no forward or backward pass of a model runs in `training_iteration`.
+        self.between_passes = False
         self.recomputing = False  #: whether the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
         self.scheduled = False  #: whether a pipeline schedule runs, in training or evaluation
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """Current micro-batch; None outside a training step and in an evaluation.
+
+        In `training_iteration`, a forward pass without gradients is an evaluation, unless it is a
+        part of a pass that trains, as with activation checkpointing.
+        """
+        if self.between_passes and not torch.is_grad_enabled():
+            return None
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, value: MicroBatch | None) -> None:
+        self._micro_batch = value
 
     @property
     def evaluating(self) -> bool:

@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from megatron.collection import session
+from megatron.collection.module_identity import Identified, ModuleIdentity
 from megatron.collection.training_clock import MicroBatch, clock
-from megatron.core.low_precision import delayed_scaling
+from megatron.core.low_precision import delayed_scaling, model_roots
 from megatron.core.low_precision.delayed_scaling import DelayedScaling
 
 roots: WeakSet[torch.nn.Module] = WeakSet()  #: outermost modules of the models found so far
@@ -48,13 +50,25 @@ def seed_of_the_run() -> int:
     return min(seeds)
 
 
+def _before(root: torch.nn.Module, inputs: Any) -> None:
+    # A copy of an outermost module has this hook, too, also after the iteration.
+    if _current is not None:
+        _current.before(root, inputs)
+
+
+def _after(root: torch.nn.Module, inputs: Any, output: Any) -> None:
+    if _current is not None:
+        _current.after(root, inputs, output)
+
+
 @dataclass
 class _Backward:
     """State of the backward pass of one micro-batch."""
 
     micro_batch: MicroBatch
     delayed: DelayedScaling | None
-    ending: bool = False  #: whether the end of the backward pass will update the amax histories
+    iteration: ExplicitIteration
+    running: bool = False  #: whether the backward pass has begun and not ended
 
 
 class ExplicitIteration:
@@ -71,7 +85,8 @@ class ExplicitIteration:
         #: clock's micro-batch before each call that has not ended; an inner call changes nothing
         self._before: list[MicroBatch | None] = []
         self._handles: list[Any] = []
-        clock.micro_batch = MicroBatch(number, 0)
+        self._layers: dict[ModuleIdentity, Identified] = {}  #: layers that train, by name
+        clock.micro_batch, clock.between_passes = MicroBatch(number, 0), True
         _current = self
         for root in roots:
             self.watch(root)
@@ -82,30 +97,51 @@ class ExplicitIteration:
         _current = None
         for handle in self._handles:
             handle.remove()
-        clock.micro_batch, clock.recomputing = None, False
+        clock.micro_batch, clock.recomputing, clock.between_passes = None, False, False
 
     def watch(self, root: torch.nn.Module) -> None:
         """Let the calls of an outermost module update the clock until the iteration ends."""
         self._handles += [
-            root.register_forward_pre_hook(self.before),
-            root.register_forward_hook(self.after, always_call=True),
+            root.register_forward_pre_hook(_before),
+            root.register_forward_hook(_after, always_call=True),
         ]
 
     def before(self, root: torch.nn.Module, inputs: Any) -> None:
         """Set the clock to the micro-batch that begins; an evaluation has none."""
+        inner = clock.scheduled or bool(self._before)
+        # The backward pass may recompute the whole model.
+        inner = inner or torch._C._current_graph_task_id() != -1
+        if not inner:
+            clock.between_passes = False
         self._before.append(clock.micro_batch)
-        if clock.scheduled or len(self._before) > 1:
-            return
-        if torch._C._current_graph_task_id() != -1:  # the backward pass recomputes the whole model
+        if inner:
             return
         if not torch.is_grad_enabled():
             clock.micro_batch = None
             return
         index = self._calls.get(root, 0)
+        if index == 0:
+            self._check_names(root)
         self._calls[root] = index + 1
         clock.micro_batch, clock.recomputing = MicroBatch(self._number, index), False
         if (delayed := delayed_scaling.of_chunk(root)) is not None:
             delayed.begin_forward(index)
+
+    def _check_names(self, root: torch.nn.Module) -> None:
+        """Raise ValueError if a copy of this model trains in the same iteration and is collected.
+
+        A copy keeps the names of its layers, so that their tensors could not be told apart.
+        """
+        if not session.enabled():
+            return
+        for layer in model_roots.layers_of(root):
+            if layer.identity and self._layers.setdefault(layer.identity, layer) is not layer:
+                raise ValueError(
+                    f"two models train in iteration {self._number}, and one is a copy of the "
+                    f"other, so that both have a layer {layer.identity.name} and their tensors "
+                    "cannot be told apart; build the second model by its constructor and load the "
+                    "weights of the first one into it"
+                )
 
     def after(self, root: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Prepare for the backward pass of the micro-batch whose forward pass has ended."""
@@ -114,13 +150,14 @@ class ExplicitIteration:
         before = self._before.pop()
         if self._before or clock.scheduled or torch._C._current_graph_task_id() != -1:
             return
-        if clock.micro_batch is None:
-            clock.micro_batch = before
+        if (micro_batch := clock.micro_batch) is None:
+            clock.micro_batch, clock.between_passes = before, True
             return
+        clock.between_passes = True
         delayed = delayed_scaling.of_chunk(root)
         if delayed is not None:
             delayed.end_forward()
-        state = _Backward(clock.micro_batch, delayed)
+        state = _Backward(micro_batch, delayed, self)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(_begin_backward, state))
@@ -128,12 +165,24 @@ class ExplicitIteration:
 
 def _begin_backward(state: _Backward, _: torch.Tensor) -> None:
     """Set the clock to the micro-batch whose backward pass begins."""
-    clock.micro_batch, clock.recomputing = state.micro_batch, True
-    if state.delayed is not None and not state.ending:
-        state.ending = True
+    clock.micro_batch, clock.recomputing, clock.between_passes = state.micro_batch, True, False
+    if not state.running:
+        state.running = True
         torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-            partial(state.delayed.end_backward, state.micro_batch.index)
+            partial(_end_backward, state)
         )
+
+
+def _end_backward(state: _Backward) -> None:
+    """Note on the clock that a backward pass has ended, and update the amax histories."""
+    state.running = False
+    if _current is state.iteration:
+        clock.between_passes = True
+    elif _current is None:  # the block has ended
+        clock.micro_batch, clock.recomputing, clock.between_passes = None, False, False
+    if state.delayed is not None:
+        state.delayed.end_backward(state.micro_batch.index)
+        state.delayed = None  # another backward pass through this output adds nothing
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

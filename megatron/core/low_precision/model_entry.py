@@ -69,7 +69,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
         same_formats.compare_without_waiting()
     if run_request.description() is None:
         return
-    if module in _observed and not model_roots.layers_without_name():
+    if module in _observed and not model_roots.may_be_new(module):
         _after_this_call(module, lambda failed: watch_for_others())
         return
     _check_called(module)

@@ -4,7 +4,7 @@ A layer does not know the model that contains it, and a trainer may build any mo
 loop of its own. Therefore, a global hook of torch runs before the first forward pass of any module:
 the module that is called first contains all others. The hook is removed before the modules inside
 are called, so that they run without it. It returns for the next model of the program, until nothing
-new has appeared in `PATIENCE` calls.
+new has appeared in `PATIENCE` calls and every layer has a name.
 
 A layer that runs without having been found in this way, such as a layer in a plain Python list,
 gets the name of its class and a number.
@@ -24,7 +24,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron.collection.module_identity import Identified, assign_identities
 from megatron.collection.training_clock import clock
 
-#: Number of calls of outermost modules, since a layer was built, for which the hook returns.
+#: Number of calls of outermost modules, since a layer was built, for which the hook returns if
+#: every layer has a name.
 PATIENCE = 1000
 
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
@@ -65,7 +66,7 @@ def watch(*, anew: bool = False) -> None:
     global _calls, _hook
     if anew:
         _calls = 0
-    if _hook is None and _calls < PATIENCE:
+    if _hook is None and (_calls < PATIENCE or _unnamed):
         _hook = register_module_forward_pre_hook(_before_a_forward_pass)
 
 
@@ -112,6 +113,11 @@ def ran_unseen() -> bool:
 def layers_without_name() -> bool:
     """Return whether a layer was built and is not a part of any model that has run."""
     return bool(_unnamed)
+
+
+def may_be_new(module: torch.nn.Module) -> bool:
+    """Return whether a module that has run before may contain a layer without a name."""
+    return bool(_unnamed) and _calls <= PATIENCE
 
 
 def layers_of(model: torch.nn.Module) -> list[Identified]:

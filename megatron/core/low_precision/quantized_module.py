@@ -52,6 +52,13 @@ class Quantized(Collected):
         super().__init__(*args, **kwargs)
         model_roots.register(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state of a copied or loaded layer, and look its formats up anew."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self._plans = None
+        if self.identity is None:  # it was copied before its model ran
+            model_roots.register(self)
+
     def identify(self, identity: ModuleIdentity, layers_in_stack: int) -> None:
         """Set the name, and look the formats up anew if it has changed."""
         if identity != self.identity:

@@ -110,11 +110,12 @@ def _observed(backward):
 @contextlib.contextmanager
 def _scheduled():
     """Note on the clock that a schedule runs, and restore the micro-batch afterward."""
+    between, clock.between_passes = clock.between_passes, False
     before, clock.scheduled, clock.micro_batch = clock.micro_batch, True, None
     try:
         yield
     finally:
-        clock.scheduled, clock.micro_batch = False, before
+        clock.scheduled, clock.micro_batch, clock.between_passes = False, before, between
 
 
 def _counted(schedule):
