@@ -287,7 +287,8 @@ class Collector:
 
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """
-        if self.error is not None or not self._weights.is_new(fields):
+        version = None if tensor.is_inference() else tensor._version
+        if self.error is not None or not self._weights.is_new(fields, version):
             return
         part, where = self.settings.selection.slices.cut(tensor.detach(), fields["dims"])
         if part is None:

@@ -49,12 +49,21 @@ def nothing_collected(
     )
 
 
-def lacking_iterations(collector: Collector) -> str | None:
-    """Return an error message if a run has collected fewer iterations than requested, or None."""
+def lacking_iterations(collector: Collector, before: int) -> str | None:
+    """Return an error message if a run has collected fewer iterations than requested, or None.
+
+    A run that resumes another within the requested iterations shares them with the earlier run.
+
+    Args:
+        collector: collector of this rank.
+        before: number of iterations completed before this run.
+    """
     if collector.has_ring or collector.settings.flag_file:
         return None
     wanted, collected = collector.settings.control_iter, collector.collected
-    if collected >= wanted:
+    selected = collector.settings.selection.iterations
+    earlier = selected.until(before).count() or 0 if selected.count() is None else 0
+    if collected + (earlier if earlier < wanted else 0) >= wanted:
         return None
     return (
         f"{wanted} iteration(s) were to be collected (--control-iter, --collect-iterations), and "

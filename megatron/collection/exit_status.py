@@ -43,3 +43,11 @@ def exit_with_error(text: str) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def error_at_exit() -> BaseException | None:
+    """Return the exception that ends this program, or None.
+
+    In an interactive session, such as a notebook, an exception ends only a cell.
+    """
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

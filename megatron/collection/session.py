@@ -15,7 +15,6 @@ project's trainer prints the message and exits with a nonzero status.
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ from megatron.collection.capture import Capture, NoSink
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
 from megatron.collection.collector import Collector
 from megatron.collection.deferred_signals import signals_deferred
-from megatron.collection.exit_status import call_at_exit, exit_with_error
+from megatron.collection.exit_status import call_at_exit, error_at_exit, exit_with_error
 from megatron.collection.flags import Reader, by_reader
 from megatron.collection.foreign_tensors import check_arguments, check_groups
 from megatron.collection.limits import gib
@@ -39,7 +38,7 @@ from megatron.collection.record_writer import check_writable
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.settings import Settings, enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
-from megatron.collection.training_clock import clock, need_clock
+from megatron.collection.training_clock import MicroBatch, clock, need_clock
 from megatron.fake_quant import policy
 from megatron.tensor_record import operation_of
 
@@ -52,6 +51,8 @@ _configured = False
 _audited = False  #: whether the trainer has passed the format audit to `configure`
 _owner = 0  #: ID of the process that started the collection
 _knows_end = False  #: whether the trainer has passed its last iteration to `configure`
+_warned = False  #: whether a layer was named that runs more than once in a micro-batch
+_completed_before = 0  #: number of iterations completed before this run
 _observed = 0  #: number of completed iterations at the last call of `observe`
 
 
@@ -99,9 +100,12 @@ def configure(
     Raises:
         ValueError: if any rank finds an invalid setting or cannot write; raised on all ranks.
     """
-    global _audited, _collector, _configured, _knows_end, _observed, _owner, _statistics
+    global _audited, _collector, _completed_before, _configured, _knows_end, _observed, _owner
+    global _statistics, _warned
     close()
+    _completed_before = iteration
     _configured, _observed, _audited = True, 0, quantization is not None
+    _warned = False
     clock.reset(iteration)
     args = {} if args is None else args
     _knows_end = bool(args.get("train_iters"))
@@ -315,10 +319,28 @@ def capture(
     if measured:
         options["statistics"] = _statistics
     if _collector is not None and _collector.wants(identity, layer_type):
+        _note_call(clock.micro_batch, identity, layer_type)
         return Capture(_collector, identity, layer_type, **options)
     if not measured or _statistics is None:
         return None
     return Capture(NoSink(_statistics.coordinates), identity, layer_type, **options)
+
+
+def _note_call(micro_batch: MicroBatch, identity: ModuleIdentity, layer_type: str) -> None:
+    """Warn once if a layer runs more than once in a micro-batch."""
+    global _warned
+    if clock.recomputing:
+        return
+    if (identity, layer_type) in micro_batch.collected and identity.name and not _warned:
+        _warned = True
+        logger.warning(
+            "the layer %s runs more than once in micro-batch %d of iteration %d; the records of "
+            "its calls have the same names, so that verify, study and diff cannot tell them apart",
+            identity.name,
+            micro_batch.index,
+            micro_batch.iteration,
+        )
+    micro_batch.collected.add((identity, layer_type))
 
 
 def save_tensor(
@@ -441,15 +463,20 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
 
     Returns:
         An error message if the collection has failed on this rank, or on any rank if `settle` has
-        been called; None otherwise.
+        been called, or if it has fewer iterations than requested; None otherwise.
     """
     global _collector, _statistics
+    lacking = None if aborted is not None or interrupted else lacking_iterations()
+    if lacking is not None:
+        logger.warning("%s", lacking)
     with signals_deferred:
         collector, _collector = _collector, None
         history, _statistics = _statistics, None
         failures = [None if history is None else history.close()]
         if collector is not None:
-            failures.insert(0, collector.close(aborted, interrupted=interrupted))
+            failures.insert(
+                0, collector.close(aborted or lacking, interrupted=interrupted) or lacking
+            )
         return "; ".join(filter(None, failures)) or None
 
 
@@ -460,7 +487,7 @@ def close_at_exit() -> None:
     """
     if os.getpid() != _owner:  # a forked process has no writer threads
         return
-    error = getattr(sys, "last_value", None)  # the exception that ends the program
+    error = error_at_exit()
     why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
     if error is None and (nothing := reason_for_nothing()) is not None:
         end_with_error(nothing)
@@ -490,4 +517,6 @@ def reason_for_nothing() -> str | None:
 
 def lacking_iterations() -> str | None:
     """Return an error message if fewer iterations than requested were collected; None otherwise."""
-    return None if _audited or _collector is None else completeness.lacking_iterations(_collector)
+    if _audited or _collector is None:
+        return None
+    return completeness.lacking_iterations(_collector, _completed_before)

@@ -5,7 +5,8 @@ clock. In a loop without these schedules, `megatron.core.tensor_saver.training_i
 layers read the clock in their forward pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ class MicroBatch:
     iteration: int  #: number of the iteration, as in the log
     index: int  #: index of the micro-batch in the iteration, from 0
     sample_idx: int | None = None  #: index of the micro-batch's first sample; None if unknown
+    #: Layers that have been collected in this micro-batch, apart from recomputations.
+    collected: set[Any] = field(default_factory=set, compare=False, repr=False)
 
 
 class Clock:

@@ -1,6 +1,8 @@
 """Save each weight only once per iteration, in the first forward pass that uses it.
 
-A weight is the same in every micro-batch of an iteration and in a recomputed forward pass.
+A weight is usually the same in every micro-batch of an iteration and in a recomputed forward pass.
+Optimizers such as LBFGS and SAM change it between the forward passes of an iteration. Then it is
+saved again, and so are its codes.
 """
 
 from typing import Any
@@ -15,12 +17,14 @@ class WeightDedup:
 
     def __init__(self) -> None:
         self._saved: set[tuple[int, str, str, str | None]] = set()
+        self._versions: dict[str, int] = {}  #: version of the weight of each module
 
     def begin_iteration(self) -> None:
         """Forget which weights were saved in the previous iteration."""
         self._saved.clear()
+        self._versions.clear()
 
-    def is_new(self, fields: dict[str, Any]) -> bool:
+    def is_new(self, fields: dict[str, Any], version: int | None = None) -> bool:
         """Return True for a tensor to be saved, False for a weight already saved in this iteration.
 
         Codes from stochastic rounding differ each time, so they are always saved. The same applies
@@ -30,6 +34,7 @@ class WeightDedup:
 
         Args:
             fields: fields of the tensor's record.
+            version: number that changes if the tensor is changed in place; None if it is unknown.
         """
         name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
         fmt = fields.get("format")
@@ -40,6 +45,11 @@ class WeightDedup:
         )
         if name not in OF_ITERATION or not fields["module"] or varies:
             return True
+        module = fields["module"]
+        known = name == "weight" and version is not None
+        if known and self._versions.setdefault(module, version) != version:
+            self._versions[module] = version
+            self._saved = {key for key in self._saved if key[1] != module}
         key = (fields["iteration"], fields["module"], name, fmt)
         if key in self._saved:
             return False

@@ -8,6 +8,7 @@ import torch
 from megatron.collection import session
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.run_card import rank_coordinates
+from megatron.collection.training_clock import clock
 from megatron.tensor_record import TensorRecord, read_events, read_index
 
 LAYER = ModuleIdentity("decoder.layers.0.mlp.linear_fc1", 0)
@@ -53,6 +54,7 @@ def nothing() -> bool:
 def save(tensor=None, identity=LAYER, name="input") -> None:
     """Save one tensor of a linear layer, if it is collected now."""
     if (capture := session.capture(identity, "linear")) is not None:
+        clock.micro_batch.collected.clear()  # each call stands for another layer
         capture.save(name, torch.ones(2, 3, 4) if tensor is None else tensor, dims="s b h")
 
 

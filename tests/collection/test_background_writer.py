@@ -292,9 +292,11 @@ def test_while_threads_write_training_does_not_ask_the_disk(tmp_path, monkeypatc
         return usage(folder)
 
     monkeypatch.setattr(shutil, "disk_usage", ask)
+    session.begin_iteration()
     clock.micro_batch = MicroBatch(1, 0)
     for _ in range(200):
         save(torch.ones(64, 64, 8))
+    session.end_iteration()
     assert session.close() is None
     assert 1 <= sum(asked) < 200
     assert len(asked) - sum(asked) == 200, "a look after each write"

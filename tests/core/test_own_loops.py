@@ -667,10 +667,14 @@ def test_a_loop_that_ends_before_its_recipe_begins_fails(tmp_path, first, train_
 
 LACKING = """
 model, loss = built()
-tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], **json.loads(sys.argv[2]))
-for number in (1, 2):
+flags = json.loads(sys.argv[2])
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], **flags)
+done = flags.get("iteration", 0)
+for number in (done + 1, done + 2):
     with training_iteration(number):
         step(model, loss)
+if sys.argv[3:]:
+    print(json.dumps({"closed": tensor_saver.close()}))
 """
 
 
@@ -680,6 +684,8 @@ for number in (1, 2):
         ({"collect_iterations": "1,9"}, "the run ended at iteration 2 with 1"),
         ({"collect_iterations": "9"}, "nothing was collected in 2 iteration(s) up to 2: none"),
         ({"control_iter": 3}, "3 iteration(s) were to be collected"),
+        ({"control_iter": 3, "iteration": 9}, "3 iteration(s) were to be collected"),
+        ({"control_iter": 3, "iteration": 1}, None),  # the earlier run has collected one
         ({"tensor_statistics": 9}, "--tensor-statistics 9 measures the iterations that"),
         ({"collect_layers": "0,9"}, "--collect-layers: the model has no layer 9; its layers are"),
         ({"collect_iterations": "2-"}, None),
@@ -689,6 +695,90 @@ def test_a_run_that_collects_less_than_requested_fails(tmp_path, flags, message)
     done = run(LACKING, tmp_path, json.dumps(flags))
     assert done.returncode == (0 if message is None else 1), done.stderr
     assert message is None or message in done.stderr
+
+
+def test_a_collection_that_is_closed_before_it_is_complete_says_so(tmp_path):
+    closed = report(LACKING, tmp_path, json.dumps({"control_iter": 3}), "close")
+    assert closed["closed"].startswith("3 iteration(s) were to be collected")
+    assert closed["closed"] in closed["log"]
+    (card,) = tmp_path.glob("run_*.json")
+    card = json.loads(card.read_text())
+    assert (card["status"], card["reason"]) == ("aborted", closed["closed"])
+
+
+CELLS = """
+sys.ps1, sys.last_value = ">>> ", ZeroDivisionError("division by zero in an earlier cell")
+model, loss = built()
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], control_iter=2)
+for number in range(1, 1 + int(sys.argv[2])):
+    with training_iteration(number):
+        step(model, loss)
+"""
+
+
+@pytest.mark.parametrize(("iterations", "status"), [(2, 0), (1, 1)])
+def test_an_exception_in_a_cell_of_a_notebook_does_not_end_the_program(
+    tmp_path, iterations, status
+):
+    done = run(CELLS, tmp_path, iterations)
+    assert done.returncode == status, done.stderr
+    (card,) = tmp_path.glob("run_*.json")
+    assert "ZeroDivisionError" not in card.read_text()
+
+
+MOVED = """
+tensor_saver.configure(
+    save_tensors=True, save_dir=sys.argv[1], collect_micro_batches=0, collect_tensors=["weight"]
+)
+model, loss = built()
+with training_iteration(1):
+    for change in (0.0, 0.0, 1.0):
+        with torch.no_grad():
+            for parameter in model.parameters() if change else ():
+                parameter.add_(change)
+        step(model, loss)
+print(json.dumps({}))
+"""
+
+
+def test_weights_that_change_between_micro_batches_are_saved_again(tmp_path):
+    report(MOVED, tmp_path)
+    (index,) = tmp_path.glob("index_*.jsonl")
+    records = [json.loads(line) for line in index.read_text().splitlines()]
+    assert sorted((r["micro_batch"], r["module"]) for r in records) == [
+        (micro_batch, f"blocks.{block}") for micro_batch in (0, 2) for block in range(3)
+    ]
+
+
+TWICE = """
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], control_iter=2)
+model, loss = built()
+if sys.argv[2] == "twice":
+    model.blocks[1] = model.blocks[0]
+for number in (1, 2):
+    with training_iteration(number):
+        step(model, loss)
+print(json.dumps({}))
+"""
+
+
+def test_a_layer_that_runs_twice_in_a_micro_batch_is_named_once(tmp_path):
+    for way, count in (("once", 0), ("twice", 1)):
+        log = report(TWICE, tmp_path / way, way)["log"]
+        assert log.count("the layer blocks.0 runs more than once in micro-batch 0 of") == count
+
+
+PARAMETRIZED = """
+model, loss = built("gpt")
+layer = model.decoder.layers[0].mlp.linear_fc1
+torch.nn.utils.parametrizations.weight_norm(layer)
+step(model, loss)
+print(json.dumps({}))
+"""
+
+
+def test_a_parametrized_weight_is_reached():
+    report(PARAMETRIZED, CUSTOM_QUANT_TYPE="mxfp8")
 
 
 DIVIDED = """

@@ -139,6 +139,8 @@ def _is_matmul(name: str, module: torch.nn.Module) -> bool:
     leaf = name.rpartition(".")[2]
     if leaf == CORE_ATTENTION:
         return True
+    if ".parametrizations" in name:  # torch computes a weight from this matrix
+        return False
     return leaf not in HIGH_PRECISION and _owns_matrix(module) and not _is_convolution(module)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron.collection import session
-from megatron.collection.exit_status import call_at_exit
+from megatron.collection.exit_status import call_at_exit, error_at_exit
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock
 from megatron.core.low_precision import model_roots, run_request
@@ -168,7 +168,7 @@ def ended_by_error() -> bool:
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return False
-    return error is not None or getattr(sys, "last_value", None) is not None
+    return error is not None or error_at_exit() is not None
 
 
 def failure() -> str | None:
