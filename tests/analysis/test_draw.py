@@ -251,8 +251,20 @@ def test_the_distance_of_two_runs_is_relative_to_the_one_without_quantization(fi
     assert len(data) == 29  # the tensors of one run
     x, base = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
     assert relative_distance(x, base) == pytest.approx(1 / math.sqrt(2))
-    assert math.isnan(relative_distance(x, torch.zeros(2)))
-    assert math.isnan(relative_distance(x, torch.zeros(3)))
+    assert relative_distance(x, torch.zeros(2)) == math.inf
+    assert relative_distance(torch.zeros(2), torch.zeros(2)) == 0
+    with pytest.raises(ValueError, match="shape"):
+        relative_distance(x, torch.zeros(3))
+
+
+def test_a_nan_in_one_run_is_an_infinite_distance():
+    nan, inf = math.nan, math.inf
+    base = torch.tensor([3.0, 4.0, nan])
+    assert relative_distance(base.clone(), base) == 0  # NaN equals NaN
+    assert relative_distance(torch.tensor([3.0, 4.5, nan]), base) == pytest.approx(0.1)
+    assert relative_distance(torch.tensor([nan, 4.0, nan]), base) == inf
+    assert relative_distance(torch.tensor([3.0, 4.0, 5.0]), base) == inf
+    assert relative_distance(torch.tensor([inf, 4.0, nan]), base) == inf
 
 
 def test_a_bad_file_is_named_the_rest_is_drawn_and_the_status_is_3(dump, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -50,8 +51,12 @@ def deviation(figure_data: FigureData) -> Figure:
         if (rows["deviation"] == 0).all():  # a logarithmic axis cannot show 0
             nothing(ax, KINDS[kind], f"equal in all runs\nin iteration {_last(rows)}")
             continue
+        lines = medians(rows, "quant_type", "layer_idx", "deviation")
+        if (lines["value"] == math.inf).all():
+            nothing(ax, KINDS[kind], f"not finite in any run\nin iteration {_last(rows)}")
+            continue
         plot_lines(
-            medians(rows, "quant_type", "layer_idx", "deviation"),
+            lines,
             xlabel="layer",
             ylabel="‖x - x0‖ / ‖x0‖",
             title=KINDS[kind],
@@ -61,10 +66,15 @@ def deviation(figure_data: FigureData) -> Figure:
         )
     share_y([ax for ax in axes if ax.get_legend_handles_labels()[0]])
     legend(figure, axes)
+    last = _last(data)
     note = "x0: the same tensor of the run without quantization; "
     note += f"{median_of(data, ['quant_type', 'kind', 'layer_idx'], 'point')}, iteration "
+    infinite = int((data["deviation"] == math.inf).sum())
+    if infinite:
+        last += f"; not finite in {infinite:,} of {len(data):,} tensors: a NaN or Inf differs, or "
+        last += "only x0 is zero"
     title = "Deviation of each run from the run without quantization"
-    figure_data.headline(figure, title, note + _last(data))
+    figure_data.headline(figure, title, note + last)
     return figure
 
 

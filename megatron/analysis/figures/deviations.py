@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from megatron.analysis.diff.difference import Tolerance, compare
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
 #: Columns that together identify the same tensor in different runs.
 SAME = ("iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name")
 BASELINES = ("bf16", "none")  #: quantization types of unquantized runs, in order of preference
-CHUNK = 1 << 22  #: number of values to compare at a time
 
 
 def deviations(
@@ -34,8 +33,8 @@ def deviations(
 
     Returns:
         A table with the columns `quant_type`, `kind`, `layer_idx`, `iteration` and `deviation`. The
-        deviation is |x - x0| / |x0| in the Euclidean norm. The table is empty if every run is
-        quantized, or if no tensor has a counterpart.
+        deviation is |x - x0| / |x0| in the Euclidean norm, see `relative_distance`. The table is
+        empty if every run is quantized, or if no tensor has a counterpart.
     """
     baseline = next((name for name in BASELINES if (tensors["quant_type"] == name).any()), None)
     columns = ["quant_type", "kind", "layer_idx", "iteration", "deviation"]
@@ -61,16 +60,12 @@ def deviations(
 
 
 def relative_distance(x: Tensor, base: Tensor) -> float:
-    """Return |x - base| / |base| in the Euclidean norm, computed in float64.
+    """Return |x - base| / |base| in the Euclidean norm, as `megatron.analysis diff` computes it.
 
-    The result is NaN if the shapes differ or `base` is zero.
+    The result is 0 only if all values are equal; NaN equals NaN. It is infinite if NaN or Inf is
+    at a place where the other tensor has another value, or if only `base` is zero.
+
+    Raises:
+        ValueError: the shapes differ.
     """
-    if x.shape != base.shape:
-        return float("nan")
-    difference = norm = 0.0
-    flat, flat_base = x.reshape(-1), base.reshape(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        part, reference = flat[start : start + CHUNK], flat_base[start : start + CHUNK].double()
-        difference += float((part.double() - reference).square().sum())
-        norm += float(reference.square().sum())
-    return float(np.sqrt(difference / norm)) if norm > 0 else float("nan")
+    return compare(base, x, Tolerance()).relative_error

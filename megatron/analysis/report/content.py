@@ -75,6 +75,7 @@ def content(figure_data: FigureData) -> dict[str, Any]:
         ],
         "worst": lowest,
         "by_type": by_type(figure_data),
+        "compared_iterations": compared_iterations(figure_data),
         "attention": attention(figure_data),
         "gradients": gradients(figure_data, runs_of(tensors)),
         "tensors": names(figure_data),
@@ -200,16 +201,23 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
 def by_type(figure_data: FigureData) -> list[list[Any]]:
     """Return the median deviation of tensors from the unquantized run, by quantization type.
 
-    There is one row per quantization type, kind of tensor and layer. A row lists these three and
-    then the median.
-    Only the last iteration that was compared is included.
+    There is one row per quantization type, kind of tensor and layer. A row lists these three, the
+    median, the number of tensors whose deviation is infinite, and the number of all tensors. Each
+    type is compared in the last iteration that it shares with the unquantized run.
     """
     data = figure_data.deviations
-    if data.empty:
-        return []
-    last = data[data["iteration"] == data["iteration"].max()]
-    groups = last.groupby(["quant_type", "kind", "layer_idx"], sort=False)["deviation"].median()
-    return [[*map(str, key[:2]), int(key[2]), plain(value)] for key, value in groups.items()]
+    rows = []
+    for key, values in data.groupby(["quant_type", "kind", "layer_idx"], sort=False)["deviation"]:
+        infinite = int((values == math.inf).sum())
+        rows.append([str(key[0]), str(key[1]), int(key[2]), plain(values.median())])
+        rows[-1] += [infinite, len(values)]
+    return rows
+
+
+def compared_iterations(figure_data: FigureData) -> list[list[Any]]:
+    """Return each quantization type with the iteration in which `by_type` compares it."""
+    last = figure_data.deviations.groupby("quant_type", sort=False)["iteration"].max()
+    return [[str(name), int(iteration)] for name, iteration in last.items()]
 
 
 def positions(figure_data: FigureData) -> list[list[int]]:

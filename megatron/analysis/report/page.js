@@ -545,28 +545,56 @@ function drawFormats() {
   }), CONFIG);
 }
 
+// Return the layers of one group of rows of `by_type` for which a condition holds, as text; it is empty if none do.
+function layersWhere(rows, condition) {
+  const chosen = rows.filter(condition).map(([, , layer]) => layerName(layer));
+  return !chosen.length || chosen.length === rows.length ? "" : ` (${chosen.join(", ")})`;
+}
+
+// Return the note below the heading of "Types": what is drawn, in which iterations, and what is equal or not finite.
+function typesNote(groups) {
+  const iterations = new Set(data.compared_iterations.map(([, iteration]) => iteration));
+  const when = iterations.size === 1 ? `iteration ${[...iterations][0]}` : data.compared_iterations.map((pair) => pair.join(" ")).join(", ");
+  let note = `Median of ‖x - x0‖ / ‖x0‖ in the last iteration that a type shares with the run without quantization (${when}); `
+    + "x0 is the same tensor in the run without quantization; dashed: gradients, dotted: weights.";
+  const equal = groups.filter(({ rows }) => rows.some(([, , , value]) => value === 0))
+    .map(({ name, rows }) => name + layersWhere(rows, ([, , , value]) => value === 0));
+  const bad = groups.filter(({ rows }) => rows.some((row) => row[4])).map(({ name, rows }) => {
+    const [infinite, all] = [4, 5].map((i) => rows.reduce((sum, row) => sum + row[i], 0));
+    return `${name}${layersWhere(rows, (row) => row[4])}, ${show(infinite)} of ${show(all)} tensors`;
+  });
+  if (equal.length) note += ` Not drawn, because equal to the run without quantization: ${equal.join("; ")}.`;
+  if (bad.length) note += ` Not finite, because a NaN or Inf differs from x0, or only x0 is zero: ${bad.join("; ")}; a triangle above all numbers: the median is not finite.`;
+  return note;
+}
+
 function drawTypes() {
   if (!data.by_type.length) {
     $("types-note").textContent = "Nothing to compare: collect a run without quantization (bf16) and other runs with the same seed.";
     return;
   }
-  $("types-note").textContent = "Median of ‖x - x0‖ / ‖x0‖ in the last iteration; x0 is the same tensor in the run without quantization; dashed: gradients, dotted: weights.";
+  const groups = new Map();
+  for (const row of data.by_type) {
+    const name = `${row[0]}, ${KINDS[row[1]]}`;
+    if (!groups.has(name)) groups.set(name, { name, type: row[0], kind: row[1], rows: [] });
+    groups.get(name).rows.push(row);
+  }
+  $("types-note").textContent = typesNote([...groups.values()]);
   const dash = { forward: "solid", gradient: "dash", weight: "dot" };
   const colors = Object.fromEntries(data.runs.map((run) => [run.type, run.color]));
-  const groups = new Map();
-  for (const [type, kind, layer, value] of data.by_type) {
-    const key = `${type}, ${KINDS[kind]}`;
-    if (!groups.has(key)) groups.set(key, {
-      type: "scatter", mode: "lines+markers", name: plain(key), x: [], y: [], line: { color: onPage(colors[type]), dash: dash[kind], width: 1.5 },
-    });
-    groups.get(key).x.push(layer);
-    groups.get(key).y.push(value > 0 ? value : null);
-  }
-  const drawn = [...groups.values()].filter((group) => group.y.some((value) => value !== null));
-  const equal = [...groups.values()].filter((group) => !drawn.includes(group)).map((group) => group.name);
-  if (equal.length) $("types-note").textContent += ` Not drawn, because equal to the run without quantization: ${equal.join("; ")}.`;
+  const finite = data.by_type.map(([, , , value]) => value).filter((value) => value > 0);
+  const [top, bottom] = [Math.max, Math.min].map((f) => finite.reduce((a, b) => f(a, b), finite[0] ?? 1));
+  const above = top * Math.max(top / bottom, 2) ** 0.08;
+  const height = (value) => (value === "inf" ? above : value > 0 ? value : null);
+  const drawn = [...groups.values()].map(({ name, type, kind, rows }) => ({
+    type: "scatter", mode: "lines+markers", name: plain(name), line: { color: onPage(colors[type]), dash: dash[kind], width: 1.5 },
+    x: rows.map((row) => row[2]), y: rows.map((row) => height(row[3])),
+    marker: { size: 7, symbol: rows.map((row) => (row[3] === "inf" ? "triangle-up" : "circle")) },
+    text: rows.map((row) => (row[3] === "inf" ? "not finite" : show(row[3]))), hovertemplate: "layer %{x}: %{text}",
+  })).filter(({ y }) => y.some((value) => value !== null));
+  const numbers = logAxis("‖x - x0‖ / ‖x0‖", finite, { showticklabels: finite.length > 0 });
   Plotly.newPlot("by-type", drawn, layout({
-    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: logAxis("‖x - x0‖ / ‖x0‖", drawn.flatMap(({ y }) => y)),
+    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: numbers,
   }), CONFIG);
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import matplotlib as mpl
 
 mpl.use("agg")
@@ -60,6 +62,22 @@ def test_weights_that_are_equal_in_all_runs_are_said_to_be(figure_data):
     assert len(limits) == 1
     assert {ax.get_yscale() for ax in figure.axes if ax is not weights} == {"log"}
     assert next(iter(limits))[0] < 0.25 < 2.5 < next(iter(limits))[1]
+
+
+def test_runs_whose_deviation_is_not_finite_are_said_to_be(figure_data):
+    found = FigureData(figure_data.store, figure_data.statistics, figure_data.formats)
+    far = {"forward": (0.25, math.inf), "weight": (0.0, 0.0), "gradient": (math.inf, math.inf)}
+    rows = [("mxfp8", kind, layer, 2, far[kind][layer]) for kind in far for layer in (0, 1)]
+    columns = ["quant_type", "kind", "layer_idx", "iteration", "deviation"]
+    found.__dict__["deviations"] = pd.DataFrame(rows, columns=columns)
+    figure = comparisons.deviation(found)
+    marks = {ax.get_title(loc="left"): ax.get_title(loc="right") for ax in figure.axes}
+    panels = {ax.get_title(loc="left"): [t.get_text() for t in ax.texts] for ax in figure.axes}
+    assert panels["Gradients"] == ["not finite in any run\nin iteration 2"]
+    assert panels["Weights"] == ["equal in all runs\nin iteration 2"]
+    assert "infinite" in marks["Activations"]  # layer 1
+    texts = [text.get_text() for text in figure.texts]
+    assert any("not finite in 3 of 6 tensors" in text for text in texts)
 
 
 def test_titles_of_panels_stand_at_one_height():

@@ -200,6 +200,67 @@ def test_nothing_in_a_dump_becomes_markup_in_the_browser(opened_browser, tmp_pat
     assert tab.messages == []
 
 
+def write_runs(folder):
+    """Write a run without quantization, and three runs that differ from it.
+
+    Everything is NaN in the first of the three. In the second, one of the inputs of layer 1 is
+    0.5 % too large, the other has a NaN, and the weights are equal. The third has iteration 1 only.
+    """
+    folder.mkdir()
+    for quant_type in ("bf16", "mxfp4", "mxfp8", "hifp8"):
+        for record in linear():
+            x, is_input = normal(record.counter), record.tensor_name == "input"
+            if quant_type == "mxfp4":
+                x[:] = float("nan")
+            if quant_type == "mxfp8" and is_input and record.layer_idx == 1:
+                x *= 1.005
+            if quant_type == "hifp8":
+                if record.iteration == 2:
+                    continue
+                x *= 1.25
+            changes = {"quant_type": quant_type, "run_id": quant_type, "dtype": "float32"}
+            record = dataclasses.replace(record, **changes)
+            write_tensor(folder, record, x)
+            if quant_type == "mxfp8" and is_input and record.layer_idx == 1:
+                x[5, 5] = float("nan")
+            # a second tensor per kind and layer
+            counter = 100 + record.counter
+            write_tensor(folder, dataclasses.replace(record, micro_batch=1, counter=counter), x)
+    return folder
+
+
+def test_a_run_of_nan_is_named_and_not_called_equal(opened_browser, tmp_path):
+    figure_data = figure_data_of(write_runs(tmp_path / "dump"), ("mxfp8",))
+    rows = {tuple(row[:3]): row[3:] for row in content(figure_data)["by_type"]}
+    quarter = pytest.approx(0.25, rel=1e-5)
+    kinds = [(kind, layer) for kind in ("forward", "weight") for layer in (0, 1)]
+    assert rows == (
+        {("mxfp4", *place): ["inf", 2, 2] for place in kinds}
+        | {("mxfp8", *place): [0, 0, 2] for place in kinds}
+        | {("mxfp8", "forward", 1): ["inf", 1, 2]}
+        | {("hifp8", *place): [quarter, 0, 2] for place in kinds}
+    )
+    opened_browser.open(write_report(figure_data, tmp_path / "report.html"))
+    note = opened_browser.evaluate("$('types-note').textContent")
+    assert "(hifp8 1, mxfp4 2, mxfp8 2)" in note
+    assert "equal to the run without quantization: mxfp8, activations (L0); mxfp8, weights." in note
+    assert "Not finite" in note
+    assert (
+        ": mxfp4, activations, 4 of 4 tensors; mxfp4, weights, 4 of 4 tensors;"
+        " mxfp8, activations (L1), 1 of 4 tensors;"
+    ) in note
+    drawn = dict(opened_browser.evaluate("$('by-type').data.map((t) => [t.name, [t.y, t.text]])"))
+    assert drawn["mxfp4, weights"][1] == ["not finite", "not finite"]
+    assert drawn["hifp8, weights"][0] == [quarter, quarter]
+    assert min(drawn["mxfp4, activations"][0]) > 0.25  # above all numbers
+    assert drawn["mxfp8, activations"] == [
+        [None, min(drawn["mxfp4, weights"][0])],
+        ["0", "not finite"],
+    ]
+    assert "mxfp8, weights" not in drawn
+    assert opened_browser.messages == []
+
+
 @pytest.mark.parametrize(
     "wrong", [5, "text", [5], {"a": [1]}, [{"a": 5}], [None, [[]]], True, 1e999, -1, 10**400]
 )
