@@ -31,13 +31,14 @@ from megatron.fake_quant.names import get_format
 
 _TABLES = ("study.parquet", "study/study.parquet", "../study/study.parquet")
 #: Columns of the table of a study that are read.
-_STUDY_COLUMNS = ("iteration", "layer_idx", "module", "operation", "gemm", "format", "sqnr_db")
+_STUDY_NUMBERS = ("iteration", "layer_idx", "sqnr_db", "nonfinite")
+_STUDY_TEXTS = ("run_id", "module", "operation", "gemm", "format", "recipe", "accumulator")
 _MOST_BYTES = 256 << 20  #: maximum size of the table of a study, in bytes
 PERIOD = 2.0  #: time between two polls of the training files, in seconds
 
 
 def read_study(path: Path) -> pd.DataFrame:
-    """Return the table of a study.
+    """Return the table of a study; its texts are empty where they are missing.
 
     Raises:
         ValueError: if the file is not such a table, or is too large.
@@ -45,12 +46,21 @@ def read_study(path: Path) -> pd.DataFrame:
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise ValueError(f"its {size:,} bytes are more than {_MOST_BYTES:,}")
-        table = pd.read_parquet(path, columns=[*_STUDY_COLUMNS])
-        numbers = table[["iteration", "layer_idx", "sqnr_db"]].astype(float)
+        import pyarrow.parquet
+
+        names = [*_STUDY_NUMBERS, *_STUDY_TEXTS]
+        if "accumulator" not in pyarrow.parquet.read_schema(path).names:
+            names.remove("accumulator")  # the table of an older version
+        table = pd.read_parquet(path, columns=names).reindex(
+            columns=[*_STUDY_NUMBERS, *_STUDY_TEXTS]
+        )
+        numbers = table[[*_STUDY_NUMBERS]].astype(float)
+        # an empty column of texts may have any type
+        texts = {name: table[name].astype(object).fillna("").astype(str) for name in _STUDY_TEXTS}
     except Exception as error:  # a damaged file may raise almost any exception
         text = f"{path} is not a table of a study ({type(error).__name__}: {reason(error)})"
         raise ValueError(printable(text, limit=2000)) from error
-    return table.assign(**numbers).dropna(subset=["iteration", "layer_idx"])
+    return table.assign(**numbers, **texts).dropna(subset=["iteration", "layer_idx"])
 
 
 class Explorer:

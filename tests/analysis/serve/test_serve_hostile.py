@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
+from megatron.analysis.serve import explorer as explorer_module
 from megatron.analysis.serve import maps, training
 from megatron.analysis.serve.address import Address
 from megatron.analysis.serve.application import _csv, _Views, create
@@ -250,8 +251,8 @@ def test_a_study_of_any_content_leaves_the_map_alone(
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        names = ("iteration", "layer_idx", "module", "operation", "gemm", "format", "sqnr_db")
-        table = content if content is not None else pd.DataFrame([["x"] * 7], columns=names)
+        names = [*explorer_module._STUDY_NUMBERS, *explorer_module._STUDY_TEXTS]
+        table = content if content is not None else pd.DataFrame([["x"] * 11], columns=names)
         table.to_parquet(path)
     monkeypatch.setattr(explorer, "_study_path", path)
     for _ in range(2):

@@ -29,6 +29,7 @@ from megatron.analysis.serve.pages.parts import (
     table,
 )
 from megatron.analysis.serve.statistics import BY_NAME, OUTPUT_SQNR, STATISTICS
+from megatron.analysis.serve.study_map import module_of, not_studied, study_map
 
 WORST = 12  #: number of tensors in the list of the worst ones
 CELL = 31  #: minimum width of a cell, in which a number of four characters fits
@@ -57,7 +58,8 @@ def _title(address: Address) -> str:
     statistic = BY_NAME[address.statistic]
     what = f"{statistic.label} in {address.format}" if statistic.of_format else statistic.label
     if address.by == BY_ITERATION:
-        return f"{what}: {address.place}"
+        of_study = address.statistic == OUTPUT_SQNR.name
+        return f"{what}: {module_of(address) if of_study else address.place}"
     return f"{what}, iteration {address.iteration}"
 
 
@@ -157,66 +159,27 @@ def verdict(explorer: Explorer, address: Address) -> list[Part]:
 def shown_map(explorer: Explorer, address: Address) -> Map:
     """Return the map of an address, and have its tensors measured before others."""
     if address.statistic == OUTPUT_SQNR.name:
-        return study_map(explorer, address)
+        return study_map(explorer.catalog, explorer.study(), address)
     found = maps.build(explorer.catalog, explorer.numbers, address)
     fmt = address.format if BY_NAME[address.statistic].of_format else ""
     explorer.look_at(found.chosen, fmt)
     return found
 
 
-def study_map(explorer: Explorer, address: Address) -> Map:
-    """Return the SQNR of the matmuls' results, from the table of a study."""
-    from megatron.analysis.figures.figure_data import layer_name, short_module
-
-    catalog, study = explorer.catalog, explorer.study()
-    empty = np.zeros((0, 0))
-    if study is None:
-        return Map(
-            [],
-            [],
-            empty,
-            empty.astype(int),
-            empty.astype(int),
-            OUTPUT_SQNR,
-            np.zeros(0, np.int64),
-            np.zeros(0),
-        )
-    own = study[study["format"] == address.format]
-    if address.gemm:
-        own = own[own["gemm"] == address.gemm]
-    if address.by == BY_TENSOR and (own["iteration"] == address.iteration).any():
-        own = own[own["iteration"] == address.iteration]
-    operation = own["operation"].where(own["operation"] != "linear", "")
-    column = own["module"].astype(str).map(short_module) + " " + operation + " " + own["gemm"]
-    own = own.assign(column=column.str.split().str.join(" "))
-    maps.check_size(own["layer_idx"].nunique(), own["column"].nunique())
-    cells = own.groupby(["layer_idx", "column"], sort=False)["sqnr_db"].median().unstack()
-    cells = cells.sort_index()
-    tensors = np.full(cells.shape, maps.NO_TENSOR, np.int64)
-    base = maps.chosen_tensors(catalog, address.but(by=BY_TENSOR, show="", gemm=""))
-    parts = np.array([catalog.places[p].rpartition(" ")[0] for p in catalog.place[base]], object)
-    for i, layer in enumerate(cells.index):
-        for j, name in enumerate(cells.columns):
-            part = name.split()[0]
-            at = base[(catalog.layer[base] == layer) & (parts == part)]
-            tensors[i, j] = int(at[0]) if len(at) else maps.NO_TENSOR
-    values = cells.to_numpy(float)
-    rows = [layer_name(int(layer)) for layer in cells.index]
-    counts = np.ones(cells.shape, np.int64)
-    return Map(rows, [*cells.columns], values, tensors, counts, OUTPUT_SQNR, base, values.ravel())
-
-
 def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
     """Return the map; if a second run is chosen, also its map and a map of the difference."""
     found = shown_map(explorer, address)
     if not found.rows:
-        return [message("Nothing to show: no tensor meets these conditions.")]
+        why = "Nothing to show: no tensor meets these conditions."
+        return [message(_why_empty(explorer, address, why))]
     figures = [("map", "", found)]
     note = _note(found)
     if address.by == BY_ITERATION and explorer.follower.reading:
         note += " More iterations appear when the index has been read."
+    second = address
     if address.other:
-        other = shown_map(explorer, address.but(run=address.other, **_iteration(explorer, address)))
+        second = address.but(run=address.other, **_iteration(explorer, address))
+        other = shown_map(explorer, second)
         explorer.look_at(np.concatenate([found.chosen, other.chosen]), address.format)
         figures.append(("other", "", other))
         note += " " + _note(other)
@@ -230,7 +193,7 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
         if address.other:
             parts.append(html.H3(title))
         if not each.rows:
-            parts.append(message("This run has no such tensors."))
+            parts.append(message(_why_empty(explorer, second, "This run has no such tensors.")))
             continue
         parts.append(_grid(name, each, scale, _columns(address)))
     if (
@@ -239,6 +202,13 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
     ):
         parts += [html.H3(f"{titles[1]} minus {titles[0]}"), difference]
     return [*parts, footer("map", note, search)]
+
+
+def _why_empty(explorer: Explorer, address: Address, why: str) -> str:
+    """Return what an empty map says: `why`, or which part of its address was not studied."""
+    if address.statistic == OUTPUT_SQNR.name:
+        return not_studied(explorer.study(), address)
+    return why
 
 
 def _iteration(explorer: Explorer, address: Address) -> dict[str, int]:
@@ -254,8 +224,11 @@ def _note(found: Map) -> str:
     note = f"{note[:1].upper()}{note[1:]}. " if note else ""
     most = int(found.counts.max()) if found.counts.size else 0
     if most > 1:
-        note += f"A cell is the median of up to {most:,} tensors. "
+        note += f"A cell is the median of up to {most:,} {_counted(found)}. "
     if found.statistic.name == OUTPUT_SQNR.name:
+        if found.not_finite:
+            verb = "holds" if found.not_finite == 1 else "hold"
+            note += f"{found.not_finite:,} of {total:,} results {verb} NaN or Inf: -∞ dB."
         return note.strip()
     if found.waiting:
         note += f"{total - found.waiting:,} of {total:,} tensors have been measured so far. "
@@ -265,6 +238,10 @@ def _note(found: Map) -> str:
         verb = "holds" if found.not_finite == 1 else "hold"
         note += f"{found.not_finite:,} of {total:,} tensors {verb} NaN or Inf."
     return note.strip()
+
+
+def _counted(found: Map) -> str:
+    return "results" if found.statistic.name == OUTPUT_SQNR.name else "tensors"
 
 
 def _columns(address: Address) -> str:
@@ -279,7 +256,11 @@ def _grid(name: str, found: Map, scale: dict[str, Any], title: str) -> Part:
             hover.append(
                 [
                     f"{row} {column}: {charts.with_unit(found.values[i, j], found.statistic)}"
-                    + (f" ({found.counts[i, j]} tensors)" if found.counts[i, j] > 1 else "")
+                    + (
+                        f" ({found.counts[i, j]} {_counted(found)})"
+                        if found.counts[i, j] > 1
+                        else ""
+                    )
                     for j, column in enumerate(found.columns)
                 ]
             )
