@@ -31,6 +31,7 @@ class FormatSum:
     values: Counts
     underflow: Counts
     saturated: Counts
+    overflow: Counts
     squared_error: Numbers
     clipping_error: Numbers
     underflow_error: Numbers

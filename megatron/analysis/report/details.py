@@ -110,8 +110,7 @@ def _in_format(
     """
     values = part.values[shown]
     error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
-    # Block formats never produce infinity, so the values not counted in `part.values` became NaN.
-    poisoned = binades - part.values if use["poisoned"] else np.zeros_like(binades)
+    poisoned = binades - part.values - part.overflow
     return {
         "axis": use["axis"],
         "used_by": use["used_by"],

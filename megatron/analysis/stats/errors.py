@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron.analysis.stats.kernels import error_sums
 from megatron.analysis.stats.kernels.error_sums import (
     BIAS,
+    BINADE_ROWS,
     BINADES,
     CAUSES,
     CLIPPING_ERROR,
@@ -55,7 +56,8 @@ class Errors:
         ints: NDArray[np.int64] | None = None,
         floats: NDArray[np.float64] | None = None,
     ):
-        sizes = (error_sums.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
+        by_binade_size = BINADE_ROWS * BINADES
+        sizes = (error_sums.COUNTS, by_binade_size, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
         self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
         rows = CAUSES + 2  # number of rows of `binade_sums`
         self.floats = np.zeros(error_sums.SUMS + rows * BINADES + 2) if floats is None else floats
@@ -63,7 +65,7 @@ class Errors:
         parts = [self.ints[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.counts, by_binade, self.scales, self.blocks = parts[:4]
         self.block_range, self.headroom, self.disagreement, self.codes = parts[4:]
-        self.binade_counts = by_binade.reshape(3, BINADES)
+        self.binade_counts = by_binade.reshape(BINADE_ROWS, BINADES)
         self.totals = self.floats[: error_sums.SUMS]
         self.binade_sums = self.floats[error_sums.SUMS : -2].reshape(rows, BINADES)
         self.headroom_sum, self.disagreement_sum = self.floats[-2:-1], self.floats[-1:]

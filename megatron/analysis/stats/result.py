@@ -243,14 +243,16 @@ class FormatArrays:
 
     A binade is the range [2^e, 2^(e+1)) of |x|; `TensorArrays.exponents` holds the exponent e of
     each binade. Here, x is a value and y is the quantized value. Only values that are finite and
-    not zero are counted.
+    not zero are counted. `values` and `overflow` leave out those that become NaN.
     """
 
     format: str
     axis: str  #: row | column | all
-    values: Counts  #: number of values by binade
+    values: Counts  #: number of values that have a finite result, by binade
     underflow: Counts  #: number of values that become zero, by binade
     saturated: Counts  #: number of clipped values, by binade; see FORMAT_COLUMNS
+    overflow: Counts  #: number of values that become Inf, by binade; if they are clipped, they
+    #: are in `saturated`, too
     squared_error: Numbers  #: sum of (y - x)^2 by binade; the next three arrays add up to it
     clipping_error: Numbers  #: squared error of clipped values
     underflow_error: Numbers  #: squared error of values that become zero

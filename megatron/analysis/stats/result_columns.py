@@ -200,7 +200,7 @@ def arrays_of(values: Values, all_errors: FormatErrors) -> TensorArrays:
 
 
 def _format_arrays(name: str, axis: str, errors: Errors) -> FormatArrays:
-    values, underflow, saturated = errors.binade_counts
+    values, underflow, saturated, overflow = errors.binade_counts
     sums = errors.binade_sums
     blocks = get_format(name).block_size is not None
     none = np.zeros(0, np.int64)
@@ -210,6 +210,7 @@ def _format_arrays(name: str, axis: str, errors: Errors) -> FormatArrays:
         values,
         underflow,
         saturated,
+        overflow,
         sums[:CAUSES].sum(0),
         sums[CLIPPING_ERROR],
         sums[UNDERFLOW_ERROR],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.pages import tensor_page, training_page
 from megatron.analysis.serve.pages.parts import dcc, html
 from megatron.analysis.serve.pages.static import Static, static
-from megatron.analysis.serve.panels import pictures
+from megatron.analysis.serve.panels import magnitudes, pictures
 from megatron.analysis.serve.pixels import Region, reduce
 from megatron.analysis.serve.statistics import BY_NAME
 from megatron.analysis.serve.training import Series
@@ -345,3 +346,95 @@ def test_a_link_out_of_the_folder_is_not_followed_when_an_index_names_it(tmp_pat
     with pytest.raises(NotShownError, match="leads out of the folder"):
         explorer.contents.answer(explorer.catalog, tensor, ["mxfp8"])
     explorer.close()
+
+
+def test_the_histogram_shows_which_values_become_nan_or_inf(tmp_path):
+    record = next(r for r, _, _ in records(run_id="r", quant_type="bf16") if r.dims == "n k")
+    x = torch.randn(record.shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[0, 3] = math.nan  # with mxfp8, the 32 values of its block along the row become NaN
+    x[5, :7] = 2.0**17  # with hifp8:inf, they become Inf
+    write_tensor(tmp_path, record, x)
+    explorer = opened_explorer(tmp_path)
+    try:
+        for fmt in ("mxfp8", "hifp8:inf", "hifp8"):
+            search = f"?v=tensor&t={explorer.catalog.id_of(0)}&format={fmt}"
+            shown = magnitudes.histogram(explorer.subject(explorer.resolved(search)))
+            y = fake_quantize(x.clone(), fmt, axis=-1)
+            drawn = x.isfinite() & (x != 0)
+            counts = shown.table.sum()
+            assert counts["nan"] == int((y.isnan() & drawn).sum()) == 31 * (fmt == "mxfp8")
+            assert counts["inf"] == int((y.isinf() & drawn).sum()) == 7 * (fmt == "hifp8:inf")
+            assert counts["zero"] == int(((y == 0) & drawn).sum())
+            # mxfp8 also clips values, which `test_clipping` tests
+            assert fmt == "mxfp8" or counts["clipped"] == 7 * (fmt == "hifp8")
+            [kept] = (t["y"] for t in shown.figure["data"] if t.get("name") == "kept")
+            shares = np.frombuffer(base64.b64decode(kept["bdata"]), "<f4").sum() / 100
+            others = sum(counts[["zero", "clipped", "inf", "nan"]])
+            assert shares * int(drawn.sum()) == pytest.approx(counts["count"] - others, rel=1e-5), (
+                fmt
+            )
+            bars = [trace["name"] for trace in shown.figure["data"] if trace["type"] == "bar"]
+            assert ("becomes NaN" in bars, "becomes Inf" in bars) == (
+                fmt == "mxfp8",
+                fmt == "hifp8:inf",
+            )
+    finally:
+        explorer.close()
+
+
+def operands(**columns):
+    """Return statistics of one operand, with one row per iteration, as a run writes them."""
+    names = {"module": "decoder.layers.0.mlp.linear_fc1", "operation": "linear", "gemm": "dgrad"}
+    names |= {"tensor": "grad_output", "format": "mxfp8"}
+    count = len(next(iter(columns.values())))
+    return pd.DataFrame(names | columns | {"iteration": range(1, count + 1)})
+
+
+def drawn_cells(figure):
+    """Return the hover texts of a map with one row, and which of its cells are red."""
+    red = np.zeros(len(figure["data"][0]["hovertext"][0]), bool)
+    if len(figure["data"]) > 1:
+        z = figure["data"][1]["z"]
+        red = np.frombuffer(base64.b64decode(z["bdata"]), z["dtype"].replace("f", "<f")) == 1
+    texts = [text.rpartition(": ")[2] for text in figure["data"][0]["hovertext"][0]]
+    return texts, red.tolist()
+
+
+def test_operands_that_are_not_finite_stay_in_the_map():
+    nan, inf = math.nan, math.inf
+    own = operands(amax=[2.0, inf, nan], sqnr_db=[20.0, nan, inf], underflow=[0.031, 0.25, nan])
+    figures = {name: training_page._operand_map(own, name) for name in ("amax", "sqnr_db")}
+    assert drawn_cells(figures["amax"]) == (
+        ["2", "not finite", "not finite"], [False, True, True]
+    )  # fmt: skip
+    assert figures["amax"]["layout"]["xaxis"]["ticktext"] == ["1", "2", "3"]
+    # an infinite SQNR is a result without error
+    assert drawn_cells(figures["sqnr_db"]) == (
+        ["20.0 dB", "not finite", "exact"], [False, True, False]
+    )  # fmt: skip
+
+
+def test_the_underflow_of_operands_is_in_percent_everywhere():
+    figure = training_page._operand_map(operands(underflow=[0.031, 0.25]), "underflow")
+    assert drawn_cells(figure)[0] == ["3.1 %", "25 %"]
+    assert figure["data"][0]["colorbar"]["title"]["text"] == "Underflow (%)"
+    assert figure["data"][0]["zmax"] == pytest.approx(25)
+
+
+def test_a_cell_of_several_operands_is_red_if_one_of_them_is():
+    own = operands(amax=[2.0, 3.0], rms=[1.0, 1.0])
+    both = pd.concat([own, own.assign(amax=[math.inf, 5.0])])
+    assert drawn_cells(training_page._operand_map(both, "amax")) == (
+        ["not finite", "5"], [True, False]
+    )  # fmt: skip
+
+
+def test_operands_without_a_format_have_no_quantization_error(explorer, monkeypatch):
+    own = operands(amax=[2.0, math.inf], sqnr_db=[math.nan] * 2)
+    own["format"] = "none"
+    assert training_page._operand_map(own, "sqnr_db") is None
+    monkeypatch.setattr(explorer.training, "statistics", {"run": own})
+    text = panel(explorer, "statistics", "?v=training&stat=amax")
+    assert "Red cells: not finite" in text
+    monkeypatch.setattr(explorer.training, "statistics", {"run": own[:1]})
+    assert "Red cells" not in panel(explorer, "statistics", "?v=training&stat=amax")

@@ -7,6 +7,7 @@ clipped values from the oracle of `test_clipping`. All sums are exact, in intege
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -249,3 +250,25 @@ def test_the_split_by_binade_adds_up():
         for column, part in zip(ERROR_SHARES, parts, strict=True):
             share = part.sum() / arrays.squared_error.sum()
             assert share == pytest.approx(numbers[column], rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "name", ["hifp8:inf", "hifp8", "bf16", "fp16", "mxfp8_e5m2", "fp8_e5m2", "mxfp4"]
+)
+def test_values_that_become_inf_are_counted_by_binade(name, dtype):
+    x = hostile(dtype)
+    x[3, :9] = torch.tensor([2**15, 1.25 * 2**15, 2**16, -(2**20), 65504, 65520, 65600, 1e5, 3e38])
+    x[4, 3], x[5, 1] = math.nan, 3.4e38
+    values, errors = tensor.measure(x, matrix_of(x), group_formats([name]))
+    arrays = arrays_of(values, errors)
+    for key, part in arrays.formats.items():
+        y = fake_quantize(x, name, axis={"column": 0}.get(key[1], -1))
+        chosen = x.isfinite() & (x != 0)
+        exponents = torch.frexp(x.double()).exponent - 1
+        for rows, result in ((part.overflow, y.isinf()), (part.values, y.isfinite())):
+            binades = exponents[chosen & result].clamp(min=-127).tolist()
+            assert {b: n for b, n in zip(arrays.exponents, rows, strict=True) if n} == Counter(
+                binades
+            )
+        assert (part.overflow <= part.saturated).all()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from megatron.analysis.dump.loss_curve import EVENT
 from megatron.analysis.plots.style import ALARM, colors_of
@@ -197,50 +198,80 @@ def statistics(explorer: Explorer, address: Address, search: str) -> list[Part]:
         html.H2("Operands over iterations"),
         html.Form(selector, className="controls"),
     ]
+    marked = False
     for folder, own in explorer.training.statistics.items():
         figure = _operand_map(own, column)
         if figure is None:
             continue
+        marked = marked or len(figure["data"]) > 1
         title = folder.removeprefix(str(explorer.folder)).strip("/") or folder
         parts += [html.H3(title), graph(f"statistics-{len(parts)}", figure, _COLUMNS[column])]
     if len(parts) == 2:
         return [message("No operand was measured.")]
     note = "Lowest SQNR, or largest value of another statistic, of a module's operands in a GEMM."
+    if marked:
+        note += " Red cells: not finite, because a value is NaN or Inf."
     return [*parts, footer("statistics", note, search)]
 
 
 def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
-    values = own[["iteration", "module", "operation", "gemm", "tensor", column]].copy()
-    values[column] = pd.to_numeric(values[column], errors="coerce")
-    values = values[np.isfinite(values[column])]
+    """Return the map of a statistic; None if no operand has it.
+
+    Cells with a value that is NaN or Inf are red. An infinite SQNR is no such value: it means that
+    there is no error.
+    """
+    from megatron.analysis.serve.statistics import BY_NAME
+
+    values = own[["iteration", "module", "operation", "gemm", "tensor"]].copy()
+    numbers = pd.to_numeric(own[column], errors="coerce").astype(float)
+    values["bad"] = np.isnan(numbers) if column == "sqnr_db" else ~np.isfinite(numbers)
+    values["value"] = numbers.mask(values["bad"])
+    if column in ("sqnr_db", "underflow") and "format" in own:
+        values = values[own["format"].astype(str) != "none"]  # the others have no such statistic
     if values.empty:
         return None
     modules = values["module"].astype(str).str.replace("decoder.layers.", "L", regex=False)
     modules = modules.str.replace("self_attention.|mlp.|linear_|_attention", "", regex=True)
     gemms = values["gemm"].astype(str).where(values["gemm"].astype(str) != "all", "")
     names = (modules + " " + gemms + " " + values["tensor"].astype(str)).str.split().str.join(" ")
-    how = "min" if column == "sqnr_db" else "max"
-    grid = values.assign(operand=names).pivot_table(
-        index="operand", columns="iteration", values=column, aggfunc=how, sort=False
-    )
-    grid = grid[sorted(grid.columns)]
-    from megatron.analysis.serve.statistics import BY_NAME
-
+    groups = values.assign(operand=names).groupby(["operand", "iteration"], sort=False)
+    cells = groups["value"].min() if column == "sqnr_db" else groups["value"].max()
+    order = [*dict.fromkeys(names)], sorted(values["iteration"].unique())
+    axes = dict(zip(("index", "columns"), order, strict=True))
+    bad = groups["bad"].any().unstack().reindex(**axes).eq(True).to_numpy()
+    grid = np.where(bad, np.nan, cells.unstack().reindex(**axes).to_numpy(float))
+    statistic = BY_NAME[column]
     hover = [
-        [f"{row}, iteration {it}: {grid.iat[i, j]:.4g}" for j, it in enumerate(grid.columns)]
-        for i, row in enumerate(grid.index)
+        [
+            f"{row}, iteration {iteration}: "
+            + ("not finite" if bad[i, j] else charts.with_unit(grid[i, j], statistic))
+            for j, iteration in enumerate(order[1])
+        ]
+        for i, row in enumerate(order[0])
     ]
-    figure = charts.heat_map(
-        [str(row) for row in grid.index],
-        [str(i) for i in grid.columns],
-        grid.to_numpy(float),
-        BY_NAME[column],
-        hover=hover,
-    )
-    figure["layout"]["height"] = min(max(15 * len(grid), 160), 900)
+    rows, columns = ([str(name) for name in names] for names in order)
+    figure = charts.heat_map(rows, columns, grid, statistic, hover=hover)
+    figure["layout"]["height"] = min(max(15 * len(rows), 160), 900)
     figure["layout"]["margin"] = {"l": 190, "r": 8, "t": 8, "b": 40}
     figure["data"][0].pop("texttemplate", None)
+    if bad.any():
+        figure["data"].append(_marks(bad, figure["data"][0]))
     return figure
+
+
+def _marks(bad: NDArray[np.bool_], cells: dict[str, Any]) -> dict[str, Any]:
+    """Return red cells above those of a map; the map below keeps its hover texts."""
+    return {
+        "type": "heatmap",
+        "name": "not finite",
+        "z": array(np.where(bad, 1.0, np.nan)),
+        **{name: cells[name] for name in ("x", "y", "xgap", "ygap")},
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": [[0, ALARM], [1, ALARM]],
+        "showscale": False,
+        "hoverinfo": "skip",
+    }
 
 
 def events(explorer: Explorer) -> list[Part]:

@@ -17,11 +17,11 @@ from megatron.analysis.serve.charts import array, axis, layout, plain
 from megatron.analysis.serve.contents import NotShownError
 from megatron.analysis.serve.panels.subject import SECOND, Shown, Subject
 
-_CLIPPED = "#e08a1e"
+_CLIPPED, _INF, _NAN = "#e08a1e", "#7a1f4b", "#8a5fbf"
 
 
 def histogram(subject: Subject) -> Shown:
-    """Draw the values by power of two: kept, lost and clipped, above the ranges of the formats."""
+    """Draw what becomes of the values by power of two, above the ranges of the formats."""
     arrays, fmt = subject.arrays(), subject.address.format
     counts = arrays.positive + arrays.negative
     if not counts.any():
@@ -29,11 +29,18 @@ def histogram(subject: Subject) -> Shown:
     shown = trimmed(counts)
     exponents, total = np.arange(255)[shown] - 127, max(int(counts.sum()), 1)
     part = subject.in_format(fmt)
-    lost = part.underflow[shown] if part is not None else np.zeros(len(exponents))
-    clipped = part.saturated[shown] if part is not None else np.zeros(len(exponents))
-    kept = counts[shown] - lost - clipped
-    color = color_of(fmt)
-    bars = [("kept", kept, color), ("becomes zero", lost, ALARM), ("clipped", clipped, _CLIPPED)]
+    lost = clipped = overflow = poisoned = np.zeros(len(exponents), np.int64)
+    if part is not None:
+        lost, overflow = part.underflow[shown], part.overflow[shown]
+        clipped = np.maximum(part.saturated[shown] - overflow, 0)
+        poisoned = (counts - part.values - part.overflow)[shown]
+    bars = [
+        ("kept", counts[shown] - lost - clipped - overflow - poisoned, color_of(fmt)),
+        ("becomes zero", lost, ALARM),
+        ("clipped", clipped, _CLIPPED),
+        ("becomes Inf", overflow, _INF),
+        ("becomes NaN", poisoned, _NAN),
+    ]
     data: list[dict[str, Any]] = [
         {
             "type": "bar",
@@ -85,10 +92,9 @@ def histogram(subject: Subject) -> Shown:
     note = "Bars below: range of each format for a block with the median scale; line: all scales."
     if smaller:
         note += f" {smaller:,} smaller values are not shown."
-    table = pd.DataFrame(
-        {"exponent": exponents, "count": counts[shown], "zero": lost, "clipped": clipped}
-    )
-    return Shown(figure, note, table)
+    columns = {"exponent": exponents, "count": counts[shown], "zero": lost, "clipped": clipped}
+    columns |= {"inf": overflow, "nan": poisoned}
+    return Shown(figure, note, pd.DataFrame(columns))
 
 
 def _outline(subject: Subject, shown: slice, exponents: NDArray[np.int64]) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from megatron.analysis.stats.kernels.scalar_quantizer import quantized
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE, as_float
 
 BINADES = 255
-#: Rows of `binade_counts`: nonzero values, nonzero values that become zero, and clipped values.
-VALUES, UNDERFLOW, SATURATED = 0, 1, 2
+#: Rows of `binade_counts`: nonzero values whose result is finite, nonzero values that become zero,
+#: clipped values, and values that become Inf. BINADE_ROWS is the number of rows.
+VALUES, UNDERFLOW, SATURATED, OVERFLOW, BINADE_ROWS = 0, 1, 2, 3, 4
 #: Rows of `binade_sums`, for values x and results y: sums of (y - x)^2, in one row per cause; sums
 #: of |y| - |x|; and sums of |y - x| / |x|. CAUSES is the number of causes.
 GRID_ERROR, CLIPPING_ERROR, UNDERFLOW_ERROR, CAUSES = 0, 1, 2, 3
@@ -67,6 +68,7 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n
+                binade_counts[OVERFLOW, binade] += n
             else:
                 compared = True
                 counts[COMPARED] += n

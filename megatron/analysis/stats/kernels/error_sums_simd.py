@@ -22,6 +22,7 @@ from megatron.analysis.stats.kernels.error_sums import (
     LARGEST_ERROR,
     LOST,
     MAGNITUDE_ERROR,
+    OVERFLOW,
     POISONED,
     RELATIVE,
     SATURATED,
@@ -236,6 +237,7 @@ def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None
         binade_counts[VALUES, binade] += np.int64(n)
         binade_counts[UNDERFLOW, binade] += np.int64(by_pattern[_ZERO, k])
         binade_counts[SATURATED, binade] += np.int64(by_pattern[_CLIPPED, k])
+        binade_counts[OVERFLOW, binade] += np.int64(by_pattern[_LOST, k])
         binade_sums[GRID_ERROR, binade] += by_pattern[_GRID, k]
         binade_sums[CLIPPING_ERROR, binade] += by_pattern[_CLIPPING, k]
         binade_sums[UNDERFLOW_ERROR, binade] += by_pattern[_ZERO, k] * (x * x)
