@@ -39,6 +39,8 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
+#: Name of the last region in a format that rounds such values to Inf instead of saturating.
+INFINITE = "becomes Inf (from 1.25 · 2¹⁵)"
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
@@ -66,28 +68,38 @@ def hifloat8_format(figure_data: FigureData) -> str:
     raise NothingToDrawError("hifp8 is not among the formats; add it to --formats")
 
 
-def by_region(total: FormatSum) -> pd.DataFrame:
+def regions_of(fmt: str) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Return the regions of a HiFloat8 format without scales; see `REGIONS`."""
+    infinite = getattr(get_format(fmt).element, "overflow", "saturate") == "inf"
+    last = INFINITE if infinite else SATURATED
+    return {last if name == SATURATED else name: region for name, region in REGIONS.items()}
+
+
+def by_region(total: FormatSum, fmt: str) -> pd.DataFrame:
     """Return the number of nonzero values and the sum of squared errors in each precision region.
 
-    Values that underflow or saturate, and their errors, were counted during quantization. They
-    belong to the first and to the last region, whatever their binade.
+    Values that underflow, saturate or become Inf, and their errors, were counted during
+    quantization. They belong to the first and to the last region, whatever their binade. The
+    numbers add up to that of all finite nonzero values. The errors leave out values that become
+    Inf.
     """
-    inside_range = total.values - total.underflow - total.saturated
+    # values that become Inf are in `saturated` and not in `values`
+    inside_range = total.values + total.overflow - total.underflow - total.saturated
     rows = []
-    for name, (_, (first, last)) in REGIONS.items():
+    for name, (_, (first, last)) in regions_of(fmt).items():
         binades = slice(first + 127, last + 128)
         count, squares = inside_range[binades].sum(), total.grid_error[binades].sum()
         if name == LOST:
             count, squares = count + total.underflow.sum(), squares + total.underflow_error.sum()
-        if name == SATURATED:
+        if name in (SATURATED, INFINITE):
             count, squares = count + total.saturated.sum(), squares + total.clipping_error.sum()
         rows.append({"region": name, "values": float(count), "error": float(squares)})
     return pd.DataFrame(rows)
 
 
-def region_shares(total: FormatSum) -> pd.DataFrame:
+def region_shares(total: FormatSum, fmt: str) -> pd.DataFrame:
     """Return each precision region's share of the nonzero values and of the squared error."""
-    table = by_region(total)
+    table = by_region(total, fmt)
     for column in ("values", "error"):
         table[column] /= table[column].sum() or 1.0
     return table
@@ -103,13 +115,13 @@ def regions(figure_data: FigureData, fmt: str) -> Figure:
         {"name": place, "part": part, "share": share}
         for place, total in sums.items()
         if total is not None
-        for part, share in region_shares(total)[["region", "values"]].itertuples(index=False)
+        for part, share in region_shares(total, fmt)[["region", "values"]].itertuples(index=False)
     ]
     if not rows:
         raise NothingToDrawError(figure_data.nothing_judged)
     data = pd.DataFrame(rows)
     figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2, categories=True)
-    colors = {name: color for name, (color, _) in REGIONS.items()}
+    colors = {name: color for name, (color, _) in regions_of(fmt).items()}
     plot_stacked_shares(data, colors, xlabel="share of values that are not zero", ax=axes[0])
     legend(figure, axes, columns=4)
     title = "HiFloat8: mantissa bits of the values"
@@ -124,11 +136,11 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
     """
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds), sharey=True)
-    names = list(REGIONS)
+    names = list(regions_of(fmt))
     for ax, kind in zip(axes, kinds, strict=True):
         total = figure_data.summed(fmt, figure_data.judged_places(kind))
         assert total is not None
-        data = region_shares(total)
+        data = region_shares(total, fmt)
         y = np.arange(len(names))
         for column, shift, color in (("values", -0.2, "#9aa5b1"), ("error", 0.2, "#3d8f63")):
             ax.barh(y + shift, data[column], 0.38, color=color, label=f"share of {column}")
@@ -150,7 +162,8 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_title(KINDS[kind], loc="left", fontweight="bold")
     legend(figure, axes)
-    note = f"error: sum of squares; {figure_data.judged_origin}"
+    infinite = ", without values that become Inf" if INFINITE in names else ""
+    note = f"error: sum of squares{infinite}; {figure_data.judged_origin}"
     figure_data.headline(figure, f"{fmt}: where the error comes from", note)
     return figure
 
@@ -166,7 +179,7 @@ def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
         if not ax.has_data():
             continue
         low, high = ax.get_xlim()
-        for name, (color, (first, last)) in REGIONS.items():
+        for name, (color, (first, last)) in regions_of(fmt).items():
             left, right = max(first, low), min(last + 1, high)
             if left < right:
                 ax.axvspan(left, right, color=color, alpha=0.18, linewidth=0, label=name)

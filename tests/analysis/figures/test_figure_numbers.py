@@ -5,11 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 
 from megatron.analysis.figures.attention_maps import entropy, head_errors
 from megatron.analysis.figures.distributions import density, magnitude_quantiles, share_beyond
 from megatron.analysis.figures.figure_data import FigureData
-from megatron.analysis.figures.hifp8_analysis import REGIONS, by_region, region_shares
+from megatron.analysis.figures.hifp8_analysis import (
+    REGIONS,
+    by_region,
+    error_by_region,
+    region_shares,
+    regions,
+)
 from megatron.analysis.figures.overflow_analysis import CAUSES, cause_shares, error_causes
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.plots.style import power
@@ -62,7 +69,7 @@ def test_regions_tell_what_is_lost_and_what_saturates_as_it_was_counted(tmp_path
     write_tensor(tmp_path, record, x.reshape(shape))
     store = TensorStore(tmp_path)
     found = FigureData(store, compute(store, ["hifp8"]), ("hifp8",)).summed("hifp8")
-    table = by_region(found).set_index("region")
+    table = by_region(found, "hifp8").set_index("region")
     y = fake_quantize(x, "hifp8")
     assert y[:6].tolist() == [2.0**15, 2.0**15, -(2.0**15), 2.0**-22, 0.0, 0.0]
     assert table["values"].loc["saturated (from 1.25 · 2¹⁵)"] == 2
@@ -75,7 +82,43 @@ def test_regions_tell_what_is_lost_and_what_saturates_as_it_was_counted(tmp_path
     assert table["error"].loc["saturated (from 1.25 · 2¹⁵)"] == pytest.approx(
         squared[1:3].sum().item()
     )
-    assert region_shares(found)[["values", "error"]].sum().tolist() == pytest.approx([1.0, 1.0])
+    assert region_shares(found, "hifp8")[["values", "error"]].sum().tolist() == pytest.approx(
+        [1.0, 1.0]
+    )
+
+
+@pytest.mark.parametrize("large", [0.0, 0.25, 1.0])
+def test_values_that_become_inf_are_a_region_and_all_regions_add_up(tmp_path, large):
+    record, shape, _ = next(records(run_id="r", quant_type="bf16", layers=1))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten()
+    x = torch.where(x == 0, 1.0, x)
+    count = int(large * x.numel())
+    x[:count] = 2.0**17
+    if large < 1:
+        # -40960 is the first that becomes Inf; the number below it in bfloat16 becomes 2^15
+        x[count : count + 4] = torch.tensor([-40960.0, 40704.0, 0.0, 2.0**-26])
+        x[count + 4] = torch.inf  # is not a finite value
+    x = x.bfloat16()
+    write_tensor(tmp_path, record, x.reshape(shape))
+    store = TensorStore(tmp_path)
+    figure_data = FigureData(store, compute(store, ["hifp8:inf"]), ("hifp8:inf",))
+    found = figure_data.summed("hifp8:inf")
+    table = by_region(found, "hifp8:inf").set_index("region")
+    assert "saturated (from 1.25 · 2¹⁵)" not in table.index
+    values = table["values"]
+    assert values.min() >= 0
+    assert values.loc["becomes Inf (from 1.25 · 2¹⁵)"] == count + (large < 1)
+    assert values.loc["1 bit, 2⁸…2¹⁵"] == (large < 1)
+    assert values.loc["lost (becomes zero)"] == (large < 1)
+    assert values.sum() == int((x.isfinite() & (x != 0)).sum())
+    assert table["error"].loc["becomes Inf (from 1.25 · 2¹⁵)"] == 0
+    shares = region_shares(found, "hifp8:inf")["values"]
+    assert shares.min() >= 0
+    assert shares.sum() == pytest.approx(1)
+    for figure in (regions(figure_data, "hifp8:inf"), error_by_region(figure_data, "hifp8:inf")):
+        texts = [t.get_text() for t in figure.findobj(Text)]
+        assert "becomes Inf (from 1.25 · 2¹⁵)" in texts
+        assert "saturated (from 1.25 · 2¹⁵)" not in texts
 
 
 def test_quantiles_of_counted_patterns_are_those_of_the_values():
