@@ -13,7 +13,12 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from megatron.analysis.figures.attention_probabilities import Layer, layers_of, source_of
+from megatron.analysis.figures.attention_probabilities import (
+    Layer,
+    hidden_keys,
+    layers_of,
+    source_of,
+)
 from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
@@ -54,7 +59,9 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
             continue
         if loaded % every == 0:
             title = f"Layer {number}: attention compared with uniform attention"
-            yield name, partial(probabilities, probs, title, source, figure_data.alarm)
+            hidden = hidden_keys(figure_data, layer, probs[:1, :HEADS])
+            warning = figure_data.alarm
+            yield name, partial(probabilities, probs, title, source, hidden=hidden, warning=warning)
         loaded += 1
         errors += [
             {"format": fmt, "row": layer_name(number), "column": head, "value": value}
@@ -84,7 +91,9 @@ def formats_of(figure_data: FigureData, layer: Layer) -> list[str]:
     return [name for name in figure_data.formats if name in computed]
 
 
-def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> Figure:
+def probabilities(
+    probs: Tensor, title: str, source: str, *, hidden: Tensor | None = None, warning: str = ""
+) -> Figure:
     """Draw the attention of the first sequence compared with uniform attention, one map per head.
 
     A probability is multiplied by the number of visible keys, because a query with few visible keys
@@ -93,6 +102,8 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
     Args:
         probs: probabilities [batch, heads, queries, keys].
         source: phrase that names the run and the iteration.
+        hidden: keys that are masked, of shape [queries, keys]; None if the mask is not known.
+            Probabilities of zero then count as masked.
         warning: line about unfinished runs, or an empty string.
     """
     heads = min(probs.shape[1], HEADS)
@@ -103,8 +114,9 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
     every = [-(-side // PIXELS) for side in probs.shape[-2:]]
     for head, ax in enumerate(axes):
         queries = probs[0, head, :: every[0]].float()
-        visible = (queries > 0).sum(-1, keepdim=True)
-        part = (queries * visible)[:, :: every[1]].numpy()
+        visible = queries > 0 if hidden is None else ~hidden[:: every[0]]
+        relative = torch.where(visible, queries * visible.sum(-1, keepdim=True), torch.nan)
+        part = relative[:, :: every[1]].numpy()
         data = pd.DataFrame(
             part,
             index=np.arange(part.shape[0]) * every[0],
@@ -121,7 +133,8 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
     )
     decades(bar.ax.yaxis)
     note = f"{source}; first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a "
-    headline(figure, title, f"{note}query; 1: as uniform attention; gray: masked", warning)
+    gray = "masked" if hidden is not None else "zero, because the mask is not known"
+    headline(figure, title, f"{note}query; 1: as uniform attention; gray: {gray}", warning)
     return figure
 
 

@@ -7,7 +7,7 @@ layer computes them without quantization.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,9 @@ from megatron.analysis.verification.recorded_formats import (
     NotCheckedError,
     Softmax,
     softmax_of_card,
+    window_of_card,
 )
+from megatron.fake_quant.tiles.tiling import CAUSAL
 
 #: Maximum number of recomputed probabilities per layer. Later sequences, and then heads, are left
 #: out.
@@ -65,6 +67,51 @@ def softmax_of(data: FigureData, layer: Layer) -> Softmax:
         return softmax_of_card(card, layer.row.module, layer.row.iteration) or Softmax()
     except NotCheckedError as error:
         raise NothingToDrawError(str(error)) from None
+
+
+def hidden_keys(data: FigureData, layer: Layer, probs: Tensor) -> Tensor | None:
+    """Return which keys the mask hides from which queries, of shape [queries, keys].
+
+    The result is None if the mask is not known. A probability may underflow to zero, so the
+    probabilities alone do not show the mask.
+
+    Args:
+        probs: probabilities of the layer, of shape [..., queries, keys].
+    """
+    if layer.key is not None:
+        return hidden_by(softmax_of(data, layer).window or CAUSAL, probs)
+    card = data.store.run_card(str(layer.row.run_id or ""))
+    return hidden_of_card(card, str(layer.row.module), int(layer.row.iteration), probs)
+
+
+def hidden_of_card(
+    card: Mapping[str, Any], module: str, iteration: int, probs: Tensor
+) -> Tensor | None:
+    """Return what the mask of the run card hides from saved probabilities, or None if unknown.
+
+    A mask that hides a probability above zero is not that of the probabilities.
+    """
+    try:
+        hidden = hidden_by(window_of_card(card, module, iteration), probs)
+    except NotCheckedError:
+        return None
+    if hidden is None or any(bool((head[hidden] > 0).any()) for head in probs.flatten(0, -3)):
+        return None
+    return hidden
+
+
+def hidden_by(window: tuple[int, int], probs: Tensor) -> Tensor | None:
+    """Return what a window hides from probabilities; None if there are not as many queries as keys.
+
+    Args:
+        window: numbers of visible keys before and after a query.
+        probs: probabilities of shape [..., queries, keys].
+    """
+    queries, keys = probs.shape[-2:]
+    if queries != keys:
+        return None
+    hidden = mask_of(keys, 0, 1, window).hidden(slice(0, keys))
+    return torch.zeros(queries, keys, dtype=torch.bool) if hidden is None else hidden
 
 
 def layers_of(data: FigureData) -> list[Layer]:

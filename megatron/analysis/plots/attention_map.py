@@ -18,11 +18,12 @@ def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None =
 
     Args:
         data: probabilities divided by those of uniform attention over the visible keys, with the
-            positions of queries as index and of keys as columns. Masked pairs have the value 0.
+            positions of queries as index and of keys as columns. Masked pairs are NaN; a
+            probability of zero is drawn as the end of the color scale.
     """
     ax = plt.gca() if ax is None else ax
     values = data.to_numpy(dtype=float)
-    shown = np.ma.masked_where(values <= 0, np.clip(values, 1 / EXTREME, EXTREME))
+    shown = np.ma.masked_where(np.isnan(values), np.clip(values, 1 / EXTREME, EXTREME))
     colors = plt.get_cmap("RdBu_r").with_extremes(bad=RULE)
     at = [*data.columns], [*data.index]
     extent = (at[0][0] - 0.5, at[0][-1] + 0.5, at[1][-1] + 0.5, at[1][0] - 0.5)

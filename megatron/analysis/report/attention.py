@@ -20,6 +20,8 @@ from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.attention_maps import entropy
 from megatron.analysis.figures.attention_probabilities import (
     Layer,
+    hidden_by,
+    hidden_keys,
     layers_of,
     recomputable,
     recomputed,
@@ -30,6 +32,7 @@ from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
 from megatron.analysis.plots.attention_map import EXTREME
 from megatron.analysis.report.json_numbers import short
 from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.tiles.tiling import CAUSAL
 
 #: Maximum number of layers, and of heads per layer. Of more, evenly spread ones are shown.
 LAYERS, HEADS = 12, 8
@@ -81,6 +84,8 @@ class _Attention:
     heads: list[int]
     all_heads: int
     probs: Tensor
+    #: Keys that the mask hides, of shape [queries, keys]; None if the mask is not known.
+    hidden: Tensor | None
     #: Query and key of shape [s, 1, heads, d], and their softmax; None if they were not collected.
     parts: tuple[Tensor, Tensor, Any] | None
 
@@ -113,9 +118,12 @@ def _found(figure_data: FigureData) -> list[Layer]:
 
 def _probabilities(figure_data: FigureData, layer: Layer) -> _Attention:
     if layer.key is None:
-        saved = layer.probabilities(figure_data)[0, :, :TOKENS, :TOKENS].float()
+        saved = layer.probabilities(figure_data)[0]
         heads = spread(len(saved), HEADS)
-        return _Attention(heads, len(saved), saved[heads], None)
+        probs = saved[heads, :TOKENS, :TOKENS].float()
+        is_square = saved.shape[-1] == saved.shape[-2]
+        hidden = hidden_keys(figure_data, layer, probs) if is_square else None
+        return _Attention(heads, len(saved), probs, hidden, None)
     query, key = figure_data.load(layer.row.tensor), figure_data.load(layer.key)
     if query.dim() != 4 or key.dim() != 4 or key.shape[2] == 0 or query.shape[2] % key.shape[2]:
         shapes = f"{list(query.shape)} and {list(key.shape)}"
@@ -126,17 +134,22 @@ def _probabilities(figure_data: FigureData, layer: Layer) -> _Attention:
     query = query[:TOKENS, :1, heads].float()
     key = key[:TOKENS, :1, groups].float()
     softmax = softmax_of(figure_data, layer)
-    return _Attention(heads, count, recomputed(query, key, softmax)[0], (query, key, softmax))
+    probs = recomputed(query, key, softmax)[0]
+    hidden = hidden_by(softmax.window or CAUSAL, probs)
+    return _Attention(heads, count, probs, hidden, (query, key, softmax))
 
 
 def _of_layer(item: _Attention, formats: Sequence[str], side: int) -> dict[str, Any]:
     """Return the maps of one layer's heads, and their changes in each format."""
     probs = item.probs.double().numpy()
     visible = probs > 0
+    if item.hidden is not None:  # a probability may underflow to zero
+        visible = np.broadcast_to(~item.hidden.numpy(), probs.shape)
     uniform = visible.sum(-1, keepdims=True)
     entry: dict[str, Any] = {
         "heads": item.heads,
         "all_heads": item.all_heads,
+        "mask_known": item.hidden is not None,
         "entropy": [short(entropy(head)) for head in item.probs],
         "side": min(side, probs.shape[-1]),
         "maps": _packed(_logarithmic(pooled(probs * uniform, visible, side))),

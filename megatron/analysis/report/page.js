@@ -756,7 +756,8 @@ function drawAttention() {
   $("attention-note").textContent = `${source}; first sequence, ${show(tokens)} tokens`
     + `${allLayers > layers.length ? `, ${layers.length} of ${allLayers} layers` : ""}`
     + `${entry.all_heads > entry.heads.length ? `, ${entry.heads.length} of ${entry.all_heads} heads` : ""}. `
-    + "Each pixel is the mean of its visible pairs; 1 means uniform attention over all earlier tokens."
+    + "Each pixel is the mean of its visible pairs; 1 means uniform attention over all visible keys."
+    + (entry.mask_known ? "" : " The mask of this layer is not known: probabilities of zero count as masked.")
     + (name ? ` Difference: ${operands} quantized to ${name}, minus the probabilities without quantization, in the same unit.` : "");
   drawMaps(entry, choice, name);
   if (!name) {

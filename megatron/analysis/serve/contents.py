@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.analysis.dump.reassembly import reassemble
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
-from megatron.analysis.figures.attention_probabilities import recomputed
+from megatron.analysis.figures.attention_probabilities import hidden_of_card, recomputed
 from megatron.analysis.figures.figure_data import NothingToDrawError
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.serve.catalog import Catalog
@@ -242,7 +242,12 @@ class Contents:
         if fmt:
             change = fake_quantize(own, get_format(fmt).with_own_amax(), seed=SEED) - own
         how = f"Collected probabilities; the change: P in {fmt}, blocks along keys."
-        return Attention(own, own > 0, change, how, probs.shape[1], len(probs))
+        card, module, iteration = _pass_of(catalog, found["attention_probs"])
+        hidden = hidden_of_card(card, module, iteration, own[None])
+        if hidden is None:
+            how += " The mask is not known: probabilities of zero count as masked."
+        visible = own > 0 if hidden is None else ~hidden
+        return Attention(own, visible, change, how, probs.shape[1], len(probs))
 
     def _recomputed(
         self, catalog: Catalog, found: dict[str, int], fmt: str, head: int, sequence: int
@@ -255,11 +260,9 @@ class Contents:
         _check_scores(length, len(key))
         sequence, head = min(sequence, sequences - 1), min(head, heads - 1)
         group = head * key.shape[2] // heads
-        run_id, module = (catalog.field(found["query"], name) for name in ("run_id", "module"))
-        iteration = int(catalog.iteration[found["query"]])
-        card = catalog.cards.get(run_id or "", {})
+        card, module, iteration = _pass_of(catalog, found["query"])
         try:
-            softmax = softmax_of_card(card, str(module), iteration) or Softmax()
+            softmax = softmax_of_card(card, module, iteration) or Softmax()
 
             def attend(q: Tensor, k: Tensor) -> Tensor:
                 q, k = q[:, sequence, head], k[:, sequence, group]
@@ -279,6 +282,13 @@ class Contents:
             raise NotShownError(str(error)) from None
         how = f"Recomputed from query and key; the change: both in {fmt}, blocks along d."
         return Attention(exact, visible, change, how, heads, sequences)
+
+
+def _pass_of(catalog: Catalog, tensor: int) -> tuple[Mapping[str, Any], str, int]:
+    """Return the run card, the module and the iteration of a tensor."""
+    run_id, module = (catalog.field(tensor, name) for name in ("run_id", "module"))
+    card = catalog.cards.get(run_id or "", {})
+    return card, str(module), int(catalog.iteration[tensor])
 
 
 def _check_scores(queries: int, keys: int) -> None:

@@ -219,32 +219,64 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
         NotCheckedError: if this softmax cannot be recomputed; the message gives the reason.
     """
     with _reading_an_audit():
-        entry = _entry(_part(card, iteration), module, "qk") or {}
-        softmax, marks = entry.get("softmax"), entry.get("marks") or []
-        if TRANSFORMER_ENGINE in marks:
-            raise NotCheckedError(f"{TRANSFORMER_ENGINE}: its mask and softmax are not recorded")
-        if MASK_NOT_SAVED in marks:
-            raise NotCheckedError("attention with a mask that depends on the data: it is not saved")
-        args = card.get("arguments") or {}
+        softmax = _recorded_softmax(card, module, iteration)
         if softmax is None:
-            if not args:
-                return None
-            softmax = _softmax_of_arguments(args, module)
-        if args.get("reset_attention_mask"):
-            raise NotCheckedError("attention with reset_attention_mask: its mask is not saved")
+            return None
         if softmax["dropout"]:
             raise NotCheckedError(
                 f"attention with dropout {softmax['dropout']}: what it drops is not saved"
             )
         if softmax["kind"] != "vanilla":
             raise NotCheckedError(f"attention with a softmax {softmax['kind']!r}: not recomputed")
-        window = (CAUSAL[0], CAUSAL[0]) if ALL_VISIBLE in marks else softmax["window"]
+        window = softmax["window"]
         return Softmax(
             scale=softmax["scale"],
             coefficient=softmax["coefficient"],
             window=None if window is None else (int(window[0]), int(window[1])),
             in_fp32=softmax["in_fp32"],
         )
+
+
+def window_of_card(card: Mapping[str, Any], module: str, iteration: int) -> tuple[int, int]:
+    """Read from the run card how many keys before and after its position a query sees.
+
+    Unlike `softmax_of_card`, the mask is also known with dropout and for any softmax.
+
+    Raises:
+        NotCheckedError: if the mask is not known; the message gives the reason.
+    """
+    with _reading_an_audit():
+        softmax = _recorded_softmax(card, module, iteration)
+        if softmax is None:
+            raise NotCheckedError("the run card has neither an audit nor arguments")
+        window = softmax["window"]
+        return CAUSAL if window is None else (int(window[0]), int(window[1]))
+
+
+def _recorded_softmax(
+    card: Mapping[str, Any], module: str, iteration: int
+) -> Mapping[str, Any] | None:
+    """Return the softmax parameters of a layer's audit, or those derived from the arguments.
+
+    Raises:
+        NotCheckedError: if the mask is not known.
+    """
+    entry = _entry(_part(card, iteration), module, "qk") or {}
+    softmax, marks = entry.get("softmax"), entry.get("marks") or []
+    if TRANSFORMER_ENGINE in marks:
+        raise NotCheckedError(f"{TRANSFORMER_ENGINE}: its mask and softmax are not recorded")
+    if MASK_NOT_SAVED in marks:
+        raise NotCheckedError("attention with a mask that depends on the data: it is not saved")
+    args = card.get("arguments") or {}
+    if softmax is None:
+        if not args:
+            return None
+        softmax = _softmax_of_arguments(args, module)
+    if args.get("reset_attention_mask"):
+        raise NotCheckedError("attention with reset_attention_mask: its mask is not saved")
+    if ALL_VISIBLE in marks:
+        return {**softmax, "window": (CAUSAL[0], CAUSAL[0])}
+    return softmax
 
 
 @contextlib.contextmanager

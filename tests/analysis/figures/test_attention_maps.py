@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.recorded_formats import Softmax
 from megatron.fake_quant import fake_quantize
+from megatron.tensor_record import run_card_name
 from tests.analysis.fake_dump import records, write_tensor
 
 FORMATS = ("mxfp8", "hifp8")
@@ -223,6 +225,76 @@ def test_probabilities_that_were_not_collected_are_recomputed(tmp_path):
     assert image.mask.tolist() == (expected == 0).tolist()
     clipped = expected.clamp(1 / 32, 32).numpy()[~image.mask]
     assert image.compressed() == pytest.approx(clipped, rel=0.02)
+
+
+def sink(dim=16, length=32, dtype=torch.float16):
+    """Return a query and a key with which every query attends to key 0 alone.
+
+    The other scores are 22 lower, and exp(-22) is below the smallest number of float16.
+    """
+    query, key = torch.zeros(length, 1, 1, dim), torch.zeros(length, 1, 1, dim)
+    query[..., 0], key[0, ..., 0] = 8.0, 11.0
+    return query.to(dtype), key.to(dtype)
+
+
+def arguments_card(folder, **arguments):
+    """Write a run card with the given arguments of the training run."""
+    card = {"run_id": "r1", "arguments": {"seed": 1, **arguments}}
+    (folder / run_card_name("r1")).write_text(json.dumps(card))
+
+
+def test_probabilities_that_underflow_are_visible(tmp_path):
+    query, key = sink()
+    for record, _, _ in records(run_id="r1", quant_type="mxfp8", layers=1):
+        if record.tensor_name in ("query", "key"):
+            x = query if record.tensor_name == "query" else key
+            shape = list(x.shape)
+            given = {"shape": shape, "global_shape": shape, "dtype": "float16"}
+            write_tensor(tmp_path, dataclasses.replace(record, **given), x)
+    image = drawn(tmp_path)["probabilities_L0"].axes[0].images[0].get_array()
+    assert image.mask.tolist() == torch.ones(32, 32).triu(1).bool().tolist()
+    assert image[31, 0] == 32  # 32 keys are visible, and the query attends to one of them
+    assert image[31, 1:].tolist() == [1 / 32] * 31
+
+
+def underflowing():
+    """Return probabilities with a window of 4 keys, of which the last key has none."""
+    probs = torch.zeros(1, HEADS, TOKENS, TOKENS)
+    for query in range(TOKENS):
+        probs[..., query, max(query - 3, 0) : query] = 1.0 / max(min(query, 3), 1)
+    probs[..., 0, 0] = 1
+    return probs.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "before"),
+    [
+        ({"window_size": [3, 0]}, 3),
+        ({"window_size": [3, 0], "attention_dropout": 0.1}, 3),
+        ({}, TOKENS),
+        (None, None),  # there is no run card
+        ({"reset_attention_mask": True}, None),
+        ({"window_size": [1, 0]}, None),  # hides probabilities above zero
+    ],
+)
+def test_the_mask_of_saved_probabilities_is_that_of_the_run_card(tmp_path, arguments, before):
+    write(tmp_path, 0, underflowing())
+    if arguments is not None:
+        arguments_card(tmp_path, **arguments)
+    figure = drawn(tmp_path)["probabilities_L0"]
+    image = figure.axes[0].images[0].get_array()
+    texts = " ".join(text.get_text() for text in figure.texts)
+    if before is None:
+        assert "gray: zero, because the mask is not known" in texts
+        assert image.mask.tolist() == (underflowing()[0, 0] == 0).tolist()
+        return
+    assert "gray: masked" in texts
+    behind = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    visible = (behind >= 0) & (behind <= before)
+    assert image.mask.tolist() == (~visible).tolist()
+    seen = min(20, before) + 1
+    assert image[20, 19] == pytest.approx(seen / 3, rel=5e-3)
+    assert image[20, 20] == 1 / 32  # zero, the end of the color scale
 
 
 def test_only_some_sequences_and_heads_are_recomputed_if_there_are_many(monkeypatch, tmp_path):

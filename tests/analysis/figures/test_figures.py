@@ -347,7 +347,7 @@ def test_a_plot_without_data_says_so(ax, plot, columns, options):
     assert [text.get_text() for text in ax.texts] == ["no values to draw"]
 
 
-def test_attention_map_masks_zeros(ax):
-    plots.plot_attention_map(pd.DataFrame([[1.0, 0.0], [0.5, 0.5]]), ax=ax)
+def test_attention_map_masks_nan_and_draws_zeros(ax):
+    plots.plot_attention_map(pd.DataFrame([[1.0, math.nan], [0.5, 0.0]]), ax=ax)
     [image] = ax.images
     assert image.get_array().mask.tolist() == [[False, True], [False, False]]

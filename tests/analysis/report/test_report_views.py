@@ -19,6 +19,7 @@ from megatron.analysis.report.gradients import ALL_LAYERS, gradients
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
+from megatron.tensor_record import run_card_name
 from tests.analysis.fake_dump import records, values, write_dump, write_events, write_tensor
 
 RUN = "20250908_095200_abc123"
@@ -150,6 +151,36 @@ def test_attention_of_a_long_sequence_shows_its_beginning(tmp_path, collected):
     assert ((codes > 0) == shown).all()
     expected = np.clip(pixels, 1 / 32, 32)[:, shown]
     np.testing.assert_allclose(2.0 ** ((codes[:, shown] - 1) / 254 * 10 - 5), expected, rtol=0.03)
+
+
+@pytest.mark.parametrize("card", [None, {"arguments": {"seed": 1}}])
+def test_a_probability_that_underflows_is_visible_if_the_mask_is_known(tmp_path, card):
+    probs = torch.zeros(1, 2, 64, 64)
+    probs[..., 0] = 1  # every query attends to key 0 alone
+    query = next(
+        record
+        for record, _, _ in records(run_id=RUN, quant_type="mxfp8", layers=1)
+        if record.tensor_name == "query"
+    )
+    fields = {"tensor_name": "attention_probs", "dims": "b n s t", "dtype": "float32"}
+    fields |= {"shape": [*probs.shape], "global_shape": [*probs.shape]}
+    write_tensor(tmp_path, type(query).from_metadata(query.to_metadata() | fields), probs)
+    if card is not None:
+        (tmp_path / run_card_name(RUN)).write_text(json.dumps(card))
+    store = TensorStore(tmp_path)
+    (entry,) = attention(FigureData(store, compute(store, ["mxfp8"]), ("mxfp8",)))["layers"]
+    assert entry["mask_known"] is (card is not None)
+    codes = decoded(entry["maps"], 2, 64)
+    shown = 2.0 ** ((codes - 1) / 254 * 10 - 5)
+    if card is None:
+        assert (codes[:, :, 1:] == 0).all()
+        np.testing.assert_allclose(shown[:, :, 0], 1, rtol=0.02)
+    else:
+        hidden = torch.ones(64, 64, dtype=torch.bool).triu(1).tolist()
+        assert (codes == 0).all(0).tolist() == hidden
+        expected = np.clip(np.arange(1, 65), 0, 32)
+        np.testing.assert_allclose(shown[:, :, 0], [expected] * 2, rtol=0.02)
+        np.testing.assert_allclose(shown[:, 63, 1:], 1 / 32, rtol=0.02)
 
 
 def test_a_pixel_is_the_mean_of_its_visible_values():

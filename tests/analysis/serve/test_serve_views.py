@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import math
@@ -28,6 +29,7 @@ from megatron.analysis.serve.pixels import Region, reduce
 from megatron.analysis.serve.statistics import BY_NAME
 from megatron.analysis.serve.training import Series
 from megatron.fake_quant import fake_quantize
+from megatron.tensor_record import run_card_name
 from tests.analysis.fake_dump import RUNS, records, values, write_dump, write_tensor
 from tests.analysis.serve.conftest import opened_explorer, wait_for
 
@@ -191,6 +193,27 @@ def test_a_probability_that_underflows_is_not_masked(explorer, monkeypatch):
     figure = pictures.attention(explorer.subject(address)).figure
     drawn = np.frombuffer(base64.b64decode(figure["data"][0]["z"]["bdata"]), "<f4")
     assert (np.isfinite(drawn) == found.visible.numpy().ravel()).all()
+
+
+@pytest.mark.parametrize("card", [None, {"arguments": {"seed": 1}}])
+def test_the_mask_of_saved_probabilities_is_that_of_the_run_card(tmp_path, card):
+    record = next(r for r, _, _ in records(run_id="r", quant_type="bf16") if r.dims == "s b n d")
+    probs = torch.zeros(1, 2, 64, 64)
+    probs[..., 0] = 1  # every query attends to key 0 alone
+    shape = list(probs.shape)
+    fields = {"tensor_name": "attention_probs", "dims": "b n s t", "dtype": "float32"}
+    record = dataclasses.replace(record, **fields, shape=shape, global_shape=shape)
+    write_tensor(tmp_path, record, probs)
+    if card is not None:
+        (tmp_path / run_card_name("r")).write_text(json.dumps(card))
+    explorer = opened_explorer(tmp_path)
+    try:
+        found = explorer.contents.attention(explorer.catalog, 0, "", 0, 0)
+    finally:
+        explorer.close()
+    expected = probs[0, 0] > 0 if card is None else torch.ones(64, 64, dtype=torch.bool).tril()
+    assert torch.equal(found.visible, expected)
+    assert ("mask is not known" in found.how) == (card is None)
 
 
 def test_numbers_are_downloaded_as_csv(explorer):
