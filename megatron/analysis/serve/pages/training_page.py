@@ -215,7 +215,7 @@ def statistics(explorer: Explorer, address: Address, search: str) -> list[Part]:
 
 
 def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
-    """Return the map of a statistic; None if no operand has it.
+    """Return the map of a statistic; None if there is nothing to show.
 
     Cells with a value that is NaN or Inf are red. An infinite SQNR is no such value: it means that
     there is no error.
