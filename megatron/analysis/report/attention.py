@@ -164,6 +164,7 @@ def _of_layer(item: _Attention, formats: Sequence[str], side: int) -> dict[str, 
         codes = np.rint(np.sign(share) * np.sqrt(np.abs(share)) * 127) + 128
         entry["formats"][name] = {
             "moved": [short(value) for value in moved(change)],
+            "sum_change": [short(value) for value in sum_change(change)],
             "most": short(most),
             "maps": _packed(np.where(np.isnan(pixels), MASKED, codes)),
         }
@@ -171,15 +172,28 @@ def _of_layer(item: _Attention, formats: Sequence[str], side: int) -> dict[str, 
 
 
 def moved(change: Values) -> Values:
-    """Return the share of a query's attention that moves to other keys, averaged over queries.
+    """Return how much attention arrives at keys that gain some, averaged over queries.
 
-    This share is the total variation distance: half of the sum of all absolute changes.
+    Half of the sum of all absolute changes would be this share only if the probabilities of a query
+    still added up to 1. Quantized ones do not; see `sum_change`.
 
     Args:
         change: changes of the probabilities, of shape [heads, queries, keys].
     """
-    shares: Values = np.abs(change).sum(-1).mean(-1) / 2
+    shares: Values = np.maximum(change, 0).sum(-1).mean(-1)
     return shares
+
+
+def sum_change(change: Values) -> Values:
+    """Return by how much the sum of a query's probabilities changes, averaged over queries.
+
+    The attention that keys lose is `moved` minus this number.
+
+    Args:
+        change: changes of the probabilities, of shape [heads, queries, keys].
+    """
+    changes: Values = change.sum(-1).mean(-1)
+    return changes
 
 
 def pooled(values: Values, visible: NDArray[np.bool_], side: int) -> Values:

@@ -798,14 +798,19 @@ function drawMaps(entry, choice, name) {
 
 function drawMoved(layers, name) {
   const slots = layers.reduce((most, { heads }) => Math.max(most, heads.length), 0);
-  const z = layers.map(({ formats }) => formats[name].moved.map((value) => (typeof value === "number" ? 100 * value : null)));
-  $("attention-title").textContent = `Share of a query's attention that ${name} moves to other keys; a click shows the head`;
+  const [z, sums] = ["moved", "sum_change"].map((number) =>
+    layers.map(({ formats }) => formats[name][number].map((value) => (typeof value === "number" ? 100 * value : null))));
+  const signed = (value) => `${value > 0 ? "+" : ""}${Number(value.toPrecision(2))} %`;
+  const known = sums.flat().filter((value) => value !== null);
+  const [least, most] = [Math.min, Math.max].map((f) => known.reduce((a, b) => f(a, b), known[0] ?? 0));
+  $("attention-title").textContent = `Attention that ${name} moves to other keys: how much the keys gain that get more, as a share of a query's attention; a click shows the head.`
+    + (known.length ? ` The sum of a query's probabilities changes by ${signed(least)} to ${signed(most)}, depending on the head, because quantized probabilities need not add up to 1.` : "");
   Plotly.react("attention-moved", [{
     type: "heatmap", z, x: Array.from({ length: slots }, (_, i) => i), y: layers.map(({ layer }) => layerName(layer)), xgap: 1, ygap: 1,
     colorscale: "Viridis", zmin: 0, zmax: z.flat().reduce((a, b) => Math.max(a, b), 0) || 1, colorbar: { title: { text: "%" }, ...barLength(layers.length) }, text: z.map((row) => row.map((value) => (value === null ? "" : value.toPrecision(2)))),
-    customdata: layers.map(({ heads }) => heads), hoverongaps: false,
+    customdata: layers.map(({ heads }, row) => heads.map((head, i) => [head, sums[row][i] === null ? "-" : signed(sums[row][i])])), hoverongaps: false,
     ...(layers.length * slots <= 200 ? { texttemplate: "%{text}", textfont: { size: 10 } } : {}),
-    hovertemplate: "%{y} head %{customdata}: %{text} % of a query's attention moves to other keys<extra></extra>",
+    hovertemplate: "%{y} head %{customdata[0]}: %{text} % of a query's attention moves to other keys; sum of its probabilities: %{customdata[1]}<extra></extra>",
   }], layout({
     height: Math.min(130 + 24 * layers.length, 420), margin: { l: 46, r: 10, t: 34, b: 44 },
     xaxis: axis("head", { tickvals: layers[0].heads.map((_, i) => i), ticktext: layers[0].heads, showgrid: false }),

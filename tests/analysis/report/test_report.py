@@ -323,6 +323,17 @@ def test_attention_follows_the_layer_the_head_and_the_format(tab, page):
     moved = [entry["formats"][FORMATS[1]]["moved"] for entry in data["layers"]]
     drawn = np.array(tab.evaluate("$('attention-moved').data[0].z"))
     np.testing.assert_allclose(drawn, 100 * np.array(moved))
+    changes = np.array([entry["formats"][FORMATS[1]]["sum_change"] for entry in data["layers"]])
+    hover = tab.evaluate("$('attention-moved').data[0].customdata")
+    for layer, heads in enumerate(hover):
+        for head, (number, text) in enumerate(heads):
+            assert number == data["layers"][layer]["heads"][head]
+            percent = float(text.removesuffix(" %"))
+            assert percent == pytest.approx(100 * changes[layer, head], rel=0.06)
+    title = tab.evaluate("$('attention-title').textContent")
+    ends = re.search(r"changes by (\S+) % to (\S+) %", title)
+    expected = [100 * changes.min(), 100 * changes.max()]
+    assert [float(end) for end in ends.groups()] == pytest.approx(expected, rel=0.06)
     side, heads = data["layers"][1]["side"], len(data["layers"][1]["heads"])
     codes = np.frombuffer(base64.b64decode(data["layers"][1]["maps"]), np.uint8)
     codes = codes.reshape(heads, side, side)[1].astype(float)

@@ -14,7 +14,7 @@ import torch
 from megatron.analysis import report
 from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.report import training
-from megatron.analysis.report.attention import TOKENS, attention, moved, pooled, spread
+from megatron.analysis.report.attention import TOKENS, attention, moved, pooled, spread, sum_change
 from megatron.analysis.report.gradients import ALL_LAYERS, gradients
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
@@ -99,8 +99,12 @@ def test_attention_equals_a_naive_recomputation(figure_data):
             probs.append(scores.masked_fill(hidden, -math.inf).softmax(-1))
         change = (fake_quantize(probs[1], "mxfp8") - probs[0]).double().numpy()
         in_format = entry["formats"]["mxfp8"]
-        expected = np.abs(change).sum(-1).mean(-1) / 2
-        assert in_format["moved"] == pytest.approx(expected.tolist(), rel=1e-3)
+        gained, total = np.zeros(2), np.zeros(2)
+        for head, query, key in np.argwhere(change != 0):
+            gained[head] += max(change[head, query, key], 0) / 64
+            total[head] += change[head, query, key] / 64
+        assert in_format["moved"] == pytest.approx(gained.tolist(), rel=1e-3)
+        assert in_format["sum_change"] == pytest.approx(total.tolist(), rel=1e-3, abs=1e-6)
         visible = np.arange(1, 65)[:, None]
         ratio = np.clip(probs[0].double().numpy() * visible, 1 / 32, 32)
         codes = decoded(entry["maps"], 2, 64)
@@ -191,6 +195,13 @@ def test_a_pixel_is_the_mean_of_its_visible_values():
     assert np.isnan(found[0, 0, 1])
     assert found[1, 1, 0] == np.mean([35, 36, 40, 41, 45, 46])
     assert moved(np.array([[[0.25, -0.25], [0.0, 0.0]]])).tolist() == [0.125]
+    # all probabilities shrink by a tenth, and none moves
+    shrunk = np.full((1, 1, 100), -0.001)
+    assert moved(shrunk).tolist() == [0]
+    assert sum_change(shrunk) == pytest.approx([-0.1])
+    # a fifth arrives at the first key, and half of it comes from the second
+    uneven = np.array([[[0.2, -0.1]]])
+    assert (moved(uneven).tolist(), sum_change(uneven).tolist()) == ([0.2], [0.1])
     assert spread(3, 8) == [0, 1, 2]
     assert spread(100, 4) == [0, 33, 66, 99]
     assert TOKENS >= 64
