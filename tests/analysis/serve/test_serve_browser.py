@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import threading
 from contextlib import contextmanager
 
+import pandas as pd
 import pytest
 
 from megatron.analysis.serve import follower
@@ -17,6 +19,8 @@ from tests import forks
 from tests.analysis.fake_dump import RUNS
 from tests.analysis.report.browser import find_browser
 from tests.analysis.serve.conftest import FORMATS, wait_for
+from tests.analysis.serve.test_serve_study import row
+from tests.analysis.serve.test_serve_views import operands
 from tests.subprocesses import REPO, environment
 from tests.training.runs import ENTRY, MOCK_DATA, MXFP8
 
@@ -165,6 +169,35 @@ def test_a_user_looks_at_every_view(explorer, browser):
         visit.see(".panel-image button:text('Whole tensor')")
         assert tab.input_value("select[data-param=head]") == "1"
         assert tab.input_value("select[data-param=img]") == "errors"
+    tab.close()
+
+
+def test_what_is_not_finite_or_not_studied_is_visible(explorer, browser, tmp_path, monkeypatch):
+    own = operands(amax=[2.0, math.inf, 3.0], underflow=[0.031, 0.25, 0.5])
+    monkeypatch.setattr(explorer.training, "statistics", {"run": own})
+    study = [row(10.0), row(40.0, gemm="dgrad", nonfinite=1), row(20.0, iteration=5)]
+    pd.DataFrame(study).to_parquet(tmp_path / "study.parquet")
+    monkeypatch.setattr(explorer, "_study_path", tmp_path / "study.parquet")
+    visit = Visit(browser, viewport={"width": 1400, "height": 900})
+    tab = visit.tab
+    with served(explorer) as port:
+        home = f"http://127.0.0.1:{port}/"
+        tab.goto(f"{home}?v=training&stat=amax")
+        visit.scroll_to(".panel-statistics")
+        visit.see(".panel-statistics .note:text('Red cells: not finite')")
+        # the operands and, above them, the red cells
+        wait_for(lambda: tab.locator(".panel-statistics .heatmaplayer image").count() == 2)
+        box = tab.locator(".panel-statistics .nsewdrag").bounding_box()
+        tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        visit.see(".panel-statistics .hovertext text:text('iteration 2: not finite')")
+        assert visit.faults() == []
+        search = f"?run={RUNS['bf16']}&stat=output_sqnr_db"
+        tab.goto(f"{home}{search}&format=mxfp4")
+        visit.see(".panel-map h2:text('SQNR of the results in mxfp4, iteration 1')")
+        visit.see(".panel-map .note:text('1 of 2 results holds NaN or Inf')")
+        tab.goto(f"{home}{search}&format=nvfp4")
+        visit.see(".panel-map :text('nvfp4 was not studied in this run; studied: mxfp4.')")
+        assert visit.errors == []
     tab.close()
 
 
