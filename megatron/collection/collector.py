@@ -172,12 +172,12 @@ class Collector:
                 logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()
-        if self._ring is not None and self._collects(clock.iteration):
+        if self._ring is not None and self.collects(clock.iteration):
             self._ring.begin(clock.iteration)
 
     def end_iteration(self) -> None:
         """Count the completed iteration if it was collected. Must be called on all ranks."""
-        if self._collects(clock.iteration):
+        if self.collects(clock.iteration):
             self.collected += 1
             if not (self._any_rank_collects or self.has_ring or self._flag):
                 here = self._writes and any(self._wanted.values())
@@ -248,7 +248,7 @@ class Collector:
                 logger.warning("%s: the ring of iterations %s is not kept", why, iterations)
             self._writer.append({"event": "let_go", "why": why, "iterations": iterations})
 
-    def _collects(self, iteration: int) -> bool:
+    def collects(self, iteration: int) -> bool:
         """Return whether `iteration` is collected. All ranks return the same value."""
         return (
             not self.complete
@@ -263,7 +263,7 @@ class Collector:
         The result is the same on every rank that holds the layer.
         """
         now, selection = clock.micro_batch, self.settings.selection
-        if now is None or not self._collects(now.iteration):
+        if now is None or not self.collects(now.iteration):
             return False
         if selection.micro_batches and now.index >= selection.micro_batches:
             return False
@@ -287,8 +287,9 @@ class Collector:
 
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """
-        version = None if tensor.is_inference() else tensor._version
-        if self.error is not None or not self._weights.is_new(fields, version):
+        if not tensor.is_inference():  # such a tensor has no version
+            self._weights.warn_of_change(fields, tensor._version)
+        if self.error is not None or not self._weights.is_new(fields):
             return
         part, where = self.settings.selection.slices.cut(tensor.detach(), fields["dims"])
         if part is None:
@@ -394,13 +395,16 @@ class Collector:
         with signals_deferred:
             return self._writer.drain(seconds)
 
-    def close(self, aborted: str | None = None, *, interrupted: bool = False) -> str | None:
+    def close(
+        self, aborted: str | None = None, *, interrupted: bool = False, lacking: str | None = None
+    ) -> str | None:
         """End the collection.
 
         Args:
             aborted: reason why training ended early, which causes the ring buffer to be written;
                 None if training ended normally.
             interrupted: whether a signal ended training; the ring buffer is then discarded.
+            lacking: message for the run card if fewer iterations than requested were collected.
 
         Returns:
             An error message if the collection has failed; None otherwise.
@@ -416,7 +420,7 @@ class Collector:
         self._budget.close()
         failure = failure_of(ranks)
         try:
-            self.write_card(run_status(ranks, aborted), aborted)
+            self.write_card(run_status(ranks, aborted or lacking), aborted or lacking)
         except OSError as error:
             failure = failure or f"the run card in {self.settings.directory}: {error}"
         with contextlib.suppress(OSError):

@@ -298,7 +298,8 @@ def capture(
 ) -> Capture | None:
     """Return a `Capture` for one forward pass of a layer.
 
-    Return None if the pass is neither collected nor measured.
+    Return None if the pass is neither collected nor measured. A layer that runs more than once in a
+    micro-batch is named in the log.
 
     Args:
         identity: name and layer number of the module; None for a tensor outside any module.
@@ -309,6 +310,19 @@ def capture(
     Raises:
         ValueError: if the layer trains where nothing counts iterations, and tensors are collected.
     """
+    found = _capture(identity, layer_type, training=training, implementation=implementation)
+    if found is not None and clock.micro_batch is not None:
+        _note_call(clock.micro_batch, identity or UNNAMED, layer_type)
+    return found
+
+
+def _capture(
+    identity: ModuleIdentity | None,
+    layer_type: str,
+    *,
+    training: bool = False,
+    implementation: str | None = None,
+) -> Capture | None:
     if clock.micro_batch is None:
         if enabled():
             need_clock("the tensor collection", training=training)
@@ -319,7 +333,6 @@ def capture(
     if measured:
         options["statistics"] = _statistics
     if _collector is not None and _collector.wants(identity, layer_type):
-        _note_call(clock.micro_batch, identity, layer_type)
         return Capture(_collector, identity, layer_type, **options)
     if not measured or _statistics is None:
         return None
@@ -372,7 +385,7 @@ def save_tensor(
     )
     if _collector is not None:
         check_groups(dims, _collector.coordinates)
-    if (layer := capture(identity, layer_type)) is not None:
+    if (layer := _capture(identity, layer_type)) is not None:
         fields = {"operation": operation_of(tensor_name)} | fields
         layer.save(tensor_name, tensor, dims=dims, **fields)
 
@@ -380,6 +393,13 @@ def save_tensor(
 def enabled() -> bool:
     """Return whether this run collects tensors or measures their statistics."""
     return _collector is not None or _statistics is not None
+
+
+def collects_now() -> bool:
+    """Return whether this run collects or measures tensors of the current iteration."""
+    if _statistics is not None and _statistics.wants():
+        return True
+    return _collector is not None and _collector.collects(clock.iteration)
 
 
 def includes(identity: ModuleIdentity, layer_type: str) -> bool:
@@ -475,7 +495,7 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
         failures = [None if history is None else history.close()]
         if collector is not None:
             failures.insert(
-                0, collector.close(aborted or lacking, interrupted=interrupted) or lacking
+                0, collector.close(aborted, interrupted=interrupted, lacking=lacking) or lacking
             )
         return "; ".join(filter(None, failures)) or None
 
@@ -517,6 +537,8 @@ def reason_for_nothing() -> str | None:
 
 def lacking_iterations() -> str | None:
     """Return an error message if fewer iterations than requested were collected; None otherwise."""
-    if _audited or _collector is None:
+    if _audited or _collector is None or isinstance(_collector, Planner):
+        return None
+    if _collector.error is not None or _collector.abandoned:  # says more
         return None
     return completeness.lacking_iterations(_collector, _completed_before)

@@ -29,7 +29,7 @@ class Clock:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
         self._micro_batch: MicroBatch | None = None
-        #: Whether no forward or backward pass of a model runs in `training_iteration`.
+        #: Whether no forward pass of a model runs in `training_iteration`.
         self.between_passes = False
         self.recomputing = False  #: whether the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
@@ -42,7 +42,7 @@ class Clock:
         In `training_iteration`, a forward pass without gradients is an evaluation, unless it is a
         part of a pass that trains, as with activation checkpointing.
         """
-        if self.between_passes and not torch.is_grad_enabled():
+        if self.between_passes and not torch.is_grad_enabled() and not _in_backward():
             return None
         return self._micro_batch
 
@@ -58,6 +58,11 @@ class Clock:
     def reset(self, iteration: int) -> None:
         """Reset the clock for a run that continues after iteration `iteration`."""
         self.iteration, self.completed, self.micro_batch = iteration, 0, None
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass runs in this thread; False in code that torch compiles."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 clock = Clock()

@@ -1,15 +1,18 @@
 """Save each weight only once per iteration, in the first forward pass that uses it.
 
-A weight is usually the same in every micro-batch of an iteration and in a recomputed forward pass.
-Optimizers such as LBFGS and SAM change it between the forward passes of an iteration. Then it is
-saved again, and so are its codes.
+A weight is the same in every micro-batch of an iteration and in a recomputed forward pass. If a
+program changes it in between, as LBFGS and SAM do, only the first weights are saved, and the log
+says so.
 """
 
+import logging
 from typing import Any
 
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.rounding_modes import ROUNDINGS
 from megatron.tensor_record import OF_ITERATION
+
+logger = logging.getLogger(__name__)
 
 
 class WeightDedup:
@@ -18,13 +21,33 @@ class WeightDedup:
     def __init__(self) -> None:
         self._saved: set[tuple[int, str, str, str | None]] = set()
         self._versions: dict[str, int] = {}  #: version of the weight of each module
+        self._warned = False
 
     def begin_iteration(self) -> None:
         """Forget which weights were saved in the previous iteration."""
         self._saved.clear()
         self._versions.clear()
 
-    def is_new(self, fields: dict[str, Any], version: int | None = None) -> bool:
+    def warn_of_change(self, fields: dict[str, Any], version: int) -> None:
+        """Warn once if a weight has changed since it was saved in this iteration.
+
+        Args:
+            fields: fields of the tensor's record.
+            version: number that changes if the tensor is changed in place.
+        """
+        if fields["tensor_name"] != "weight" or not fields["module"]:
+            return
+        if self._versions.setdefault(fields["module"], version) != version and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the weight of %s has changed within iteration %d; only the first weights of an "
+                "iteration are saved, so that verify and study are right for the micro-batches "
+                "before the change only",
+                fields["module"],
+                fields["iteration"],
+            )
+
+    def is_new(self, fields: dict[str, Any]) -> bool:
         """Return True for a tensor to be saved, False for a weight already saved in this iteration.
 
         Codes from stochastic rounding differ each time, so they are always saved. The same applies
@@ -34,7 +57,6 @@ class WeightDedup:
 
         Args:
             fields: fields of the tensor's record.
-            version: number that changes if the tensor is changed in place; None if it is unknown.
         """
         name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
         fmt = fields.get("format")
@@ -45,11 +67,6 @@ class WeightDedup:
         )
         if name not in OF_ITERATION or not fields["module"] or varies:
             return True
-        module = fields["module"]
-        known = name == "weight" and version is not None
-        if known and self._versions.setdefault(module, version) != version:
-            self._versions[module] = version
-            self._saved = {key for key in self._saved if key[1] != module}
         key = (fields["iteration"], fields["module"], name, fmt)
         if key in self._saved:
             return False

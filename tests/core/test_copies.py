@@ -184,8 +184,37 @@ print(json.dumps({}))
 def test_a_model_and_its_copy_are_not_collected_together(tmp_path):
     done = run(TOGETHER, tmp_path, CUSTOM_QUANT_TYPE="mxfp8")
     assert done.returncode != 0
-    assert "one is a copy of the other, so that both have a layer blocks.0" in done.stderr
+    assert "such as a model and its copy, have a layer blocks.0, so that" in done.stderr
     report(TOGETHER, CUSTOM_QUANT_TYPE="mxfp8")
+
+
+LATER = (
+    START
+    + """
+models = [headed(), Headed()]
+whole = {"model": models} if sys.argv[2:] else {}
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], collect_iterations="1,2", **whole)
+with training_iteration(1):
+    models[0](x).square().mean().backward()
+with training_iteration(2):
+    for model in models:
+        model(x).square().mean().backward()
+with training_iteration(3):
+    copy.deepcopy(models[0])(x).square().mean().backward()  # not collected
+    models[0](x).square().mean().backward()
+print(json.dumps({}))
+"""
+)
+
+
+def test_a_model_that_first_runs_later_is_collected_if_it_is_known(tmp_path):
+    done = run(LATER, tmp_path / "unknown")
+    assert "two models that train in iteration 2, such as a model and its copy" in done.stderr
+    report(LATER, tmp_path / "known", "known")
+    assert records(tmp_path / "known") == {
+        (1, 0, False): PER_ITERATION,
+        (2, 0, False): 2 * PER_ITERATION,
+    }
 
 
 UNNAMED = (

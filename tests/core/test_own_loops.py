@@ -732,7 +732,7 @@ tensor_saver.configure(
 )
 model, loss = built()
 with training_iteration(1):
-    for change in (0.0, 0.0, 1.0):
+    for change in (0.0, float(sys.argv[2])):
         with torch.no_grad():
             for parameter in model.parameters() if change else ():
                 parameter.add_(change)
@@ -741,13 +741,14 @@ print(json.dumps({}))
 """
 
 
-def test_weights_that_change_between_micro_batches_are_saved_again(tmp_path):
-    report(MOVED, tmp_path)
-    (index,) = tmp_path.glob("index_*.jsonl")
-    records = [json.loads(line) for line in index.read_text().splitlines()]
-    assert sorted((r["micro_batch"], r["module"]) for r in records) == [
-        (micro_batch, f"blocks.{block}") for micro_batch in (0, 2) for block in range(3)
-    ]
+def test_weights_that_change_between_micro_batches_are_named_once(tmp_path):
+    for change, count in ((0.0, 0), (1.0, 1)):
+        folder = tmp_path / str(count)
+        log = report(MOVED, folder, change)["log"]
+        assert log.count("the weight of blocks.0 has changed within iteration 1; only the") == count
+        (index,) = folder.glob("index_*.jsonl")
+        records = [json.loads(line) for line in index.read_text().splitlines()]
+        assert sorted(r["module"] for r in records) == [f"blocks.{block}" for block in range(3)]
 
 
 TWICE = """
@@ -755,15 +756,27 @@ tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], control_iter=2)
 model, loss = built()
 if sys.argv[2] == "twice":
     model.blocks[1] = model.blocks[0]
+elif sys.argv[2] == "saved":  # foreign code may save tensors of a layer one by one
+    identity = model.blocks[0].identity
+    save = lambda *_: tensor_saver.save_tensor(
+        torch.ones(2, 3), "input", layer_type="linear", dims="t h", identity=identity
+    )
+    model.readout.register_forward_hook(save)
+    model.readout.register_forward_hook(save)
+elif sys.argv[2] == "shared":  # two models with one encoder
+    model, other = model, foreign_models.Stack()
+    other.blocks = model.blocks
 for number in (1, 2):
     with training_iteration(number):
         step(model, loss)
+        if sys.argv[2] == "shared":
+            step(other, loss)
 print(json.dumps({}))
 """
 
 
 def test_a_layer_that_runs_twice_in_a_micro_batch_is_named_once(tmp_path):
-    for way, count in (("once", 0), ("twice", 1)):
+    for way, count in (("once", 0), ("saved", 0), ("twice", 1), ("shared", 1)):
         log = report(TWICE, tmp_path / way, way)["log"]
         assert log.count("the layer blocks.0 runs more than once in micro-batch 0 of") == count
 
@@ -779,6 +792,36 @@ print(json.dumps({}))
 
 def test_a_parametrized_weight_is_reached():
     report(PARAMETRIZED, CUSTOM_QUANT_TYPE="mxfp8")
+
+
+FAILED_PASS = """
+tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1], control_iter=2)
+model, loss = built()
+def fail(gradient):
+    raise RuntimeError("out of memory")
+with training_iteration(1):
+    step(model, loss)
+with training_iteration(2):
+    value = loss(model)
+    value.register_hook(fail)
+    try:
+        value.backward()
+    except RuntimeError:
+        pass
+    with torch.no_grad():
+        model.blocks[0](torch.randn(SEQ, BATCH, HIDDEN))  # an evaluation of a part
+    step(model, loss)
+print(json.dumps({}))
+"""
+
+
+def test_an_evaluation_after_a_failed_backward_pass_is_not_collected(tmp_path):
+    report(FAILED_PASS, tmp_path)
+    (index,) = tmp_path.glob("index_*.jsonl")
+    records = [json.loads(line) for line in index.read_text().splitlines()]
+    assert not any(record["recomputed"] for record in records)
+    inputs = [r for r in records if (r["module"], r["tensor_name"]) == ("blocks.0", "input")]
+    assert len(inputs) == 2
 
 
 DIVIDED = """

@@ -52,8 +52,10 @@ def deviation(figure_data: FigureData) -> Figure:
             nothing(ax, KINDS[kind], f"equal in all runs\nin iteration {_last(rows)}")
             continue
         lines = medians(rows, "quant_type", "layer_idx", "deviation")
-        if (lines["value"] == math.inf).all():
-            nothing(ax, KINDS[kind], f"not finite in any run\nin iteration {_last(rows)}")
+        values = lines["value"]
+        if not ((values > 0) & (values < math.inf)).any():  # nor can it show Inf
+            what = "not finite" if (values == math.inf).all() else "equal or not finite"
+            nothing(ax, KINDS[kind], f"{what} in every run\nin iteration {_last(rows)}")
             continue
         plot_lines(
             lines,

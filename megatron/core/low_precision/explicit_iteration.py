@@ -36,9 +36,18 @@ def add_root(root: torch.nn.Module, inputs: Any) -> None:
     """Add the outermost module of a model, whose call has just begun."""
     if root not in roots:
         roots.add(root)
+        _remove_inherited_hooks(root)
         if _current is not None:
             _current.watch(root)
             _current.before(root, inputs)
+
+
+def _remove_inherited_hooks(root: torch.nn.Module) -> None:
+    """Remove the hooks that a copy of an outermost module has from the original."""
+    for hooks in (root._forward_pre_hooks, root._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
+            del hooks[key]
+            root._forward_hooks_always_called.pop(key, None)
 
 
 def seed_of_the_run() -> int:
@@ -67,8 +76,8 @@ class _Backward:
 
     micro_batch: MicroBatch
     delayed: DelayedScaling | None
-    iteration: ExplicitIteration
     running: bool = False  #: whether the backward pass has begun and not ended
+    before: MicroBatch | None = None  #: clock's micro-batch before the backward pass
 
 
 class ExplicitIteration:
@@ -85,6 +94,7 @@ class ExplicitIteration:
         #: clock's micro-batch before each call that has not ended; an inner call changes nothing
         self._before: list[MicroBatch | None] = []
         self._handles: list[Any] = []
+        self._collected: dict[int, set[Any]] = {}  #: layers that were collected, by micro-batch
         self._layers: dict[ModuleIdentity, Identified] = {}  #: layers that train, by name
         clock.micro_batch, clock.between_passes = MicroBatch(number, 0), True
         _current = self
@@ -123,24 +133,27 @@ class ExplicitIteration:
         if index == 0:
             self._check_names(root)
         self._calls[root] = index + 1
-        clock.micro_batch, clock.recomputing = MicroBatch(self._number, index), False
+        collected = self._collected.setdefault(index, set())
+        clock.micro_batch = MicroBatch(self._number, index, collected=collected)
+        clock.recomputing = False
         if (delayed := delayed_scaling.of_chunk(root)) is not None:
             delayed.begin_forward(index)
 
     def _check_names(self, root: torch.nn.Module) -> None:
-        """Raise ValueError if a copy of this model trains in the same iteration and is collected.
+        """Raise ValueError if this model and another one have equal names and are collected.
 
-        A copy keeps the names of its layers, so that their tensors could not be told apart.
+        A copy keeps the names of its layers, and a model that first runs in a later iteration may
+        get the names of an earlier one. Their tensors could not be told apart.
         """
-        if not session.enabled():
+        if not session.collects_now():
             return
         for layer in model_roots.layers_of(root):
             if layer.identity and self._layers.setdefault(layer.identity, layer) is not layer:
                 raise ValueError(
-                    f"two models train in iteration {self._number}, and one is a copy of the "
-                    f"other, so that both have a layer {layer.identity.name} and their tensors "
-                    "cannot be told apart; build the second model by its constructor and load the "
-                    "weights of the first one into it"
+                    f"two models that train in iteration {self._number}, such as a model and its "
+                    f"copy, have a layer {layer.identity.name}, so that their tensors cannot be "
+                    "told apart; build each of them by its constructor, and pass both to "
+                    "megatron.core.tensor_saver.configure(model=[...])"
                 )
 
     def after(self, root: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -157,7 +170,7 @@ class ExplicitIteration:
         delayed = delayed_scaling.of_chunk(root)
         if delayed is not None:
             delayed.end_forward()
-        state = _Backward(micro_batch, delayed, self)
+        state = _Backward(micro_batch, delayed)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(_begin_backward, state))
@@ -165,9 +178,10 @@ class ExplicitIteration:
 
 def _begin_backward(state: _Backward, _: torch.Tensor) -> None:
     """Set the clock to the micro-batch whose backward pass begins."""
-    clock.micro_batch, clock.recomputing, clock.between_passes = state.micro_batch, True, False
+    before = clock.micro_batch
+    clock.micro_batch, clock.recomputing = state.micro_batch, True
     if not state.running:
-        state.running = True
+        state.running, state.before = True, before
         torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(_end_backward, state)
         )
@@ -176,10 +190,7 @@ def _begin_backward(state: _Backward, _: torch.Tensor) -> None:
 def _end_backward(state: _Backward) -> None:
     """Note on the clock that a backward pass has ended, and update the amax histories."""
     state.running = False
-    if _current is state.iteration:
-        clock.between_passes = True
-    elif _current is None:  # the block has ended
-        clock.micro_batch, clock.recomputing, clock.between_passes = None, False, False
+    clock.micro_batch, clock.recomputing = state.before, False
     if state.delayed is not None:
         state.delayed.end_backward(state.micro_batch.index)
         state.delayed = None  # another backward pass through this output adds nothing

@@ -63,13 +63,16 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
         ValueError: if the model trains and is refused, as by `prepare`, if its `forward` is called
             directly, or if another rank has other formats.
     """
+    known = module in _entered
     _entered.add(module)
     policy.check_environment()
     with program_end.remembered_refusals((), program_end.OF_ALL_RANKS):
         same_formats.compare_without_waiting()
     if run_request.description() is None:
         return
-    if module in _observed and not model_roots.may_be_new(module):
+    trains = module.training and torch.is_grad_enabled()
+    known = known and not trains and model_roots.out_of_patience()
+    if known or (module in _observed and not model_roots.may_be_new()):
         _after_this_call(module, lambda failed: watch_for_others())
         return
     _check_called(module)

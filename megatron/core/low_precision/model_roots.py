@@ -115,9 +115,14 @@ def layers_without_name() -> bool:
     return bool(_unnamed)
 
 
-def may_be_new(module: torch.nn.Module) -> bool:
+def out_of_patience() -> bool:
+    """Return whether the hook returns only because a layer has no name yet."""
+    return _calls > PATIENCE
+
+
+def may_be_new() -> bool:
     """Return whether a module that has run before may contain a layer without a name."""
-    return bool(_unnamed) and _calls <= PATIENCE
+    return bool(_unnamed) and not out_of_patience()
 
 
 def layers_of(model: torch.nn.Module) -> list[Identified]:

@@ -9,7 +9,7 @@ Values and results are float32 bits. `sums` is the tuple `Errors.sums` of four a
 
     counts          [COUNTS] number of values by outcome: COMPARED, POISONED or LOST
     totals          [SUMS] sums over all compared values: XX, YY, ...
-    binade_counts   [3, BINADES] rows VALUES, UNDERFLOW and SATURATED, by binade of the value
+    binade_counts   [4, BINADES] rows VALUES, UNDERFLOW, SATURATED and OVERFLOW, by binade
     binade_sums     [CAUSES + 2, BINADES] rows GRID_ERROR, CLIPPING_ERROR, UNDERFLOW_ERROR,
                     MAGNITUDE_ERROR and RELATIVE, by binade of the value
 
