@@ -73,11 +73,16 @@ def test_runs_whose_deviation_is_not_finite_are_said_to_be(figure_data):
     figure = comparisons.deviation(found)
     marks = {ax.get_title(loc="left"): ax.get_title(loc="right") for ax in figure.axes}
     panels = {ax.get_title(loc="left"): [t.get_text() for t in ax.texts] for ax in figure.axes}
-    assert panels["Gradients"] == ["not finite in any run\nin iteration 2"]
+    assert panels["Gradients"] == ["not finite in every run\nin iteration 2"]
     assert panels["Weights"] == ["equal in all runs\nin iteration 2"]
     assert "infinite" in marks["Activations"]  # layer 1
     texts = [text.get_text() for text in figure.texts]
     assert any("not finite in 3 of 6 tensors" in text for text in texts)
+    mixed = found.__dict__["deviations"]
+    mixed.loc[mixed["kind"].eq("weight") & mixed["layer_idx"].eq(1), "deviation"] = math.inf
+    figure = comparisons.deviation(found)
+    panels = {ax.get_title(loc="left"): [t.get_text() for t in ax.texts] for ax in figure.axes}
+    assert panels["Weights"] == ["equal or not finite in every run\nin iteration 2"]
 
 
 def test_titles_of_panels_stand_at_one_height():
