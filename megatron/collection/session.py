@@ -311,7 +311,7 @@ def capture(
         ValueError: if the layer trains where nothing counts iterations, and tensors are collected.
     """
     found = _capture(identity, layer_type, training=training, implementation=implementation)
-    if found is not None and clock.micro_batch is not None:
+    if found is not None and _collector is not None and clock.micro_batch is not None:
         _note_call(clock.micro_batch, identity or UNNAMED, layer_type)
     return found
 
