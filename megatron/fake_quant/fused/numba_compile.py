@@ -15,9 +15,18 @@ from numba.core.compiler_lock import global_compiler_lock
 Function = Callable[..., Any]
 
 
+#: Options of helper functions. Only kernels call them, so they need no wrappers for Python and C,
+#: which would take as long to compile as a short function.
+HELPER: dict[str, Any] = {
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+
 def inlined(function: Function) -> Any:
-    """Compile a helper function that numba inlines into its callers."""
-    return numba.njit(inline="always", error_model="numpy")(function)
+    """Compile a helper function that LLVM inlines into its callers."""
+    return numba.njit(forceinline=True, **HELPER)(function)
 
 
 def called(function: Function) -> Any:
@@ -25,7 +34,7 @@ def called(function: Function) -> Any:
 
     This suits functions that take a microsecond or more and are called in several places.
     """
-    return numba.njit(error_model="numpy")(function)
+    return numba.njit(**HELPER)(function)
 
 
 def kernel_compiler(
@@ -50,7 +59,7 @@ def kernel_compiler(
             several lanes of a vector register.
     """
 
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     if reorder_sums:
         options["fastmath"] = {"reassoc"}
 
