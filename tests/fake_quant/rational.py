@@ -7,7 +7,7 @@ by `float32`, which rounds a fraction to nearest even as IEEE 754 defines it.
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from fractions import Fraction as F
+from gmpy2 import mpq as F
 
 FLOAT32_MAX = F(2**24 - 1) * 2**104
 INFINITE = F(2) ** 400  #: stands for Inf; every operation on it gives what IEEE 754 gives here

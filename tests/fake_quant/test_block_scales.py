@@ -1,6 +1,6 @@
 """Block scales of every kind, against float32 arithmetic that is written out here, and names."""
 
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -5,7 +5,7 @@ and the oldest one is at position 1. It computes in rational numbers.
 """
 
 import math
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple

@@ -194,12 +194,12 @@ def _json(name: str, entries: dict[str, Any], arrays: dict[str, dict[str, Array]
 
 def _as_hex(array: Array) -> dict[str, Any]:
     """Return an array as its type, its shape and the bits of its numbers in hexadecimal."""
-    bits = array.view(_BITS[array.dtype.name]).ravel()
-    digits = 2 * array.dtype.itemsize
+    numbers = array.view(_BITS[array.dtype.name])
+    big_endian = numbers.astype(numbers.dtype.newbyteorder(">")).tobytes()
     return {
         "type": array.dtype.name,
         "shape": list(array.shape),
-        "bits": " ".join(f"{number:0{digits}x}" for number in bits.tolist()),
+        "bits": big_endian.hex(" ", array.dtype.itemsize),
     }
 
 

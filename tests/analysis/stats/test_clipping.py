@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """NF4 against bitsandbytes' table and thresholds, and against rational arithmetic."""
 
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

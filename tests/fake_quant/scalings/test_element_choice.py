@@ -1,6 +1,6 @@
 """IF4 and MixFP4 against an independent definition and vectors of fouroversix."""
 
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """HiFloat4 against the authors' script, exact arithmetic and cases worked out by hand."""
 
 import math
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Macro blocks against an independent definition, rational arithmetic and vectors of ALTO."""
 
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

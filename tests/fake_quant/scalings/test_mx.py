@@ -1,6 +1,6 @@
 """E8M0 block scales, and values quantized with them."""
 
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """MX9 and MX6 against rational arithmetic, an independent definition and vectors of ALTO."""
 
-from fractions import Fraction
+from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest
