@@ -30,6 +30,8 @@ def to_text(fmt: Format) -> str:
 
     Only plain string operations are used, because torch.compile cannot trace the json module.
     """
+    if fmt.known_name is not None:
+        return fmt.known_name
     try:
         if get_format(fmt.name) == fmt:
             return fmt.name

@@ -11,7 +11,7 @@ NVFP4, arXiv 2509.25149 appendix B; the other modules name theirs.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -74,6 +74,8 @@ class Format:
     #: True if a quantization type that names the format gives square blocks to the weights of
     #: linear layers, as with FP8 blocks of 1 x 128 for activations and 128 x 128 for weights
     square_weights: bool = False
+    #: name from which `get_format` makes an equal format; None until `mark_named` has set it
+    known_name: str | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_choice("rounding", self.rounding, ROUNDINGS)
@@ -93,6 +95,14 @@ class Format:
             )
         if isinstance(self.scaling, BlockScaling):
             check_element(self.scaling, self.element.max)
+
+    def mark_named(self) -> None:
+        """Record that `get_format` makes an equal format from the name of this one.
+
+        `format_text.to_text` reads this. Finding it out takes torch.compile most of the time in
+        which it traces a quantized matmul.
+        """
+        object.__setattr__(self, "known_name", self.name)
 
     @property
     def roundings(self) -> tuple[Rounding, ...]:

@@ -37,6 +37,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
+import torch
+
 from megatron.fake_quant.block_scaling import (
     BOUND,
     HEADROOM,
@@ -80,6 +82,9 @@ _WHOLE = {"row": (WHOLE_AXIS, 1), "column": (1, WHOLE_AXIS), "tensor": (WHOLE_AX
 _FLOAT_NAME = re.compile(r"e(?P<exponent>[1-9])m(?P<mantissa>[0-9])")
 _ELEMENT_BITS = 8
 _LONGEST_NAME = 200  #: maximum length of a name, in characters
+
+for _base in FORMATS.values():
+    _base.mark_named()
 
 
 class UnknownFormatError(ValueError):
@@ -129,7 +134,10 @@ def get_format(name: str) -> Format:
         fmt = without_defaults(fmt)
     except ValueError as error:
         raise ValueError(f"format {name!r}: {error}") from None
-    return base if fmt == base else replace(fmt, name=canonical_name(base, fmt))
+    fmt = base if fmt == base else replace(fmt, name=canonical_name(base, fmt))
+    if not torch.compiler.is_compiling():
+        fmt.mark_named()
+    return fmt
 
 
 def _in_order(variants: str, base: Format, kinds: set[str]) -> list[str]:
