@@ -31,6 +31,7 @@ unless the name says otherwise.
 """
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -102,6 +103,13 @@ def get_format(name: str) -> Format:
     """
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a format; give a string such as 'mxfp8'")
+    if torch.compiler.is_compiling():  # torch.compile ignores caches
+        return _parsed(name)
+    return _cached(name)
+
+
+def _parsed(name: str) -> Format:
+    """Return the format with the given name; see `get_format`."""
     if len(name) > _LONGEST_NAME:
         raise ValueError(
             f"a format's name of {len(name)} characters, {name[:20]!r}...; choose a name of at "
@@ -134,9 +142,14 @@ def get_format(name: str) -> Format:
         fmt = without_defaults(fmt)
     except ValueError as error:
         raise ValueError(f"format {name!r}: {error}") from None
-    fmt = base if fmt == base else replace(fmt, name=canonical_name(base, fmt))
-    if not torch.compiler.is_compiling():
-        fmt.mark_named()
+    return base if fmt == base else replace(fmt, name=canonical_name(base, fmt))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _cached(name: str) -> Format:
+    """Return what `_parsed` returns, marked as a format that has a name."""
+    fmt = _parsed(name)
+    fmt.mark_named()
     return fmt
 
 

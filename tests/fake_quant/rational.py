@@ -1,4 +1,4 @@
-"""Formats by their definitions, in exact rational arithmetic (`fractions.Fraction`).
+"""Formats by their definitions, in exact rational arithmetic (GMP's).
 
 Nothing here is taken from the package. A definition that prescribes a float32 operation is followed
 by `float32`, which rounds a fraction to nearest even as IEEE 754 defines it.
@@ -7,6 +7,7 @@ by `float32`, which rounds a fraction to nearest even as IEEE 754 defines it.
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
+
 from gmpy2 import mpq as F
 
 FLOAT32_MAX = F(2**24 - 1) * 2**104
@@ -124,7 +125,7 @@ def reciprocal(x: F) -> F:
     return min(float32(1 / x), FLOAT32_MAX) if x else FLOAT32_MAX
 
 
-def mx(numbers: list[F], carry: F = F(2)) -> Callable[[Block, F], list[F]]:
+def mx(numbers: list[F], carry: F | int = 2) -> Callable[[Block, F], list[F]]:
     """Return OCP's conversion; a significand of `carry` or more doubles the scale."""
 
     def convert(block: Block, of_tensor: F) -> list[F]:

@@ -1,10 +1,9 @@
 """Block scales of every kind, against float32 arithmetic that is written out here, and names."""
 
-from gmpy2 import mpq as Fraction
-
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 from numpy.typing import NDArray
 
 from megatron.fake_quant import dequantize, fake_quantize, get_format, quantize

@@ -23,10 +23,11 @@ from megatron.fake_quant import (
     fake_quantize,
     format_text,
     get_format,
+    names,
     operators,
     quantize,
 )
-from megatron.fake_quant.elements import E2M1
+from megatron.fake_quant.elements import E2M1, ELEMENTS
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.gemm import quantized_matmul
@@ -423,13 +424,25 @@ def test_a_format_is_the_same_after_being_text(name):
     fmt = get_format(name)
     assert to_text(fmt) == fmt.name
     assert from_text(to_text(fmt)) == fmt
+    assert names._parsed(to_text(fmt)) == fmt
     own = replace(fmt, name="my own")
     assert from_text(to_text(own)) == own
 
 
+def test_a_format_that_has_the_name_of_another_one_is_not_taken_for_it():
+    mxfp4 = get_format("mxfp4")
+    for other in (replace(mxfp4, rounding="stochastic"), replace(mxfp4, element=ELEMENTS["int4"])):
+        assert (mxfp4.known_name, other.known_name) == ("mxfp4", None)
+        assert from_text(to_text(other)) == other
+    x = torch.randn(4, 32)
+    compiled = torch.compile(fake_quantize, backend="eager", fullgraph=TRACES_ALL)
+    for fmt in (mxfp4, replace(mxfp4, element=ELEMENTS["int4"]), replace(mxfp4, element=E2M1)):
+        assert torch.equal(compiled(x, fmt), fake_quantize(x, fmt))
+
+
 def test_every_field_of_a_format_is_written():
-    for part, names in format_text._FIELDS.items():
-        assert names == tuple(field.name for field in fields(part) if field.init)
+    for part, written in format_text._FIELDS.items():
+        assert written == tuple(field.name for field in fields(part) if field.init)
 
 
 def test_a_name_of_any_characters_comes_back():

@@ -5,11 +5,11 @@ and the oldest one is at position 1. It computes in rational numbers.
 """
 
 import math
-from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.analysis.stats import tensor
 from megatron.analysis.stats.format_groups import group_formats

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable
-from gmpy2 import mpq as Fraction
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from gmpy2 import mpq as Fraction
 
 from megatron.fake_quant import FORMATS, get_format
 from megatron.fake_quant.__main__ import main

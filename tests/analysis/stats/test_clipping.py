@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
-from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.analysis.stats import direct, tensor
 from megatron.analysis.stats.format_groups import group_formats

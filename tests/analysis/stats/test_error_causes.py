@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.analysis.stats import direct, tensor
 from megatron.analysis.stats.errors import Errors

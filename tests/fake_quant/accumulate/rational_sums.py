@@ -7,6 +7,7 @@ operands are finite, and no sum overflows.
 import functools
 import math
 from collections.abc import Callable, Sequence
+
 from gmpy2 import mpq as F
 
 from ..rational import floor_log2, power

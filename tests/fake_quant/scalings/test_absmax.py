@@ -1,10 +1,9 @@
 """NF4 against bitsandbytes' table and thresholds, and against rational arithmetic."""
 
-from gmpy2 import mpq as Fraction
-
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.fake_quant import Format, dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import unpack_nibbles

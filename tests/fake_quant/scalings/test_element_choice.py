@@ -1,10 +1,9 @@
 """IF4 and MixFP4 against an independent definition and vectors of fouroversix."""
 
-from gmpy2 import mpq as Fraction
-
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.fake_quant import dequantize, fake_quantize, quantize
 from megatron.fake_quant.code_points import unpack_nibbles

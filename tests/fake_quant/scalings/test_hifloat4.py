@@ -1,11 +1,11 @@
 """HiFloat4 against the authors' script, exact arithmetic and cases worked out by hand."""
 
 import math
-from gmpy2 import mpq as Fraction
 
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.fake_quant import fake_quantize, quantize
 from megatron.fake_quant.quantize import checked

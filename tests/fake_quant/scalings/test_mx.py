@@ -1,10 +1,9 @@
 """E8M0 block scales, and values quantized with them."""
 
-from gmpy2 import mpq as Fraction
-
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.block_scaling import BlockScaling

@@ -1,10 +1,9 @@
 """MX9 and MX6 against rational arithmetic, an independent definition and vectors of ALTO."""
 
-from gmpy2 import mpq as Fraction
-
 import numpy as np
 import pytest
 import torch
+from gmpy2 import mpq as Fraction
 
 from megatron.fake_quant import dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.inspect import format_properties
