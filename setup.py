@@ -89,7 +89,7 @@ TEST = {
     "pytest-xdist": ">=3.8",  # runs tests in parallel; 3.8 added --no-loadscope-reorder
     "ml_dtypes": ">=0.5",  # an independent implementation of the FP8, FP6 and FP4 formats
     "en_dtypes": ">=0.0.4",  # an independent implementation of HiFloat8
-    "gmpy2": ">=2.2",  # rational numbers of the definitions of formats; fractions is slower
+    "gmpy2": ">=2.3",  # exact rational numbers, faster than fractions; 2.2 truncates in float()
     "hypothesis": ">=6.100",  # searches for tensors that violate a property of the formats
     "triton": ">=3.2",  # from 3.6 on, interprets and compiles the GPU kernels; part of CUDA builds
     **OPTIONAL,

@@ -59,8 +59,9 @@ def dumps(request, tmp_path_factory) -> Path:
     collect = ("--custom-quant-type", "mxfp8", "--save-tensors", "--control-iter", "2")
     collect += ("--tensor-statistics", "1")
     which = ("--collect-micro-batches", "2", "--collect-tensors", "all,codes", "--mock-data")
-    where = ("--tensor-save-dir", folder / "enhanced_tensor_logs" / "mxfp8", "--train-iters", "2")
-    succeeded(train(*collect, *which, *where, ranks=ranks))
+    where = ("--tensor-save-dir", folder / "enhanced_tensor_logs" / "mxfp8")
+    short = ("--num-layers", "2", "--train-iters", "2")
+    succeeded(train(*collect, *which, *where, *short, ranks=ranks))
     return folder
 
 

@@ -151,10 +151,11 @@ def test_formats_need_only_torch_until_they_are_large():
 
 
 def test_a_dump_is_read_without_the_engine():
-    """Importing core takes seconds, and a laptop needs only the dump."""
+    """Importing core or torch's compiler takes seconds, and a laptop needs only the dump."""
     code = (
-        "import sys, megatron.analysis.quick\n"
-        "engine = ('megatron.core', 'megatron.collection', 'megatron.training')\n"
+        "import sys, megatron.analysis.quick, megatron.analysis.drawing\n"
+        "import megatron.analysis.study, megatron.analysis.verification\n"
+        "engine = ('megatron.core', 'megatron.collection', 'megatron.training', 'torch._dynamo')\n"
         "print([m for m in sys.modules if m.startswith(engine)])\n"
     )
     result = run([sys.executable, "-c", code])

@@ -32,11 +32,13 @@ def to_text(fmt: Format) -> str:
     """
     if fmt.known_name is not None:
         return fmt.known_name
-    try:
-        if get_format(fmt.name) == fmt:
-            return fmt.name
-    except ValueError:
-        pass  # `get_format` does not know the name that the user chose.
+    # Compiled code may be used again for a format that differs in a field which was only compared.
+    if not torch.compiler.is_dynamo_compiling():
+        try:
+            if get_format(fmt.name) == fmt:
+                return fmt.name
+        except ValueError:
+            pass  # `get_format` does not know the name that the user chose.
     parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
     more = f'"square_weights": {_value(fmt.square_weights)}'
     return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {more}, {parts}}}'

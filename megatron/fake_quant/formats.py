@@ -11,9 +11,9 @@ NVFP4, arXiv 2509.25149 appendix B; the other modules name theirs.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -99,8 +99,8 @@ class Format:
     def mark_named(self) -> None:
         """Record that `get_format` makes an equal format from the name of this one.
 
-        `format_text.to_text` reads this. Finding it out takes torch.compile most of the time in
-        which it traces a quantized matmul.
+        Only `names.py` calls this. `format_text.to_text` reads the record; without it,
+        torch.compile would trace the comparison of two formats for every operand.
         """
         object.__setattr__(self, "known_name", self.name)
 
@@ -249,6 +249,23 @@ class Format:
     def corrects_scales(self) -> bool:
         """True if block scales are changed after the values are rounded."""
         return ROUNDINGS[self.rounding].corrects_scales
+
+
+def _state_of(fmt: Format) -> list[Any]:
+    """Return what a pickle holds of a format: all but the name that another version may lack."""
+    return [getattr(fmt, each.name) for each in fields(fmt) if each.init]
+
+
+def _set_state(fmt: Format, state: list[Any]) -> None:
+    """Restore a format from what `_state_of` returned, in this or an older version."""
+    for each, value in zip(fields(fmt), state, strict=False):
+        object.__setattr__(fmt, each.name, value)
+    object.__setattr__(fmt, "known_name", None)
+
+
+# The dataclasses of Python 3.10 would replace methods of these names in the class.
+Format.__getstate__ = _state_of  # type: ignore[attr-defined]
+Format.__setstate__ = _set_state  # type: ignore[attr-defined]
 
 
 #: Scaling of the OCP specification: a scale is the largest power of two at or below the maximum of

@@ -103,7 +103,7 @@ def get_format(name: str) -> Format:
     """
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a format; give a string such as 'mxfp8'")
-    if torch.compiler.is_compiling():  # torch.compile ignores caches
+    if torch.compiler.is_dynamo_compiling():  # torch.compile cannot trace a cache
         return _parsed(name)
     return _cached(name)
 

@@ -361,7 +361,7 @@ def test_a_unit_for_float16_alone_multiplies_models_in_float16(tmp_path):
 SIZES = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 "
-    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --bf16 --eval-iters 0"
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --bf16 --eval-iters 1"
 )
 
 

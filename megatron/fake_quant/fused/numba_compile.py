@@ -16,9 +16,11 @@ Function = Callable[..., Any]
 
 
 #: Options of helper functions. Only kernels call them, so they need no wrappers for Python and C,
-#: which would take as long to compile as a short function.
+#: which would take as long to compile as a short function. A call from Python crashes the process;
+#: use `helper.py_func` there. Helpers would inherit options that are not given from their callers.
 HELPER: dict[str, Any] = {
     "error_model": "numpy",
+    "fastmath": False,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
 }
@@ -34,7 +36,7 @@ def called(function: Function) -> Any:
 
     This suits functions that take a microsecond or more and are called in several places.
     """
-    return numba.njit(**HELPER)(function)
+    return numba.njit(forceinline=False, **HELPER)(function)
 
 
 def kernel_compiler(

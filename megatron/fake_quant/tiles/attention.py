@@ -131,7 +131,8 @@ def default_tiling(
     return tiling, size
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# `torch.compiler.disable` does the same, but imports torch's compiler here, which takes a second.
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def tiled_attention(
     query_BMD: Tensor, key_BND: Tensor, value_BND: Tensor, *, attention: TiledAttention
 ) -> Tensor:

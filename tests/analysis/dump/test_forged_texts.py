@@ -73,7 +73,8 @@ def test_no_text_of_a_dump_forges_a_line_or_drives_the_terminal(forged, tmp_path
 def pictures(tmp_path_factory):
     """Draw a dump with odd names; return the folder, the output, and the pictures by file format.
 
-    The figures have no layout, which would take a third of the time and does not change the texts.
+    The figures are not laid out, which would take a third of the time and not change the texts of
+    the dump.
     """
     name = "a\n\x1b[2J$x^{<b>"
     folder = tmp_path_factory.mktemp("pictures")
