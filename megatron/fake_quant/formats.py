@@ -74,10 +74,12 @@ class Format:
     #: True if a quantization type that names the format gives square blocks to the weights of
     #: linear layers, as with FP8 blocks of 1 x 128 for activations and 128 x 128 for weights
     square_weights: bool = False
-    #: name from which `get_format` makes an equal format; None until `mark_named` has set it
-    known_name: str | None = field(init=False, default=None, repr=False, compare=False)
+    #: name from which `get_format` makes an equal format; None until `mark_named` has set it, also
+    #: if it was given (torch.compile of torch 2.6 and `replace` pass all fields on)
+    known_name: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "known_name", None)
         check_choice("rounding", self.rounding, ROUNDINGS)
         if self.block_size is not None and not self.element.takes_block_scales:
             raise ValueError(
@@ -251,20 +253,14 @@ class Format:
         return ROUNDINGS[self.rounding].corrects_scales
 
 
-def _state_of(fmt: Format) -> list[Any]:
-    """Return what a pickle holds of a format: all but the name that another version may lack."""
-    return [getattr(fmt, each.name) for each in fields(fmt) if each.init]
-
-
 def _set_state(fmt: Format, state: list[Any]) -> None:
-    """Restore a format from what `_state_of` returned, in this or an older version."""
+    """Restore a format from a pickle; another version may lack the last field, or the name."""
     for each, value in zip(fields(fmt), state, strict=False):
         object.__setattr__(fmt, each.name, value)
     object.__setattr__(fmt, "known_name", None)
 
 
-# The dataclasses of Python 3.10 would replace methods of these names in the class.
-Format.__getstate__ = _state_of  # type: ignore[attr-defined]
+# The dataclasses of Python 3.10 would replace a method of this name in the class.
 Format.__setstate__ = _set_state  # type: ignore[attr-defined]
 
 
