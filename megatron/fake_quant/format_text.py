@@ -32,7 +32,8 @@ def to_text(fmt: Format) -> str:
     """
     if fmt.known_name is not None:
         return fmt.known_name
-    # Compiled code may be used again for a format that differs in a field which was only compared.
+    # torch.compile does not guard all fields of formats that it only compares, so it would use the
+    # compiled code for different formats, too.
     if not torch.compiler.is_dynamo_compiling():
         try:
             if get_format(fmt.name) == fmt:

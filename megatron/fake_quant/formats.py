@@ -74,8 +74,8 @@ class Format:
     #: True if a quantization type that names the format gives square blocks to the weights of
     #: linear layers, as with FP8 blocks of 1 x 128 for activations and 128 x 128 for weights
     square_weights: bool = False
-    #: name from which `get_format` makes an equal format; None until `mark_named` has set it, also
-    #: if it was given (torch.compile of torch 2.6 and `replace` pass all fields on)
+    #: Name from which `get_format` makes an equal format, or None. Only `mark_named` sets it; the
+    #: constructor ignores the value that `replace` and torch.compile of torch 2.6 pass to it.
     known_name: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

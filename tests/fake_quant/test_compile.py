@@ -444,7 +444,7 @@ def test_a_format_that_has_the_name_of_another_one_is_not_taken_for_it():
             assert torch.equal(compiled(x, fmt), fake_quantize(x, fmt))
 
 
-def test_a_pickle_of_a_format_holds_no_name_that_another_version_may_lack():
+def test_a_format_from_a_pickle_has_no_known_name():
     fmt = get_format("mxfp4")
     for copied in (copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt))):
         assert (copied, copied.known_name) == (fmt, None)

@@ -15,20 +15,9 @@ from numba.core.compiler_lock import global_compiler_lock
 Function = Callable[..., Any]
 
 
-#: Options of helper functions. Only kernels call them, so they need no wrappers for Python and C,
-#: which would take as long to compile as a short function. A call from Python crashes the process;
-#: use `helper.py_func` there. Helpers would inherit options that are not given from their callers.
-HELPER: dict[str, Any] = {
-    "error_model": "numpy",
-    "fastmath": False,
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}
-
-
 def inlined(function: Function) -> Any:
-    """Compile a helper function that LLVM inlines into its callers."""
-    return numba.njit(forceinline=True, **HELPER)(function)
+    """Compile a helper function that numba inlines into its callers."""
+    return numba.njit(inline="always", error_model="numpy")(function)
 
 
 def called(function: Function) -> Any:
@@ -36,7 +25,7 @@ def called(function: Function) -> Any:
 
     This suits functions that take a microsecond or more and are called in several places.
     """
-    return numba.njit(forceinline=False, **HELPER)(function)
+    return numba.njit(error_model="numpy")(function)
 
 
 def kernel_compiler(
@@ -61,7 +50,7 @@ def kernel_compiler(
             several lanes of a vector register.
     """
 
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if reorder_sums:
         options["fastmath"] = {"reassoc"}
 

@@ -25,7 +25,8 @@ class Kept(NamedTuple):
     nearest: bool  #: True to round to nearest even, False to round toward zero
 
 
-# LLVM inlines the following functions into loops by itself.
+# LLVM inlines the following functions into loops. If numba inlined them, compilation would take a
+# third longer.
 
 
 @called
