@@ -1,6 +1,6 @@
 """Test that a damaged .venv is made again, and that pip never installs outside of .venv.
 
-A fault would change a stand-in for the user's Python, which has a site-packages folder of its own.
+A fault would change a stand-in for the user's Python, which has its own folder for packages.
 """
 
 import shutil
@@ -43,9 +43,9 @@ def complete(tmp_path_factory, linked_pip: Path) -> Tree:
 def users_packages(tree: Tree) -> list[str]:
     """Return everything that is installed in the user's Python."""
     home = tree.user_python.parent.parent
-    (folder,) = home.glob("lib/*/site-packages")
-    programs = [path for path in (home / "bin").iterdir() if path.name != "python3"]
-    return [str(path) for path in (*folder.rglob("*"), *programs)]
+    packages = home.rglob("*-packages/*")  # site-packages, or dist-packages under Debian
+    programs = [path for path in home.rglob("bin/*") if path.name != "python3"]
+    return [str(path) for path in (*packages, *programs)]
 
 
 def lose_configuration(venv: Path) -> None:
