@@ -71,8 +71,8 @@ ALLOWED = {
         "megatron.console",
     },
 }
-#: Third-party packages that a part may import; the standard library always. Of several that fit,
-#: the longest name counts.
+#: Third-party packages that a part may import, besides the standard library. If several names fit a
+#: module, the longest one counts.
 ONLY = {
     "megatron.bounded_files": set(),
     "megatron.console": set(),
@@ -95,7 +95,7 @@ def modules() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports, also inside of functions."""
+    """Return every module that a file imports, even inside of functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -109,10 +109,10 @@ def imported(path: Path) -> set[str]:
 
 
 def test_a_module_found_by_its_name_alone_is_one():
-    """Scripts import what lies beside them; two files of one name would hide each other."""
+    """Scripts import modules from their folder; two files with one name would hide each other."""
     found: dict[str, Path] = {}
     for folder in ("benchmarks", "script", "script/collect", "script/data", "script/visualization"):
-        for path in map(Path.resolve, (REPO / folder).glob("*.py")):  # a link is what it leads to
+        for path in map(Path.resolve, (REPO / folder).glob("*.py")):  # a link counts as its target
             assert found.get(path.stem, path) == path, f"{path}, {found[path.stem]}: same name"
             assert path.stem not in sys.stdlib_module_names, f"{path} hides the standard library's"
             found[path.stem] = path
@@ -138,7 +138,7 @@ def test_imports_run_one_way(path):
 
 
 def test_formats_need_only_torch_until_they_are_large():
-    """numba takes half a second to import, matplotlib longer."""
+    """Importing numba takes half a second, and matplotlib takes longer."""
     code = (
         "import sys, torch\n"
         "from megatron.fake_quant import fake_quantize\n"
@@ -151,7 +151,7 @@ def test_formats_need_only_torch_until_they_are_large():
 
 
 def test_a_dump_is_read_without_the_engine():
-    """Importing core or torch's compiler takes seconds, and a laptop needs only the dump."""
+    """Importing core or torch's compiler takes seconds, but reading a dump needs neither."""
     code = (
         "import sys, megatron.analysis.quick, megatron.analysis.drawing\n"
         "import megatron.analysis.study, megatron.analysis.verification\n"
@@ -164,7 +164,7 @@ def test_a_dump_is_read_without_the_engine():
 
 
 def test_a_command_handles_an_interruption_before_it_imports_packages():
-    """Importing pandas takes a quarter of a second; Ctrl-C during it printed a traceback."""
+    """Importing pandas takes a quarter of a second; Ctrl-C then must not print a traceback."""
     code = (
         "import sys, megatron.analysis.__main__\n"
         "print([m for m in ('numpy', 'pandas', 'torch', 'matplotlib') if m in sys.modules])\n"
@@ -172,3 +172,14 @@ def test_a_command_handles_an_interruption_before_it_imports_packages():
     result = run([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+def test_what_tests_share_is_not_in_test_files():
+    """Otherwise a change of one test file would change the meaning of another."""
+    for path in sorted((REPO / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level or node.module.startswith("tests")):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                modules = {name for name in names if (path.parent / f"{name}.py").exists()}
+                found = [name for name in modules | set(names[:-1]) if name.startswith("test_")]
+                assert not found, f"{path} imports {found[0]}"

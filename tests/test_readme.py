@@ -184,6 +184,12 @@ def test_the_record_s_table_names_every_field(heading):
 
 
 @both
+def test_it_is_an_introduction(readme):
+    """Details belong in docs/."""
+    assert len(readme.read_text().splitlines()) < 200
+
+
+@both
 def test_links_and_files_exist(readme):
     text = readme.read_text()
     assert broken_links(readme) == []

@@ -1,4 +1,4 @@
-"""Test the table of the collection's flags: each has its reader, and printed tables agree."""
+"""Test the table of the collection's flags: each flag has a reader, and printed tables agree."""
 
 import importlib
 import inspect
@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
+from megatron.analysis.verification import completeness
 from megatron.collection import flag_tables
 from megatron.collection.flags import FLAGS, Reader, Topic, by_reader, read_by
 from megatron.collection.loss_spikes import Jumps
 from tests.subprocesses import REPO
 
-#: Parameters of the readers that are no flags.
+#: Parameters of the readers that are not flags.
 OTHER_PARAMETERS = {"num_layers", "world_size", "directory", "train_iters", "iteration"}
 
 
@@ -60,6 +61,18 @@ def test_the_page_and_the_manual_of_the_driver_agree_with_the_table():
     ):
         text = path.read_text(encoding="utf-8")
         assert text == update(text), "run python -m megatron.collection.flag_tables"
+
+
+def test_the_check_of_completeness_knows_every_flag_that_selects_tensors():
+    """If the check lacked a flag, tensors that were not requested would count as missing."""
+    counted = {"collect_layers", "collect_micro_batches"}  # compared with the records by number
+    refine = {"collect_ring_events", "collect_loss_jump", "collect_grad_norm_jump"}
+    selecting = (Reader.SELECTION, Reader.RING, Reader.FLAG_FILE)
+    flags = {flag.name: flag for reader in selecting for flag in read_by(reader)}
+    known = completeness._ITERATIONS | completeness._TENSORS
+    assert known.keys() | counted | refine == flags.keys()
+    for name, everything in known.items():
+        assert flags[name].default in everything
 
 
 def test_the_driver_passes_on_every_flag_that_has_a_value():

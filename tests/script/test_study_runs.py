@@ -1,4 +1,4 @@
-"""Tests which finished runs of script/study.py are used again, from made-up logs and files."""
+"""Test which finished runs of script/study.py are reused, with made-up logs and files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from loss_gaps import held_out
 from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.offline import check_dump, study_dump
 from loss_gaps.run_heads import CAUSES, changed, checkpoint_files, files_in, head_of, state_of
-from loss_gaps.run_log import FAILED
+from loss_gaps.run_log import FAILED, ending
 from loss_gaps.trainings import Trainings, tokenized
 from megatron.training.data.indexed_data import LENGTH
 from tests.analysis.fake_dump import write_dump
-from tests.script.test_study_tables import LOG, ending
+from tests.script.study_logs import LOG
 
 LOAD = ["--load", "start/checkpoint", "--finetune"]
 OLD = f"pretrain_gpt.py --lr 1 {' '.join(LOAD)} # recipe 0123\n"
@@ -74,7 +74,7 @@ def dump_of_run(folder, entries):
 
 @pytest.fixture
 def trainings(tmp_path):
-    """The runs of a study of two iterations, without a launcher that trains."""
+    """Return the runs of a study of two iterations, with a launcher that does not train."""
     made = object.__new__(Trainings)
     made.options = argparse.Namespace(
         load=None,
@@ -103,7 +103,7 @@ def test_another_start_repeats_the_runs_that_continue_from_it(trainings, capsys)
     everything = ["start", "bf16_seed1", "mxfp4_seed1"]
     assert compare(trainings) == everything
     assert compare(trainings) == []
-    # The command of the runs is the same, but the weights in its checkpoint are others.
+    # The command of the runs is the same, but the weights in the checkpoint have changed.
     trainings.options.start_iterations = 3
     with pytest.raises(RuntimeError, match="2 of 3 iterations are in the log"):
         compare(trainings)
@@ -113,7 +113,7 @@ def test_another_start_repeats_the_runs_that_continue_from_it(trainings, capsys)
     assert compare(trainings) == everything
     assert (
         "0 of 2 runs were trained earlier (2 ended earlier and cannot be used, because their logs "
-        "have other values, or none, for the checkpoint at the start); logs in"
+        "have different values, or none, for the checkpoint at the start); logs in"
     ) in capsys.readouterr().err
 
 
@@ -239,7 +239,7 @@ def test_a_text_is_tokenized_again_for_another_tokenizer(tmp_path, monkeypatch):
     (folder / "tokenizer.json").write_text("{}")
     before = tokenized(text, str(folder), tmp_path)
     assert tokenized(text, str(folder), tmp_path) == before
-    (folder / "tokenizer.json").write_text("{ }")  # this does not change the folder's time
+    (folder / "tokenizer.json").write_text("{ }")  # does not change the folder's modification time
     assert tokenized(text, str(folder), tmp_path) != before
 
 
@@ -262,7 +262,7 @@ def test_changed_operands_or_code_are_studied_again(tmp_path, monkeypatch):
         return len(programs.started)
 
     assert (count(), count()) == (1, 1)
-    (dump / "a.pt").write_bytes(b"another")  # this does not change the folder's time
+    (dump / "a.pt").write_bytes(b"another")  # does not change the folder's modification time
     assert (count(), count()) == (2, 2)
     (dump / "statistics.sqlite").touch()
     assert count() == 2

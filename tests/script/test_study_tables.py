@@ -1,4 +1,4 @@
-"""The tables, the verdict and the page of script/study.py, from made-up logs and errors."""
+"""Test the tables, the verdict and the page of script/study.py with made-up logs and errors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,10 @@ from loss_gaps.configurations import Configuration, configurations_of
 from loss_gaps.offline import check_names, errors_of, pairs_of
 from loss_gaps.run_log import COMPLETE, DIVERGED, FAILED, RunLog, ending, parse_log, read_log
 from megatron.fake_quant.recipe import load_recipe
+from tests.script.study_logs import LOG
 from tests.subprocesses import REPO
 
 HEAD = "pretrain_gpt.py --seed 1\n"
-LOG = """{head} > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 1000
- > number of parameters on (tensor, pipeline) model parallel rank (1, 0): 900
- > number of parameters of the model: 1800
- [2026-01-01 00:00:00] iteration        1/       2 | consumed samples:            2 | \
-learning rate: 1.000000E-03 | lm loss: 7.500000E+00 | loss scale: 1.0 | grad norm: 2.125 |
- [2026-01-01 00:00:01] iteration        2/       2 | consumed samples:            4 | \
-learning rate: 1.000000E-04 | lm loss: 7.250000E+00 | loss scale: 1.0 | grad norm: 1.500 |
- validation loss at iteration 2 on validation set | lm loss value: 7.375000E+00 | \
-lm loss PPL: 1.595634E+03 |
-{end}"""
 
 
 def log_of(status=0, head=HEAD):
@@ -295,7 +286,7 @@ def test_types_with_a_prefix_become_recipes(tmp_path):
     with pytest.raises(ValueError, match="unknown quantization type 'mxfp5'"):
         configurations_of(["mxfp5"], [], tmp_path)
     (tmp_path / "mxfp8.yaml").write_text(given.read_text())
-    with pytest.raises(ValueError, match="more than one candidate is named 'mxfp8'"):
+    with pytest.raises(ValueError, match="more than one candidate has the name 'mxfp8'"):
         configurations_of(["mxfp8"], [tmp_path / "mxfp8.yaml"], tmp_path / "recipes")
 
 
@@ -315,14 +306,14 @@ def test_names_that_the_study_itself_takes_are_refused(tmp_path):
     given = configurations_of(["mxfp4"], [proposed], folder)
     check_names(given, [], whole=True)
     check_names(given, [6.25], whole=True)
-    with pytest.raises(ValueError, match=r"a recipe that is named 'proposed_4\.5_bits', too"):
+    with pytest.raises(ValueError, match=r"a recipe with the same name 'proposed_4\.5_bits'"):
         check_names(given, [6.25, 4.5], whole=True)
     check_names(configurations_of(["mxfp8", "mxfp4"], [], folder), [4.25], whole=True)
     with pytest.raises(ValueError, match=r"--bits is 4, but the smallest .*, mxfp4, has 4\.25"):
         check_names(configurations_of(["mxfp8", "mxfp4"], [], folder), [6, 4], whole=True)
     given = configurations_of(["mxfp4"], [layers], folder)
     check_names(given, [4.5], whole=True)
-    with pytest.raises(ValueError, match="a recipe that is named 'layers_mxfp4', too"):
+    with pytest.raises(ValueError, match="a recipe with the same name 'layers_mxfp4'"):
         check_names(given, [4.5], whole=False)
     with pytest.raises(ValueError, match="--formats has only bf16 or types with a prefix"):
         check_names(configurations_of(["linear_mxfp4", "bf16"], [], folder), [4.5], whole=True)
@@ -429,7 +420,7 @@ def test_contradictions_and_own_flags_are_refused(tmp_path):
         (["--formats", "mxfp4", "--dump", str(tmp_path / "no")], "--dump .*no is not a folder"),
         (["--formats", "mxfp4", "--load", str(tmp_path / "no")], "--load .*no is not a folder"),
         (["--formats", "mxfp4", "--text", str(tmp_path / "no.txt")], "is not a file"),
-        (["--formats", "mxfp4", "--", "--seed=3"], "--seed after --, but the study sets it"),
+        (["--formats", "mxfp4", "--", "--seed=3"], "--seed is given after --, but the study"),
         (["--formats", "mxfp4", "--model", "llama9"], "unknown model 'llama9'"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -97,7 +97,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the model, whatever its layout."""
+        """The number of parameters of the model, which does not depend on the layout."""
         (count,) = re.findall(r"^ > number of parameters of the model: (\d+)$", self.output, re.M)
         return int(count)
 
@@ -127,7 +127,7 @@ def train(
     model: tuple[str, ...] = MODEL,
     steps: Path | None = None,
 ) -> Training:
-    """Run a training: one rank as plain Python starts it, several as torchrun does.
+    """Train on one rank, as plain Python starts it, or on several ranks, as torchrun starts them.
 
     steps: file for the unrounded loss and gradient norm of each iteration.
     """
@@ -152,3 +152,15 @@ def exact_steps(
     done = train(*NO_DROPOUT, *options, ranks=ranks, model=model, steps=out)
     assert done.status == 0, done.errors[-3000:]
     return done.steps
+
+
+def scalars(folder) -> dict[str, dict[int, float]]:
+    """Return all scalars of the event files in a folder, by tag and iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+    }

@@ -1,7 +1,7 @@
-"""Test that Weights & Biases and MLflow receive the scalars that TensorBoard has.
+"""Tests that Weights & Biases and MLflow receive the same scalars as TensorBoard.
 
-Most tests replace both packages by recorders of their calls. The last two use the real packages,
-offline, and are skipped where these are not installed (`pip install -e .[tracking]`).
+Most tests replace both packages by stand-ins that record calls. The last two use the real packages,
+offline, and are skipped if these are not installed (`pip install -e .[tracking]`).
 """
 
 import argparse
@@ -16,8 +16,15 @@ from megatron.training.errors import UserError
 from megatron.training.scalar_writers import MLflow, WeightsAndBiases
 from tests import forks
 from tests.subprocesses import REPO, environment
-from tests.training.runs import MINIMAL, MOCK_DATA, NO_DROPOUT, Training, refused, succeeded
-from tests.training.test_tensor_statistics import scalars
+from tests.training.runs import (
+    MINIMAL,
+    MOCK_DATA,
+    NO_DROPOUT,
+    Training,
+    refused,
+    scalars,
+    succeeded,
+)
 
 WORKER = Path(__file__).with_name("trackers_worker.py")
 SIZE = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")

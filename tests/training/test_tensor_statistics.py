@@ -5,21 +5,9 @@ import torch
 
 from megatron.analysis.statistics_history import read_iterations, read_statistics
 from megatron.analysis.store import TensorStore
-from tests.training.runs import MOCK_DATA, NO_DROPOUT, succeeded, train
+from tests.training.runs import MOCK_DATA, NO_DROPOUT, scalars, succeeded, train
 
 SIZE = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2")
-
-
-def scalars(folder) -> dict[str, dict[int, float]]:
-    """Return all scalars of the event files in a folder, by tag and iteration."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {
-        tag: {event.step: event.value for event in events.Scalars(tag)}
-        for tag in events.Tags()["scalars"]
-    }
 
 
 def test_the_statistics_are_those_of_the_saved_tensors_and_change_no_bit(run_quickly, tmp_path):

@@ -19,8 +19,7 @@ from tests import forks
 from tests.analysis.fake_dump import RUNS
 from tests.analysis.report.browser import find_browser
 from tests.analysis.serve.conftest import FORMATS, wait_for
-from tests.analysis.serve.test_serve_study import row
-from tests.analysis.serve.test_serve_views import operands
+from tests.analysis.serve.panels import operands, row
 from tests.subprocesses import REPO, environment
 from tests.training.runs import ENTRY, MOCK_DATA, MXFP8
 

@@ -158,7 +158,7 @@ def test_a_wrong_option_is_named(dump, capsys, options, words):
 
 def test_a_name_of_several_addresses_is_served(tmp_path, capsys, monkeypatch):
     class Several:
-        """Server of waitress for a name with an address of IPv4 and one of IPv6."""
+        """A stand-in for waitress's server of a name with an IPv4 and an IPv6 address."""
 
         effective_listen = (("127.0.0.1", 8123), ("::1", 8123))
 

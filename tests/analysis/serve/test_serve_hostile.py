@@ -1,4 +1,4 @@
-"""Tests of what hostile files and requests cannot do to the explorer."""
+"""Tests that hostile files and requests do not harm the explorer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.analysis.serve.training import Series, Training
 from megatron.tensor_record import index_name
 from tests.analysis.fake_dump import RUNS, records, write_dump, write_tensor
 from tests.analysis.serve.conftest import opened_explorer, wait_for
-from tests.analysis.serve.test_serve_views import shown_text
+from tests.analysis.serve.panels import shown_text
 
 RUN = RUNS["mxfp8"]
 LINE = (
@@ -39,7 +39,7 @@ LINE = (
 
 
 def lines(number, **fields):
-    """Return lines of an index whose files do not exist; callables return a field of each."""
+    """Yield index lines whose files do not exist; a callable field gets the number of the line."""
     record = next(records(run_id=RUN, quant_type="mxfp8"))[0].to_metadata()
     for at in range(number):
         own = {name: f(at) if callable(f) else f for name, f in fields.items()}

@@ -9,27 +9,10 @@ import pytest
 
 from megatron.analysis.serve.pages import map_page
 from tests.analysis.fake_dump import RUNS
-from tests.analysis.serve.test_serve_views import panel
+from tests.analysis.serve.panels import panel, row
 
 BF16, MXFP8 = RUNS["bf16"], RUNS["mxfp8"]
 SEARCH = f"?run={BF16}&format=mxfp4&stat=output_sqnr_db&it=1"
-
-
-def row(sqnr, **changes):
-    return {
-        "run_id": BF16,
-        "iteration": 1,
-        "layer_idx": 0,
-        "micro_batch": 0,
-        "module": "decoder.layers.0.self_attention.linear_qkv",
-        "operation": "linear",
-        "gemm": "fprop",
-        "format": "mxfp4",
-        "recipe": None,
-        "accumulator": None,
-        "sqnr_db": sqnr,
-        "nonfinite": 0,
-    } | changes
 
 
 ROWS = [
@@ -41,7 +24,7 @@ ROWS = [
     row(72.0, run_id=MXFP8),
     row(73.0, format="mxfp8"),
     row(20.0, iteration=5),
-    # sums of results with NaN or Inf leave these values out, so their SQNR may look good
+    # sums leave out NaN and Inf, so the SQNR of a result that contains them may look good
     row(74.0, gemm="wgrad", nonfinite=3),
     row(40.0, gemm="wgrad", micro_batch=1),
     row(41.0, gemm="wgrad", micro_batch=2),

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import plotly.utils
 import pytest
 import torch
 
@@ -32,11 +31,7 @@ from megatron.fake_quant import fake_quantize
 from megatron.tensor_record import run_card_name
 from tests.analysis.fake_dump import RUNS, records, values, write_dump, write_tensor
 from tests.analysis.serve.conftest import opened_explorer, wait_for
-
-
-def shown_text(component) -> str:
-    """Return components as JSON."""
-    return json.dumps(component, cls=plotly.utils.PlotlyJSONEncoder, ensure_ascii=False)
+from tests.analysis.serve.panels import operands, panel, shown_text
 
 
 def find(explorer, name, run="mxfp8"):
@@ -52,10 +47,6 @@ def find(explorer, name, run="mxfp8"):
 def of_tensor(explorer, name, more=""):
     catalog = explorer.catalog
     return f"?v=tensor&t={catalog.id_of(find(explorer, name))}&format=mxfp4{more}"
-
-
-def panel(explorer, name, search):
-    return shown_text(_Views(explorer).panel({"search": search}, {"type": "panel", "name": name}))
 
 
 def test_plain_parts_are_one_component_with_literal_texts():
@@ -292,7 +283,7 @@ HOSTILE = "<img src=x onerror=alert(1)><b>&lt;%{x}"
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Return an explorer of a dump with markup in texts, and a link out of it."""
+    """Return an explorer of a dump with markup in texts, and a link that leads out of the dump."""
     outside = tmp_path / "outside.pt"
     folder = tmp_path / "dump"
     folder.mkdir()
@@ -403,14 +394,6 @@ def test_the_histogram_shows_which_values_become_nan_or_inf(tmp_path):
             )
     finally:
         explorer.close()
-
-
-def operands(**columns):
-    """Return statistics of one operand, with one row per iteration, as a run writes them."""
-    names = {"module": "decoder.layers.0.mlp.linear_fc1", "operation": "linear", "gemm": "dgrad"}
-    names |= {"tensor": "grad_output", "format": "mxfp8"}
-    count = len(next(iter(columns.values())))
-    return pd.DataFrame(names | columns | {"iteration": range(1, count + 1)})
 
 
 def drawn_cells(figure):

@@ -23,8 +23,8 @@ from megatron.analysis.stats.result import ERROR_SHARES
 from megatron.analysis.stats.result_columns import arrays_of
 from megatron.fake_quant import dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.formats import FORMATS
+from tests.analysis.stats.clipping_oracle import NAMES, clipped, edges
 from tests.analysis.stats.inputs import heavy
-from tests.analysis.stats.test_clipping import NAMES, clipped, edges
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Formats that are counted by class and have elements or scales that no named format has.
@@ -70,7 +70,7 @@ def multiples(x: torch.Tensor) -> list[int]:
 
 
 def hostile(dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of many sizes, of both ends of the dtype, of zeros, and of one value each."""
+    """Return rows of many magnitudes, at both ends of the dtype, of zeros, and of equal values."""
     x = heavy((36, 80), torch.float32, seed=7)
     x *= torch.logspace(-12, 12, 36, base=2.0)[:, None]
     x[5], x[6] = 0.0, -0.0

@@ -14,17 +14,17 @@ from torch import Tensor
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.accumulate import ACCUMULATORS, accumulated_matmul, get_accumulator
 from megatron.fake_quant.accumulate.unit_matrix import unit_matrix, unit_matrix_of_codes
-from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import Operand
+from tests.fake_quant.accumulate.unit_operands import taken_apart, with_accumulators
 from tests.fake_quant.kernel_inputs import SEED
 
 M, N, K = 12, 20, 160
 FDA = "fda:l8:f12:m12:rz"
-#: One format or two for each way in which a unit applies scales.
+#: Two formats per unit, which cover the ways in which the unit applies scales.
 UNITS = {
     "hopper_fp8": ("fp8_e4m3", "fp8_e5m2"),
     "hopper_fp8_promote128": ("fp8_block", "fp8_block:2d"),
@@ -52,11 +52,6 @@ def run(a, b, dc, formats, alpha=1.0, **arguments):
     return c.detach(), *torch.autograd.grad(c, (a, b), dc)
 
 
-def with_accumulators(formats: GemmFormats, name: str) -> GemmFormats:
-    accumulator = get_accumulator(name)
-    return replace(formats, **{f"{gemm}_accumulator": accumulator for gemm in GEMM_SLOTS})
-
-
 def refusal(fmt, name: str) -> str | None:
     """Return the message with which an accumulator is refused for a format, or None."""
     try:
@@ -64,38 +59,6 @@ def refusal(fmt, name: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def taken_apart(x: Tensor, name: str | None, axis: int, unit: str, amax: Tensor | None = None):
-    """Return elements, block scales (or None) and the factor of the sums, decoded from codes."""
-    x = x.detach()
-    if name is None:
-        return x.movedim(axis, -1).float(), None, torch.ones(()), str(x.dtype)[6:]
-    packed = quantize(x, name, axis, amax=amax)
-    fmt, codes = packed.format, packed.codes
-    count = x.shape[axis]
-    if fmt.element.bits <= 4:
-        codes = unpack_nibbles(codes, count)
-    elements, after = decode(codes, fmt.element), torch.ones(())
-    if fmt.has_outer_scale:
-        after = packed.scales.tensor
-    stored = packed.scales.blocks
-    if stored is None:
-        return elements, None, after, fmt.element.name
-    if fmt.block_scale == "E8M0":
-        scales = torch.ldexp(torch.ones(stored.shape), stored.int() - 127)
-    elif fmt.block_scale == "E4M3":
-        scales = decode(stored, FORMATS["fp8_e4m3"].element)
-    else:
-        scales = stored
-    scales = scales.repeat_interleave(fmt.height, -2)[..., : elements.shape[-2], :]
-    if "head3/4" in name:
-        after = torch.tensor(4 / 3)
-    if "rowwise" in name:
-        return elements, None, scales, fmt.element.name
-    block = ACCUMULATORS[unit].scale_block if unit in ACCUMULATORS else 16
-    scales = scales.repeat_interleave(packed.format.block_size // block, -1)
-    return elements, scales[..., : -(-count // block)], after, fmt.element.name
 
 
 def by_hand(left, right, unit: str, alpha: float, dtype: torch.dtype) -> Tensor:
@@ -119,7 +82,7 @@ def by_hand(left, right, unit: str, alpha: float, dtype: torch.dtype) -> Tensor:
 )
 def test_each_gemm_is_the_accumulated_product_of_its_operands(unit, pair, dtype, batch):
     if batch and dtype == torch.float32:
-        pytest.skip("one dtype shows as much")
+        pytest.skip("batches are tested with one dtype")
     a, b, dc = tensors(dtype, *batch)
     first, second = pair
     formats = GemmFormats(*(Operand(get_format(name)) for name in (*pair, *pair, *pair)))
@@ -279,7 +242,7 @@ def test_every_format_is_refused_or_taken_apart_without_loss(name):
         (
             "hifp8",
             "hopper_fp8",
-            "no unit that multiplies HiFloat8 is described in public; leave it at fp32$",
+            "multiplies HiFloat8 is public; use the accumulator fp32$",
         ),
         ("hifp4", FDA, "finer scales inside"),
         ("if4", FDA, "choose between two element types"),

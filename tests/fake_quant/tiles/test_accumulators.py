@@ -19,9 +19,8 @@ from megatron.fake_quant.tiles.backward import Backward
 from megatron.fake_quant.tiles.forward import TiledAttention
 from megatron.fake_quant.tiles.matmul import TiledMatmul
 from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
-from tests.fake_quant.accumulate.test_unit_matrix import taken_apart, with_accumulators
-
-from .test_attention import NAMES, tensors, tiled, whole
+from tests.fake_quant.accumulate.unit_operands import taken_apart, with_accumulators
+from tests.fake_quant.tiles.attention_runs import NAMES, tensors, tiled, whole
 
 ALPHA = 0.25
 
@@ -254,7 +253,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_many_tiles_equal_a_model_of_the_kernel(case):
-    """A value that float32 and float64 round to two sides of a tie may change a few results."""
+    """A few results differ if float32 and float64 round a value to different sides of a tie."""
     name, unit, tiling, unnormalized = CASES[case]
     queries, keys, size = 6, 40 if case.startswith("mx") else 36, 16
     dtype = torch.bfloat16 if name is None else torch.float32

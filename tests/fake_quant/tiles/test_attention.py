@@ -17,45 +17,16 @@ from megatron.fake_quant.tiles.forward import TiledAttention
 from megatron.fake_quant.tiles.matmul import TiledMatmul
 from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
 from megatron.fake_quant.unrounded import quantize_parts
-
-BATCH, SIZE, VALUE_SIZE, ALPHA = 4, 32, 48, 0.25
-NAMES = ("output", "grad_query", "grad_key", "grad_value")
-
-
-def tensors(queries=96, keys=96, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((queries, SIZE), (keys, SIZE), (keys, VALUE_SIZE), (queries, VALUE_SIZE))
-    *qkv, do = (torch.randn(BATCH, *shape, generator=generator).to(dtype) for shape in shapes)
-    return tuple(x.requires_grad_() for x in qkv), do
-
-
-def causal(queries, keys):
-    return torch.ones(queries, keys, dtype=torch.bool).triu(1)
-
-
-def tiled(qkv, do, formats, tiling, mask=None, **settings):
-    """Return the output and the gradients of attention in tiles."""
-    qk, pv = formats
-    if mask is None:
-        mask = KeyMask.consecutive(qkv[0].shape[1], qkv[0].device)
-    attention = TiledAttention(
-        TiledMatmul(qk, ALPHA, seed=5), TiledMatmul(pv, seed=6), tiling, mask, **settings
-    )
-    output = tiled_attention(*qkv, attention=attention)
-    return output.detach(), *torch.autograd.grad(output, qkv, do)
-
-
-def whole(qkv, do, formats):
-    """Return the output and the gradients of causal attention with whole matrices."""
-    (query, key, value), (qk, pv) = qkv, formats
-    scores = quantized_matmul(query, key, qk, alpha=ALPHA, seed=5)
-    scores = scores.masked_fill(causal(query.shape[1], key.shape[1]), -10000.0)
-    unnormalized = None
-    if pv.unnormalized:
-        e = (scores - scores.amax(-1, keepdim=True)).detach().exp()
-        unnormalized = (e, e.sum(-1, keepdim=True))
-    output = quantized_matmul(scores.softmax(-1), value.mT, pv, seed=6, unnormalized=unnormalized)
-    return output.detach(), *torch.autograd.grad(output, qkv, do)
+from tests.fake_quant.tiles.attention_runs import (
+    ALPHA,
+    BATCH,
+    NAMES,
+    SIZE,
+    VALUE_SIZE,
+    tensors,
+    tiled,
+    whole,
+)
 
 
 def uniform(name, *, unnormalized, straight_through=False):
@@ -103,7 +74,7 @@ def test_the_mean_over_queries_and_keys_can_be_split_off():
     for ours, theirs in zip(tiled(qkv, do, (qk, pv), Tiling(96)), expected, strict=True):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(tiled(qkv, do, (qk, pv), Tiling(32)), expected, strict=True):
-        assert relative(ours, theirs) < 0.2  # P of another tile has another mean
+        assert relative(ours, theirs) < 0.2  # the mean of P differs between tiles
 
 
 def test_bfloat16_has_the_bits_of_float32_rounded_at_the_end():
@@ -221,7 +192,7 @@ MODEL_CASES = {
 
 @pytest.mark.parametrize("case", [*MODEL_CASES, "straight-through"])
 def test_many_tiles_equal_a_float64_model_of_the_kernel(case):
-    """A value that float32 and float64 round to two sides of a tie may change a few results."""
+    """A few results differ if float32 and float64 round a value to different sides of a tie."""
     name, tiling = MODEL_CASES.get(case, ("mx:e4m3:b8:floor", Tiling(16, "reverse", 16.0)))
     formats = GemmFormats.uniform(get_format(name))
     if case == "straight-through":
@@ -257,7 +228,7 @@ def float64_attention(qkv, do, hidden, coefficient=1.0):
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 @pytest.mark.parametrize("case", ["none", "causal", "window", "given", "padding"])
 def test_masks_and_orders_without_formats(case, order):
-    """The mask of "padding" hides all keys of some queries, which then attend to all alike."""
+    """The mask of "padding" hides all keys of some queries; these attend equally to all keys."""
     qkv, do = tensors(queries=40, keys=56)
     ahead = torch.arange(56) - (torch.arange(40)[:, None] + 16)
     given = torch.rand(2, 1, 40, 56, generator=torch.Generator().manual_seed(1)) < 0.4
@@ -427,11 +398,11 @@ def test_settings_are_read_from_their_text(tiling):
 
 # P under an attention sink
 
-SINK = 4  #: tokens of the sink, the first keys
+SINK = 4  #: number of keys at the beginning that form the sink
 
 
 def underflow(delta, tiling, monkeypatch):
-    """Return the share of P that becomes zero, beside the sink in its own tile and elsewhere.
+    """Return the share of P that becomes zero, in the tile of the sink and in the other tiles.
 
     Scores are standard normal, those of the sink are larger by `delta`. The third result is the
     expected share if the largest score of each query is one of the sink.
