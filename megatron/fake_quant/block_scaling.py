@@ -20,7 +20,7 @@ Search = Literal["none", "mae", "mse"]
 #: largest magnitude (amax) from which a tensor-wide scale is computed: that of the tensor itself;
 #: that of a tensor which is divided among ranks; or one from a history of earlier tensors
 AmaxSource = Literal["own", "global", "delayed"]
-GLOBAL: AmaxSource = "global"  #: source of the amax, and the variant of the same name
+GLOBAL: AmaxSource = "global"  #: source of the amax, and the variant with the same name
 
 #: Number of values, or of rows, of a block that extends over a whole axis of the matrix.
 WHOLE_AXIS = 1 << 40
@@ -66,7 +66,7 @@ def check_number(what: str, number: float, name: str = "number") -> None:
     """Raise ValueError if a number in a format is not above 0 or not well inside float32's range.
 
     Raises:
-        ValueError: if the number is refused; `what` and `name` say in the message what it is.
+        ValueError: if the number is refused; `what` and `name` describe it in the message.
     """
     if not SMALLEST_NUMBER <= number <= LARGEST_NUMBER:
         raise ValueError(f"{what} {number:g} is out of range; choose a {name} from 2^-32 to 2^32")
@@ -112,7 +112,7 @@ class BlockScaling:
     #: `Format.with_scale_apart`
     apart: bool = False
 
-    per_tensor: ClassVar[bool] = False
+    one_scale: ClassVar[bool] = True  #: True if the values of a block share one scale, and no other
     finer_exponents: ClassVar[int] = 0  #: largest exponent that finer scales within a block add
     #: element type that a block may have instead of the format's; None if there is no choice
     alternative: ClassVar[None] = None
@@ -217,12 +217,15 @@ def _check_parts(scaling: BlockScaling) -> None:
                 "keeps a block's maximum at or below the top"
             )
     if scaling.outer == "none" and scaling.bound is not None:
-        raise ValueError("a bound applies to an outer scale, and there is none; remove one of both")
+        raise ValueError(
+            "a bound applies to an outer scale, and there is none; remove the bound, or choose an "
+            "outer scale"
+        )
     _check_whole_axes(scaling)
     if scaling.amax == "delayed":
         raise ValueError(
             "delayed scaling is for formats with one scale per tensor and no block scales; choose "
-            "fp8_e4m3 or fp8_e5m2, or remove it"
+            "fp8_e4m3 or fp8_e5m2, or remove the delayed amax"
         )
     if scaling.amax != "own" and scaling.outer != "tensor":
         raise ValueError(
@@ -275,7 +278,7 @@ def check_element(scaling: BlockScaling, largest: float) -> None:
     """Raise ValueError if a scaling does not fit an element type whose largest number is `largest`.
 
     Raises:
-        ValueError: if the scaling does not fit; the message says what does.
+        ValueError: if the scaling does not fit; the message states what fits.
     """
     if scaling.search != "none" and largest != E2M1_MAX:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Describe, as data, the scalings that `BlockScaling` cannot express.
 
-All scalings have the same attributes, so that no code has to check for the class. An attribute that
+All scalings have the same attributes, so that no code has to check the class. An attribute that
 does not apply to a class is None, 0 or False. The modules in `scalings/` compute the scales.
 
 Sources: HiFloat4, arXiv 2602.11287; MX9 and MX6, arXiv 2302.08007; NF4, arXiv 2305.14314;
@@ -39,7 +39,10 @@ class _Scaling:
 
     height: ClassVar[int] = 1
     square: ClassVar[bool] = False
+    #: False if the values of a block may have different scales or element types
+    one_scale: ClassVar[bool] = False
     finer_exponents: ClassVar[int] = 0
+    headroom: ClassVar[str] = "1"
     outer: ClassVar[Outer] = "none"
     outer_size: ClassVar[None] = None
     by_class: ClassVar[bool] = False
@@ -95,6 +98,7 @@ class AbsmaxScaling(_Scaling):
     size: int = 64
 
     method: ClassVar[str] = "absmax"
+    one_scale: ClassVar[bool] = True
     block_scale: ClassVar[str] = "FP32"
     scale_bytes: ClassVar[int] = 4
 
@@ -156,6 +160,7 @@ class TensorScaling(_Scaling):
     apart: bool = False
 
     method: ClassVar[str] = "tensor"
+    one_scale: ClassVar[bool] = True
     size: ClassVar[None] = None
     block_scale: ClassVar[None] = None
     scale_bytes: ClassVar[int] = 0

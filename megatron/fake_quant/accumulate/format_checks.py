@@ -1,6 +1,6 @@
 """Refuse combinations of a format and an accumulator that no matrix unit computes.
 
-An example is a format with blocks of 32 values in a unit that knows no block scales.
+An example is a format with blocks of 32 values in a unit that applies no block scales.
 """
 
 import torch
@@ -11,13 +11,6 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.elements import HiFloat8
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.special_scalings import (
-    ChoiceScaling,
-    GroupScaling,
-    MacroScaling,
-    PairScaling,
-    TensorScaling,
-)
 
 #: 16-bit element types; one of them stands for tensors whose dtype is not yet known.
 HALVES = ("bfloat16", "float16")
@@ -30,7 +23,7 @@ def check_operands(accumulator: Accumulator, a: Operand, b: Operand) -> None:
     multiplies the model's dtype is checked when the model is known; see `recipe_check.py`.
 
     Raises:
-        ValueError: if it is refused; the message gives the reason.
+        ValueError: if the accumulator is refused; the message gives the reason.
     """
     if not accumulator.simulated:
         return
@@ -59,12 +52,15 @@ def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
     """Return the reason why a unit cannot apply the scales of a format, or None if it can."""
     scaling = fmt.scaling
     if isinstance(fmt.element, HiFloat8) and accumulator.elements:
-        return "because no unit that multiplies HiFloat8 is described in public; leave it at fp32"
-    if scaling is None or isinstance(scaling, TensorScaling):
+        return (
+            "because no description of a matrix unit that multiplies HiFloat8 is public; use the "
+            "accumulator fp32"
+        )
+    if scaling is None or scaling.size is None:
         return None
-    if isinstance(scaling, ChoiceScaling):
-        return "whose blocks choose between two element types; no unit of this kind is described"
-    if isinstance(scaling, PairScaling | GroupScaling | MacroScaling):
+    if scaling.alternative is not None:
+        return "whose blocks choose between two element types; no described unit does this"
+    if not scaling.one_scale:
         return "whose blocks have finer scales inside, which no described unit applies"
     if fmt.outer_size not in (None, WHOLE_AXIS):
         return (

@@ -24,7 +24,7 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.format_text import from_text, to_text
-from megatron.fake_quant.formats import Format
+from megatron.fake_quant.formats import Format, Scaling
 from megatron.fake_quant.operator_rules import (
     NAMESPACE,
     batch_first,
@@ -36,7 +36,6 @@ from megatron.fake_quant.operator_rules import (
 from megatron.fake_quant.packing import QuantizedTensor
 from megatron.fake_quant.quantize import checked, seed_for, seeds_for
 from megatron.fake_quant.scales import Scales
-from megatron.fake_quant.special_scalings import AbsmaxScaling, TensorScaling
 from megatron.fake_quant.unrounded import values_and_scale
 
 _NIBBLE = 4
@@ -60,7 +59,7 @@ class UnitMatrix(NamedTuple):
         )
 
     def columns(self, index: slice, block: int | None) -> "UnitMatrix":
-        """Return a slice of the operand along the reduction axis; it begins where a block begins.
+        """Return a slice along the reduction axis, which must begin where a block begins.
 
         `block` is the number of elements per scale; it is not used if there are no scales.
         """
@@ -85,8 +84,8 @@ def unit_matrix(
     """Quantize an operand of a GEMM, and return it as the unit of an accumulator reads it.
 
     Args:
-        x: the operand, which is not empty.
-        fmt: its format; None for high precision.
+        x: the operand; it must not be empty.
+        fmt: format of the operand; None for high precision.
         axis: reduction axis, -1 or -2.
         accumulator: accumulator that `check_operands` has accepted for the format.
         seed: see `fake_quantize`.
@@ -125,22 +124,20 @@ def unit_matrix_of_codes(quantized: QuantizedTensor, accumulator: Accumulator) -
 
 def _factors_of(fmt: Format) -> tuple[bool, bool]:
     """Return whether a unit applies a format's scales, and whether the sums are scaled later."""
-    scaling = fmt.scaling
-    blocks = isinstance(scaling, BlockScaling | AbsmaxScaling)
+    blocks = fmt.block_size is not None
     in_unit = blocks and fmt.block_size != WHOLE_AXIS
     return in_unit, fmt.has_outer_scale or (blocks and not in_unit) or _has_headroom(fmt)
 
 
 def scales_follow_values(fmt: Format) -> bool:
     """Return whether `UnitMatrix.after` depends on the values of the operand."""
-    whole_rows = isinstance(fmt.scaling, BlockScaling | AbsmaxScaling)
-    return fmt.has_outer_scale or (whole_rows and fmt.block_size == WHOLE_AXIS)
+    return fmt.has_outer_scale or fmt.block_size == WHOLE_AXIS
 
 
 def _has_headroom(fmt: Format) -> bool:
     """Return whether a format has a headroom, by which all sums have to be divided."""
     scaling = fmt.scaling
-    return isinstance(scaling, BlockScaling) and scaling.scale == "e8m0" and scaling.headroom != "1"
+    return scaling is not None and scaling.block_scale == "E8M0" and scaling.headroom != "1"
 
 
 def _taken_apart(
@@ -154,7 +151,7 @@ def _taken_apart(
     """Return elements, scales and the factor of the sums; see `UnitMatrix`."""
     if fmt.element.is_cast:
         return layout.to_rows(x.to(fmt.element.dtype)).float().contiguous(), None, None
-    if isinstance(fmt.scaling, TensorScaling):
+    if fmt.has_tensor_scale and fmt.block_size is None:
         values, after = values_and_scale(x, fmt, layout, seed, amax)
         return layout.to_rows(values).float().contiguous(), None, after
     blocks, scales = reference.split(x, fmt, layout, seed, amax=amax)
@@ -168,7 +165,7 @@ def _factors(
     """Return the scales that a unit applies, and the factor of its sums."""
     after = stored.tensor if fmt.has_outer_scale else None
     scaling = fmt.scaling
-    if not isinstance(scaling, BlockScaling | AbsmaxScaling):
+    if scaling is None or scaling.size is None:
         return None, after
     if _has_headroom(fmt):
         assert isinstance(scaling, BlockScaling)
@@ -187,7 +184,7 @@ def _factors(
     return factors.repeat_interleave(fmt.block_size // size, -1)[..., :count].contiguous(), after
 
 
-def _block_factors(stored: Scales, scaling: BlockScaling | AbsmaxScaling) -> Tensor:
+def _block_factors(stored: Scales, scaling: Scaling) -> Tensor:
     """Return the float32 numbers by which the elements of each block are multiplied."""
     codes = stored.block()
     ones = torch.ones((*codes.shape, 1), dtype=torch.float32, device=codes.device)

@@ -20,7 +20,7 @@ Line = tuple[str, str]
 
 WIDTH, LABEL = 100, 20
 HEADER = ("accumulator", "products per step", "bits of a term", "running sum", "second sum", "unit")
-#: products per dot product, and rows of each operand, of the measured errors
+#: products per dot product, and rows per operand, from which errors are measured
 LENGTH, ROWS = 4096, 16
 _SEED = 20
 _RESEARCH = "none; a research accumulator"
@@ -190,7 +190,7 @@ def _errors(accumulator: Accumulator) -> list[Line]:
     random = torch.Generator().manual_seed(_SEED)
     name = (accumulator.elements or ("e4m3",))[0]
     normal, uniform = [], []
-    for _ in "ab":
+    for _ in range(2):  # both operands
         normal.append(_quantized(torch.randn(ROWS, LENGTH, generator=random), accumulator, name))
         uniform.append(_quantized(torch.rand(ROWS, LENGTH, generator=random), accumulator, name))
     _, rms = _error(normal, accumulator, name)

@@ -1,12 +1,13 @@
 """Build blocks with known scales for the inputs of conformance vectors.
 
 A frame is a block whose scale is known, because some of its values are fixed. Its other positions
-are free for the values under test. A new format needs no code here, unless its blocks need other
-fixed values; see `frame_of`.
+are free for the values under test. A new scaling needs an entry in `_ANCHORS` and in `_FILLS`.
 """
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,7 @@ from megatron.fake_quant import scalings
 from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import Element
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.special_scalings import (
-    ChoiceScaling,
-    GroupScaling,
-    MacroScaling,
-    PairScaling,
-    TensorScaling,
-)
+from megatron.fake_quant.special_scalings import ChoiceScaling, MacroScaling
 
 MOST_VALUES = 1 << 14  #: number of values above which a vector has only some of its blocks
 _WIDTH = 32  #: values per row if the format itself does not give a block size
@@ -59,38 +54,84 @@ def height_of(fmt: Format) -> int:
 def anchor_of(fmt: Format) -> float:
     """Return a block maximum that gives a scale of 1 (with some scale rules, up to 2)."""
     scaling, element = fmt.scaling, fmt.element
-    if isinstance(scaling, TensorScaling):
-        return min(scaling.target, element.max)
-    if isinstance(scaling, BlockScaling) and scaling.scale != "e8m0":
-        return (scaling.top or element.max) * scaling.share
-    if isinstance(scaling, GroupScaling):
-        return math.ldexp(element.max, scaling.finer_exponents)
-    return element.max
+    if scaling is None:
+        return element.max
+    return _ANCHORS[scaling.method](scaling, element)
+
+
+def _largest(scaling: Any, element: Element) -> float:
+    """Return the largest number of a block with the scale 1, the anchor of the other scalings."""
+    return math.ldexp(element.max, scaling.finer_exponents)
+
+
+def _quotient(scaling: BlockScaling, element: Element) -> float:
+    """Return the anchor of block scales that are computed by division by a number."""
+    return (scaling.top or element.max) * scaling.share
+
+
+#: Functions that return the anchor of a scaling and an element type, by the scaling's `method`.
+_ANCHORS: Mapping[str, Callable[[Any, Element], float]] = {
+    "tensor": lambda scaling, element: min(scaling.target, element.max),
+    "float8": _quotient,
+    "float32": _quotient,
+    **dict.fromkeys(
+        ("mx", "hifloat4", "pair_exponents", "absmax", "element_choice", "macro_blocks"), _largest
+    ),
+}
 
 
 def frame_of(fmt: Format, element: Element) -> Frame:
     """Return a block with a known scale in which the values have the element type `element`."""
-    scaling, anchor = fmt.scaling, anchor_of(fmt)
     base = torch.zeros(width_of(fmt) * height_of(fmt))
-    if fmt.block_size is None:
+    if fmt.scaling is None or fmt.block_size is None:
         return Frame(base, tuple(range(len(base))))
-    base[0] = anchor
-    if isinstance(scaling, GroupScaling):  # The first eight values share the bit of the maximum.
-        return Frame(base, tuple(range(8, len(base))))
-    if isinstance(scaling, PairScaling):  # A neighbor of 1 or more keeps the scale of its pair.
-        base[2::2] = 1
-        return Frame(base, tuple(range(3, len(base), 2)))
-    if isinstance(scaling, MacroScaling):
-        step = len(base) // scaling.blocks
-        base[::step] = anchor
-        return Frame(base, tuple(i for i in range(len(base)) if i % step))
-    if isinstance(scaling, ChoiceScaling):  # Most values are numbers of the wanted element type.
-        unit = 6 / 7 if scaling.shared else 1.0
-        floats, integers = (6, 4, 3, 2, 1.5, 0.5), (7, 5, 3, 1, 7, 5)
-        chosen = floats if element == fmt.element else [unit * n for n in integers]
-        base[:12] = torch.tensor([*chosen, *(-x for x in chosen)])
-        return Frame(base, (12, 13, 14, 15))
-    return Frame(base, tuple(range(1, len(base))))
+    base[0] = anchor_of(fmt)
+    slots = _FILLS[fmt.scaling.method](fmt.scaling, base, element == fmt.element)
+    return Frame(base, tuple(slots))
+
+
+def _fill_nothing(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
+    """Keep a block as it is, and return the slots of free values: all but the maximum's."""
+    return range(1, len(base))
+
+
+def _fill_group(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
+    """Return the slots after the first eight values, which share a scale bit with the maximum."""
+    return range(8, len(base))
+
+
+def _fill_pairs(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
+    """Give each free value a neighbor of 1, which keeps the scale of the pair."""
+    base[2::2] = 1
+    return range(3, len(base), 2)
+
+
+def _fill_macro_block(scaling: MacroScaling, base: Tensor, first: bool) -> Iterable[int]:
+    """Begin each inner block with the maximum."""
+    step = len(base) // scaling.blocks
+    base[::step] = base[0].clone()
+    return (i for i in range(len(base)) if i % step)
+
+
+def _fill_choice(scaling: ChoiceScaling, base: Tensor, first: bool) -> Iterable[int]:
+    """Fill a block with numbers of the first or of the alternative element type."""
+    unit = 6 / 7 if scaling.shared else 1.0
+    floats, integers = (6, 4, 3, 2, 1.5, 0.5), (7, 5, 3, 1, 7, 5)
+    chosen = floats if first else [unit * n for n in integers]
+    base[:12] = torch.tensor([*chosen, *(-x for x in chosen)])
+    return (12, 13, 14, 15)
+
+
+#: Functions that fill a block so that its scale is known whatever the free values are, by the
+#: scaling's `method`. Each takes the scaling, the block, which is changed in place, and True if the
+#: free values have the format's first element type. It returns the slots of the free values.
+_FILLS: Mapping[str, Callable[[Any, Tensor, bool], Iterable[int]]] = {
+    **dict.fromkeys(("mx", "float8", "float32", "absmax"), _fill_nothing),
+    "hifloat4": _fill_group,
+    "pair_exponents": _fill_pairs,
+    "macro_blocks": _fill_macro_block,
+    "element_choice": _fill_choice,
+}
 
 
 def matrix(blocks: Tensor, fmt: Format) -> Tensor:
@@ -123,7 +164,7 @@ def unit_of(fmt: Format, frame: Frame) -> float:
         return 1.0
     scaling = fmt.scaling
     assert scaling is not None
-    if isinstance(scaling, ChoiceScaling | PairScaling | GroupScaling | MacroScaling):
+    if not scaling.one_scale:
         return 1.0
     module = scalings.module_of(scaling)
     lead = torch.zeros_like(frame.base)

@@ -1,8 +1,8 @@
 """Choose the inputs of the conformance vectors of a number format.
 
 Each input tests one rule, such as ties or the ends of the scale's range. The inputs are computed
-from the data of the format: rounding edges from the values of its element type, maxima of blocks
-from the numbers that its scales can have. A new format therefore needs no code here.
+from the data of the format: rounding thresholds from the values of its element type, maxima of
+blocks from the numbers that its scales can have. A new format with an existing scaling therefore needs no code here.
 """
 
 import math
@@ -108,8 +108,8 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
         inputs = {
             "edges": (
                 _around(middles * unit),
-                "the float32 numbers just below, at and just above every rounding edge of "
-                f"{element.name}; an edge that float32 represents exactly is a tie",
+                "the float32 numbers just below, at and just above every rounding threshold of "
+                f"{element.name}; a threshold that float32 represents exactly is a tie",
             ),
             "codes": (
                 (numbers * unit).float(),
@@ -171,7 +171,7 @@ def _special_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _beyond(fmt: Format) -> list[float]:
-    """Return maxima that test whether values saturate, and from which magnitude on."""
+    """Return maxima that test whether values saturate, and at which magnitude they begin to."""
     anchor = anchor_of(fmt)
     next_power = math.ldexp(1, math.frexp(anchor)[1])
     # HiFloat8 overflows from 1.25 times its largest number, which is a power of two.
