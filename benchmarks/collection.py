@@ -85,7 +85,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=1.0,
         metavar="X",
-        help="--collect-max-host-gib of ours (default: %(default)g)",
+        help="--collect-max-host-gib of our collection (default: %(default)g)",
     )
     add(
         "--disk-mib",
@@ -107,7 +107,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="Python with mindstudio-probe and megatron-core (default: .venv-peers, made if "
         "missing)",
     )
-    add("--no-peers", action="store_true", help="measure ours only")
+    add("--no-peers", action="store_true", help="do not measure mindstudio-probe")
     add("--quick", action="store_true", help="hidden size 64, 1 layer, 6 rounds; write no file")
     add(
         "--output",
@@ -122,7 +122,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     elif options.output is None:
         options.output = REPO / "docs" / "results" / "collection.md"
     if options.rounds < max(3, 2 * options.every):
-        parser.error(f"--rounds is {options.rounds}; give 3 or more, and twice --every or more")
+        parser.error(f"--rounds is {options.rounds}; give at least 3 and at least twice --every")
     return options
 
 
@@ -192,7 +192,10 @@ def python_of_peers(options: argparse.Namespace) -> Path | None:
     python = peers_env.made() if given is None else peers_env.given(given)
     installed = peers_env.installed(python)
     if missing := {"mindstudio-probe", "megatron-core"} - installed.keys():
-        peers_env.say(f"[WARNING] {python} has no {' and no '.join(sorted(missing))}: left out")
+        peers_env.say(
+            "[WARNING] mindstudio-probe is not measured, because "
+            f"{python} lacks {' and '.join(sorted(missing))}"
+        )
         return None
     return python
 
@@ -267,15 +270,15 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
     blocked = statistics.median(step["blocked"] for step in steps)
     host = max(step["host"] for step in steps)
     return [
-        f"- Everything collected: the training thread is blocked {blocked * 1e3:.4g} ms per step, "
-        f"{middle:.3g} times what plain copies of the same tensors to the host take (quartiles "
-        f"{low:.3g} to {high:.3g}).",
-        f"- Host memory of the collection: at most {host:.0f} MiB, of the "
-        f"{options.host_gib * 1024:.0f} MiB that it may take (`--collect-max-host-gib`).",
-        f"- The writer alone, {options.disk_mib} MiB per round until all is on the disk: "
+        f"- Everything collected: the training thread is blocked for {blocked * 1e3:.4g} ms per "
+        f"step, which is {middle:.3g} times the time of plain copies of the same tensors to the "
+        f"host (quartiles {low:.3g} to {high:.3g}).",
+        f"- Host memory used by the collection: at most {host:.0f} MiB of the permitted "
+        f"{options.host_gib * 1024:.0f} MiB (`--collect-max-host-gib`).",
+        f"- The writer alone, with {options.disk_mib} MiB per round until all data is on the disk: "
         f"{statistics.median(disk['ours']) / 1e9:.3g} GB/s.",
         *(
-            f"- A raw sequential write of as many bytes to the same disk{RAW[name]}: "
+            f"- A raw sequential write of the same size to the same disk{RAW[name]}: "
             f"{statistics.median(disk[name]) / 1e9:.3g} GB/s; {_beside(disk, name)}."
             for name in RAW
             if name in disk
@@ -287,8 +290,8 @@ def _beside(disk: dict[str, list[float]], name: str) -> str:
     """Describe the ratio of our writing speed to that of raw writes: its median and its range."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
-        f"ours over this {statistics.median(shares):.3g} "
-        f"(rounds {min(shares):.3g} to {max(shares):.3g})"
+        f"the writer reaches {statistics.median(shares):.3g} times this speed "
+        f"({min(shares):.3g} to {max(shares):.3g} in single rounds)"
     )
 
 

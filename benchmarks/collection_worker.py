@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     for name in ("hidden-size", "layers", "seq-length"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
+    parser.set_defaults(sequences=training.SEQUENCES)
     return parser.parse_args()
 
 
@@ -196,7 +197,7 @@ def main() -> None:
             model=model,
             num_microbatches=training.MICRO_BATCHES,
             seq_length=options.seq_length,
-            micro_batch_size=training.BATCH,
+            micro_batch_size=training.SEQUENCES,
         )
         optimizer.step()
         optimizer.zero_grad()

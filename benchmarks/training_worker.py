@@ -21,6 +21,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 VOCAB = 4096
+SEQUENCES = 2  #: default number of sequences per micro-batch
+MICRO_BATCHES = 2  #: default number of micro-batches per step
 
 
 def parse() -> argparse.Namespace:
@@ -32,16 +34,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--seq-length", type=int, required=True)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
-    parser.add_argument("--sequences", type=int, default=2, help="per micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=2, help="per step")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="per micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="per step")
     return parser.parse_args()
 
 
 def load_cpu_backend() -> None:
     """Activate megatron/cpu_backend.py if there is no GPU, so that megatron-core runs on the CPU.
 
-    It and the module that it imports are loaded by path, because with `--plain` this repository is
-    not importable.
+    That file and the module that it imports are loaded by path, because this repository is not
+    importable with `--plain`.
     """
     import torch
 

@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
 
 def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
     """Return random tensors with the shapes of the GEMM operands of one layer."""
-    hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
+    hidden, tokens = options.hidden_size, options.seq_length * training.SEQUENCES
     like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
     return [torch.randn(shape).to(like) for shape in shapes]
@@ -110,4 +110,4 @@ def collect(
     tensor_saver.flush()
     tensor_saver.end_iteration()
     tensor_saver.close()
-    assert len(list(folder.glob("*.pt"))) == layers * len(tensors), "not all was written"
+    assert len(list(folder.glob("*.pt"))) == layers * len(tensors), "tensors are missing"
