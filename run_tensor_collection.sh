@@ -27,7 +27,7 @@
 # What to collect
 #   --control-iter N           iterations to collect before training stops; 0: never stop (default:
 #                              1, or all of --collect-iterations; 0 with a ring or a flag file)
-#   --collect-start N          first iteration to collect, as the log counts (default: 1)
+#   --collect-start N          first iteration to collect, numbered as in the log (default: 1)
 #   --collect-every N          collect every N-th iteration from the first on (default: 1)
 #   --collect-iterations SPEC  instead of the two above: 7, 1-3,100- or 100-200:10 (every 10th)
 #   --collect-micro-batches N  number of micro-batches per iteration; 0: all (default: 1)
@@ -127,16 +127,16 @@ case $mode in
   quick) : "${collect_layers:=first,last}" ;;
   batch)
     if [[ -n $quant_recipe ]]; then
-      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; --quant-recipe takes single or quick"
+      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; --quant-recipe needs single or quick"
     fi
     if [[ -n $quant_type ]]; then
-      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '$quant_type' alone take single"
+      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '$quant_type' alone, use single"
     fi
     ;;
   *) refuse "unknown mode '$mode'; it is single, batch or quick; see --help" ;;
 esac
 if [[ -n $quant_recipe && -n $quant_type ]]; then
-  refuse "--quant-recipe and the type '$quant_type'; give one of the two"
+  refuse "--quant-recipe and the type '$quant_type' were both given; give one of the two"
 elif [[ $mode != batch && -z $quant_type ]]; then
   quant_recipe=${quant_recipe:-${QUANT_RECIPE-}}
 else
@@ -147,7 +147,7 @@ before=''
 for word in ${training_flags[@]+"${training_flags[@]}"}; do
   if [[ $before == --control-iter ]]; then control_iter=$word; fi
   before=$word
-  case $word in # a ring and a flag file decide by themselves when the collection ends
+  case $word in # a ring or a flag file determines when the collection ends
     --collect-ring | --collect-ring=* | --collect-flag-file | --collect-flag-file=*) unbounded=yes ;;
     --collect-iterations | --collect-iterations=*) listed=yes ;;
     --control-iter=*) control_iter=${word#*=} ;;
@@ -159,7 +159,7 @@ for word in ${training_flags[@]+"${training_flags[@]}"}; do
       value=${word%%=*}
       value=$(tr 'a-z-' 'A-Z_' <<<"${value#--}")_TYPE
       refuse "${word%%=*} after -- would collect into the folder of another type; set the variable" \
-        "$value to the format instead, and give no type"
+        "$value to the format instead, without a type"
       ;;
     --save | --save=* | --save-hf | --save-hf=* | --tensorboard-dir | --tensorboard-dir=*)
       if [[ $mode == batch ]]; then
@@ -168,8 +168,8 @@ for word in ${training_flags[@]+"${training_flags[@]}"}; do
       fi
       ;;
     --tensor-save-dir | --tensor-save-dir=*)
-      refuse "--tensor-save-dir after --; give --tensor-path DIR before --, and the tensors go to" \
-        "DIR/TYPE"
+      refuse "--tensor-save-dir was given after --; give --tensor-path DIR before --, so that the" \
+        "tensors go to DIR/TYPE"
       ;;
   esac
 done

@@ -43,8 +43,8 @@ case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 collection="control-iter quant-recipe $collection_flags $size_options tokenizer-path data-path dtype \
 preset nproc checkpoint-path stall-timeout start-iterations"
 mode='' quant_type='' tensor_path='' output_dir='' run='' verbose='' yes=''
-# Options of the collection are passed on to run_tensor_collection.sh, which checks them and has the
-# defaults.
+# Options of the collection are passed on to run_tensor_collection.sh, which checks them and sets
+# their defaults.
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
 parse "mode quant-type tensor-path output-dir run $collection" "$@"
 
@@ -65,7 +65,7 @@ for name in $collection; do
   if [[ -n ${!value} ]]; then given+=("--$name" "${!value}"); fi
 done
 if [[ $mode != collect ]] && looks; then
-  refuse "--collect-plan and --quant-audit collect nothing that could be drawn; give them to collect"
+  refuse "--collect-plan and --quant-audit collect nothing that could be drawn; use the mode collect"
 fi
 case $mode in
   visualize)
@@ -113,7 +113,7 @@ if [[ $mode == visualize ]]; then
       name=$(basename -- "$candidate")
       if [[ -d $candidate && $name == "$(folder_name "$name")" ]]; then there+="${there:+, }$name"; fi
     done
-    die "no folder $folder;${there:+ the folders there are $there;} collect first with \`$(quoted "${collect[@]}")\`, or name another" \
+    die "no folder $folder;${there:+ the folders in $tensor_path are $there;} collect first with \`$(quoted "${collect[@]}")\`, or name another" \
       "folder in --tensor-dir"
   fi
 fi

@@ -47,12 +47,12 @@ RUNTIME = {
     "plotly": ">=5.19",  # its JavaScript is embedded in report.html, so the report works offline
 }
 
-# Packages that only some flags and files need. A Python without them is used all the same; where
-# one is needed, an error names it. .venv contains them, because it is made once and must serve
+# Packages that only some flags and files need. A Python without them is used anyway; if one of
+# them is needed, an error names it. .venv contains them, because it is made once and must serve
 # every script. The packages for corpora take 200 MB; torch takes 750 MB.
 CORPORA = {
     "datasets": ">=2.18",  # finds the files of Wikipedia and Dolma on the Hugging Face hub
-    "pyarrow": ">=14.0.1",  # Parquet files: those of the hub, and --tensor-statistics
+    "pyarrow": ">=14.0.1",  # reads the hub's Parquet files, and writes those of --tensor-statistics
     "aiohttp": ">=3.9",  # lets `datasets` download files from outside the hub, as Dolma requires
     "zstandard": ">=0.21",  # reads .jsonl.zst files
 }
@@ -96,10 +96,11 @@ TEST = {
     **CLUSTER,  # tests the analysis on a cluster of local processes
     **EXPLORER,
     "playwright": ">=1.40",  # drives the Chromium in PATH or CHROMIUM; downloads no browser
-    "axe-playwright-python": ">=0.1.4",  # contains axe-core, which finds what is not accessible
+    "axe-playwright-python": ">=0.1.4",  # contains axe-core, which finds accessibility errors
 }
 
-# Additional packages for script/check.sh. Their findings depend on the release.
+# Additional packages for script/check.sh. Their releases are exact, because the findings depend on
+# the release.
 LINT = {
     "ruff": "==0.17.5",  # linting and formatting
     "mypy": "==2.4.1",  # type checking
@@ -144,7 +145,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def misfits(installed: Callable[[str], str | None], *groups: dict[str, str]) -> str:
-    """Return one line on what an environment lacks of `groups`, or has wrong; "" if it fits.
+    """Return one line about missing and unsuitable packages of an environment; "" if all fit.
 
     Args:
         installed: returns the installed version of a package, or None.
@@ -186,8 +187,8 @@ def _applies(marker: str) -> bool:
 def requirements(group: dict[str, str]) -> list[str]:
     """Return the requirement strings of `group`, with markers for Python version and platform.
 
-    pip knows no alternatives: of several releases, it gets the range. Importing megatron.core then
-    checks the release.
+    Requirement strings cannot express alternatives, so several releases become a range. Importing
+    megatron.core then checks the release.
     """
     markers = dict.fromkeys(BEFORE_PYTHON_3_13, "; python_version < '3.13'")
     markers |= dict.fromkeys(ON_LINUX, "; sys_platform == 'linux'")

@@ -6,8 +6,8 @@
 
 Trains a Llama with 2 layers in bf16, and collects its operands. They are quantized to fp8_e4m3 and
 multiplied with sums of 10 to 23 bits, and with sums of 13 bits that are promoted after 32 to 4096
-products. Then trains a smaller batch in fp8_e4m3 with several accumulators. Runs with the same seed
-have the same weights and data.
+products. Then trains the same model in fp8_e4m3, on smaller batches, with several accumulators.
+Runs with the same seed have the same weights and data.
 
 A run with a complete log of the same command in --output-dir is not repeated. Writes the page
 `accumulators.md`, the figure `accumulators.png` and the numbers `accumulators.csv`.
@@ -42,7 +42,7 @@ FORMAT = "fp8_e4m3"
 RUNS = ("fp32", "hopper_fp8_promote128", "hopper_fp8", "fda:l32:f10:m10:rz")
 BITS = tuple(range(10, 24))
 INTERVALS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-LAST = 50  #: number of iterations whose mean is the final loss
+LAST = 50  #: number of iterations at the end whose mean loss is the final loss
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4"),
     *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
@@ -90,7 +90,8 @@ def train(name: str, arguments: list[str], iterations: int, folder: Path) -> pd.
 def measure(options: argparse.Namespace) -> pd.DataFrame:
     """Return the errors of the last layer's linear_fc2 and attention, by accumulator.
 
-    If accumulators.csv exists, its content is returned. Otherwise a model is trained and collected.
+    If accumulators.csv exists, its content is returned. Otherwise, a model is trained, and its
+    operands are collected.
     """
     path, dump = options.output_dir / "accumulators.csv", options.output_dir / "dump"
     if path.is_file():
@@ -198,7 +199,7 @@ def page(
         f"The same model with 256 tokens per iteration, {options.iterations} iterations, all "
         f"matmuls in {FORMAT}, seeds {seeds}. Runs with the same seed differ only in the "
         f"accumulator. The final loss is the mean of the last {LAST} iterations. Intervals are "
-        "Student's, over the differences of the seeds.",
+        "Student's t intervals of the mean difference over the seeds.",
         loss_table(losses),
     ]
     return "\n\n".join(text) + "\n"
@@ -211,7 +212,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--seeds", nargs="+", type=int, metavar="N", help="default: 1 2 3 4")
     add("--iterations", type=int, metavar="N", help="iterations of each run; default: 500")
-    add("--accumulators", nargs="+", default=RUNS[1:], metavar="NAME", help="trained beside fp32")
+    add("--accumulators", nargs="+", default=RUNS[1:], metavar="NAME", help="compared with fp32")
     add("--quick", action="store_true", help="8 iterations, one seed and 3 measured accumulators")
     add("--output-dir", type=Path, default=REPO / "draw" / "accumulators", metavar="DIR")
     options = parser.parse_args(arguments)

@@ -7,12 +7,12 @@
 
 For each accumulator, `accumulated_matmul` multiplies two matrices of normally distributed elements
 of the unit's first element type, with block scales if the unit has them. In the same rounds, three
-other ways are timed on fewer rows: the definition for one dot product in exact integers
+other implementations are timed on fewer rows: the definition for one dot product in exact integers
 (`scalar`), the implementation in plain torch operations (`reference`), and a vectorized model in
-numpy on one thread, for units that align and add all products of a step at once. The fourth is
-`torch.matmul` in float32, which simulates nothing. A ratio is the median of the rounds' ratios, so
-that other load on the machine affects both sides alike. Results of all simulated ways are compared
-bit by bit. Writes a Markdown file.
+numpy on one thread, for units that align and add all products of a step at once. `torch.matmul` in
+float32, which simulates nothing, is timed as well. A ratio is the median of the rounds' ratios, so
+that other load on the machine affects both sides alike. The results of all implementations except
+`torch.matmul` are compared bit by bit. Writes a Markdown file.
 """
 
 import argparse
@@ -55,9 +55,10 @@ SEED = 1234
 #: number of products per call of the slower implementations
 PRODUCTS = {"scalar": 1 << 14, "reference": 1 << 20, "numpy": 1 << 22}
 READING = (
-    "A column with a name has the time that this way takes per product over the time that "
-    "`accumulated_matmul` takes. fp32 over ours: share of the speed of `torch.matmul` in float32, "
-    "which uses as many threads. Differing: results of the other ways that differ from ours."
+    "The columns scalar, numpy and reference give the time per product of that implementation "
+    "divided by that of `accumulated_matmul`. Share of fp32: the speed of `accumulated_matmul` "
+    "divided by that of `torch.matmul` in float32, with the same number of threads. Differing: "
+    "number of results in which another implementation differs from `accumulated_matmul`."
 )
 
 
@@ -93,7 +94,7 @@ def first_rows(operand: UnitOperand, count: int) -> UnitOperand:
 
 def positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -111,11 +112,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs=3,
         type=positive,
         metavar=("ROWS", "COLUMNS", "DEPTH"),
-        help="of the product and the reduction axis; default: 1024 1024 1024",
+        help="size of the product, and length of the reduction axis; default: 1024 1024 1024",
     )
     add("--threads", nargs="+", type=positive, metavar="N", help="default: 1 and all cores")
     add("--repeats", type=positive, metavar="N", help="rounds; default: 5")
-    add("--quick", action="store_true", help="shape 64 128 256, 2 rounds, no file unless named")
+    add("--quick", action="store_true", help="shape 64 128 256, 2 rounds, no default file")
     add("--output", type=Path, metavar="FILE.md", help="default: docs/results/accumulator_speed.md")
     options = parser.parse_args(arguments)
     options.shape = options.shape or ([64, 128, 256] if options.quick else [1024, 1024, 1024])
@@ -130,8 +131,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for accumulator in options.accumulators:
         if not accumulator.simulated:
             parser.error(
-                f"--accumulators: {accumulator.name} simulates nothing; it is what the others are "
-                "compared with, so leave it out"
+                f"--accumulators: {accumulator.name} simulates nothing; leave it out, because "
+                "every accumulator is compared with it"
             )
     return options
 
@@ -227,7 +228,7 @@ def nanoseconds(call: Callable[[], Any], products: int) -> float:
 
 
 def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
-    """Time every implementation in each round, in ns per product; count results unlike ours."""
+    """Time every implementation in ns per product, and count the results that differ from ours."""
     torch.set_num_threads(threads)
     a, bt = case.a.elements, case.b.elements.t()
     calls = {
@@ -250,7 +251,7 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
 
 
 def ratio(times: dict[str, list[float]], name: str, over: str) -> str:
-    """Return the median of the rounds' ratios as text, or a dash without one of the two times."""
+    """Return the median of the rounds' ratios as text, or "-" if one of the times is missing."""
     if name not in times or over not in times:
         return "-"
     pairs = zip(times[name], times[over], strict=True)
@@ -273,7 +274,7 @@ def row(case: Case, threads: int, result: dict[str, Any]) -> list[str]:
 
 HEAD = (
     *("accumulator", "threads", "million products/s", "scalar", "numpy", "reference"),
-    *("fp32 over ours", "differing"),
+    *("share of fp32", "differing"),
 )
 
 

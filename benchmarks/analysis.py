@@ -55,7 +55,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--dump", type=Path, metavar="FOLDER", help="measure this dump and collect none")
+    add("--dump", type=Path, metavar="FOLDER", help="measure this dump instead of a new one")
     add("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT")
     add("--every", type=int, default=16, metavar="N", help="plain: measure one tensor in N (16)")
     add("--rounds", type=int, default=3, metavar="N", help="repetitions; the best one counts (3)")

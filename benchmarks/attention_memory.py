@@ -3,10 +3,11 @@
     python benchmarks/attention_memory.py
     python benchmarks/attention_memory.py --tiled 256 512 --whole 256 --output ""
 
-Attention in tiles forms no matrix of all queries and all keys, so that its memory grows linearly
-with the sequence. Each row is a process of its own: one step of one sequence through a model shaped
-like the tiny Llama (4 layers of width 256, 8 heads) in bf16, with the attention in MXFP8. Memory is
-the peak of the process less the peak after the model is built; on a GPU, that of allocated memory.
+Attention in tiles never forms the matrix of all queries and keys, so its memory grows linearly with
+the sequence length. Each row is measured in a separate process, which trains one step with one
+sequence. The model has the shape of the tiny Llama (4 layers of width 256, 8 heads) in bf16, with
+the attention in MXFP8. Memory is the peak of the process minus the peak after the model is built;
+on a GPU, only allocated memory counts.
 Prints a Markdown table and writes it to `docs/results/attention_memory.md`, with the command.
 """
 
@@ -43,16 +44,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     default = {"nargs": "+", "type": int, "metavar": "LENGTH"}
-    add("--tiled", default=[2048, 4096, 8192], help="sequences in tiles", **default)
-    add("--whole", default=[2048, 4096], help="sequences with whole matrices", **default)
+    add("--tiled", default=[2048, 4096, 8192], help="lengths measured with tiles", **default)
+    add("--whole", default=[2048, 4096], help="lengths measured without tiles", **default)
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
     page = str(REPO / "docs" / "results" / "attention_memory.md")
-    add("--output", default=page, metavar="FILE", help="report; an empty name for none")
+    add("--output", default=page, metavar="FILE", help='report; "" writes none')
     return parser.parse_args(arguments)
 
 
 def measure(recipe: Path, length: int, threads: int) -> tuple[float, float]:
-    """Run one step in a process of its own; return its memory in MiB and its time in seconds."""
+    """Run one step in a separate process; return its memory in MiB and its time in seconds."""
     command = [sys.executable, str(WORKER), "--hidden-size", "256", "--layers", "4"]
     command += ["--seq-length", str(length), "--dtype", "bf16"]
     command += ["--sequences", "1", "--micro-batches", "1"]

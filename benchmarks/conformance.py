@@ -6,10 +6,10 @@
 
 The kit is the one that `python -m megatron.fake_quant vectors` writes. Each package (peer) gets the
 inputs of each format that it supports. Its dequantized values are compared with those of the kit:
-zeros of either sign are equal, and so are all NaNs. For a peer that differs, values around the
-differing one are removed as long as it still differs, and the smallest input is reported.
+zeros of either sign are equal, and so are all NaNs. For a peer that differs, inputs with fewer
+nonzero values are tried, and the smallest one that still shows a difference is reported.
 
-The peers have their own environment, the one of benchmarks/formats.py, whose help describes it.
+The peers have their own environment, which `python benchmarks/formats.py --help` describes.
 Transformer Engine is compared only if it is installed and there is a CUDA device, or if the folder
 of its source is given: its references in plain torch need neither. If the source of fouroversix is
 given, it replaces the installed release.
@@ -38,7 +38,7 @@ from megatron.fake_quant.inspect import vector_kit  # noqa: E402
 from megatron.fake_quant.names import get_format  # noqa: E402
 
 WORKER = Path(__file__).with_name("conformance_worker.py")
-#: Formats that other packages (peers) also have, beside those in the table FORMATS.
+#: Formats that other packages (peers) also have, in addition to those in the table FORMATS.
 SPELLED_OUT = (
     "mx:e4m3:b32:rceil",
     "mx:e5m2:b32:rceil",
@@ -95,7 +95,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for option, field, _ in SOURCES:
         folder = getattr(options, field)
         if folder is not None and not folder.is_dir():
-            parser.error(f"no folder {folder} for {option}")
+            parser.error(f"{option} {folder} is not a folder")
     return options
 
 

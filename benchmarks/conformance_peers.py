@@ -20,7 +20,7 @@ from torch import Tensor
 import peers
 from megatron.fake_quant import Format
 
-#: Modules of fouroversix that are imported without the package's own `__init__`, because that one
+#: Modules of fouroversix that are imported without the package's own `__init__`, because `__init__`
 #: imports Triton kernels and model classes.
 FOUROVERSIX_PACKAGES = (
     "fouroversix",
@@ -231,14 +231,14 @@ def transformer_engine() -> peers.Finder:
     return find
 
 
-#: By the name of each peer: the function that loads it, and the distribution that contains it.
+#: Peers by name: the function that loads the peer, and the distribution that contains it.
 PEERS: dict[str, tuple[Callable[[], peers.Finder], str]] = {
     **{name: loader for name, loader in peers.PEERS.items() if name != "torchao compiled"},
     "ml_dtypes": (ml_dtypes, "ml_dtypes"),
     "gfloat": (gfloat, "gfloat"),
     "Transformer Engine": (transformer_engine, "transformer-engine"),
 }
-#: By the name of each peer: the function that loads it from the source in a given folder.
+#: Functions that load a peer from the source in a given folder, by the name of the peer.
 SOURCES: dict[str, Callable[[Path], peers.Finder]] = {
     "fouroversix": fouroversix,
     "Transformer Engine": transformer_engine_reference,

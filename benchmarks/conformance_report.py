@@ -9,12 +9,12 @@ from peer_reasons import SPECIAL, why
 
 INTRODUCTION = (
     "A vector is one input of the [conformance kit](../formats.md#conformance-kit): a tensor that "
-    "pins one rule. *Agree*: all values are equal; zeros of either sign are equal, and so are all "
+    "tests one rule. *Agree*: all values are equal; zeros of either sign are equal, and so are all "
     "NaNs. *Last bits*: values differ by at most 4 units in the last place, as if products were "
-    "rounded in another order. *Differ*: other values. *Refused*: the package raises an error. The "
-    "numbers count vectors. Of the inputs for which a package differs, a small one is shown, with "
-    "the value that the package gives for its first number and that of the kit; all other numbers "
-    "of the input are zeros. NaN and Inf are shown only if there is no other difference."
+    "rounded in a different order. *Differ*: values differ by more. *Refused*: the package raises "
+    "an error. The numbers count vectors. Where a package differs, the table shows a small input, "
+    "and the results of the package and of the kit for the first of its numbers; all numbers that "
+    "are not shown are zeros. NaN and Inf are shown only if there is no other difference."
 )
 SOURCES = (
     "A package whose release is *source* was loaded from a given folder. In the source of "
@@ -23,7 +23,7 @@ SOURCES = (
 )
 OPEN = (
     "The definitions of most formats leave open what happens to NaN and Inf. In this project, each "
-    "of them makes its block NaN and does not affect an outer scale. Packages that do otherwise:"
+    "of them makes its block NaN and does not affect an outer scale. These packages differ:"
 )
 LONGEST = 3  #: maximum number of values of an input that the table shows
 

@@ -39,8 +39,8 @@ def load_all(sources: dict[str, str]) -> dict[str, peers.Finder]:
     """Import every package, and report which are available.
 
     Args:
-        sources: by the name of a peer, the folder with its source, if it is not to be taken from
-            the installed package.
+        sources: folder with the source of each peer that is loaded from its source instead of the
+            installed package, by the peer's name.
     """
     loaders = dict(conformance_peers.PEERS)
     for name, folder in sources.items():

@@ -3,12 +3,12 @@
     python benchmarks/divergence.py                   # 40 runs, about 4 minutes on one core
     python benchmarks/divergence.py --runs planted/lr_2_x3 ordinary/mxfp4     # only these
 
-In 20 runs, a divergence is planted in an iteration between 2 and 200: from then on the learning
-rate is far too large (lr); or a weight is poisoned (norm, embedding, nan); or the tokens of one
-batch are random (random) or never occur in the text (absent). Each has a twin without the fault,
-with the same weights and data. The jump is the first iteration whose loss is not finite or exceeds
-the twin's by 20%. The other 20 runs are ordinary: they differ in seed, learning rate, schedule,
-number format, batch size and model, and one is resumed. The twins are five of them.
+In 20 runs, a divergence is planted in an iteration between 2 and 200: from then on, the learning
+rate is far too large (lr); a weight is damaged (norm, embedding, nan); or the tokens of one batch
+are random (random) or never occur in the text (absent). Each of these runs has a twin without the
+fault, with the same weights and data. The jump is the first iteration whose loss is not finite or
+exceeds the twin's by 20%. The other 20 runs are ordinary: they differ in seed, learning rate,
+schedule, number format, batch size and model, and one is resumed. Five of them are the twins.
 
 All runs train on the default corpus with `--collect-ring 5`. The benchmark exits with status 1 if
 the ring lacks a jump or the iteration before it, or if it is written in an ordinary run.
@@ -180,7 +180,7 @@ def all_runs() -> dict[str, Run]:
 
 
 def poison(model: Any, kind: str, factor: float) -> None:
-    """Multiply a weight by `factor`; for `nan`, set one element of the last layer's fc2."""
+    """Multiply a weight by `factor`; for `nan`, set an element of the last layer's fc2 to NaN."""
     import torch
 
     named = {name: weight for chunk in model for name, weight in chunk.named_parameters()}
@@ -238,7 +238,10 @@ def train_planted(arguments: list[str], plant: Plant | None, folder: Path) -> in
 
 
 def prepare() -> None:
-    """Make the default corpus, and import what every run needs; no import may start a thread."""
+    """Make the default corpus, and import the modules that every run needs.
+
+    None of these modules may start a thread, because the runs are forks of this process.
+    """
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron.training import device
@@ -249,7 +252,7 @@ def prepare() -> None:
 
 
 def train(run: Run, folder: Path) -> dict[str, Any]:
-    """Do a run, and return its curve and the events of its ring."""
+    """Train one run, and return its curve and the iterations of each written ring."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for arguments in run.commands(folder):
@@ -261,7 +264,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
             )
     curve = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
     if len(curve) != run.iterations:
-        raise SystemExit(f"[ERROR] {run.name} lacks iterations: {folder / 'log.txt'}")
+        raise SystemExit(f"[ERROR] {run.name} lacks iterations; see {folder / 'log.txt'}")
     events = [
         event["iterations"]
         for index in sorted((folder / "dump").glob("index_*.jsonl"))
@@ -380,7 +383,7 @@ def page(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
 def curves(results: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
     """Return, by run name, each iteration's loss and gradient norm in an array [iterations, 2].
 
-    A gradient norm that is unknown, in an iteration that the loss scaler skips, is -1.
+    The gradient norm of an iteration that the loss scaler skips is unknown and stored as -1.
     """
     return {
         name: np.array(

@@ -1,7 +1,7 @@
 """Measure the explorer, `python -m megatron.analysis serve`, in a headless browser.
 
-A dump of the wanted size is made by linking the files of a small one under further layers and
-iterations. The browser runs on the same machine. Times are those that a user sees:
+A dump of the requested size is made by linking the files of a small dump as those of additional
+layers and iterations. The browser runs on the same machine. Times are those that a user sees:
 
     address     from the command to the printed address
     layout      from opening the address to a map with its axes
@@ -12,7 +12,7 @@ iterations. The browser runs on the same machine. Times are those that a user se
                 tensors are measured in the background meanwhile
     memory      of the server and its measuring process; memory that they share counts once
 
-Needs Chromium (in PATH, or named by CHROMIUM) and playwright. For example:
+Needs playwright, and Chromium in PATH or at the path in CHROMIUM. For example:
 
     python benchmarks/explorer.py enhanced_tensor_logs/mxfp8 --clicks 16
 """
@@ -39,13 +39,14 @@ import results_page
 REPO = Path(__file__).resolve().parents[1]
 FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 MAP = ".panel-map .heatmaplayer image"
-#: Figures and tables of a tensor in a window of 1400 x 900 pixels, by what appears last in each.
+#: CSS selector of the element that appears last in each figure and table of a tensor, for those
+#: that fit in a window of 1400 x 900 pixels.
 IN_WINDOW = {
     "histogram": ".panel-histogram .js-plotly-plot .barlayer path",
     "errors": ".panel-errors .js-plotly-plot .scatterlayer .trace",
     "facts": ".panel-facts table",
 }
-#: Note the time of each change after the next press of the mouse button.
+#: JavaScript that records when each of these elements appears after the mouse button is pressed.
 WATCH = """
 (() => {
   const checks = CHECKS;
@@ -77,7 +78,7 @@ CELL = """
 
 @dataclass
 class Times:
-    """Seconds per step, and the clicks: seconds per part of the page that appears."""
+    """Measured seconds: per step, and, for each click, until each part of the page appears."""
 
     steps: dict[str, float] = field(default_factory=dict)
     clicks: list[dict[str, float]] = field(default_factory=list)
@@ -129,7 +130,7 @@ def enlarge(source: Path, target: Path, records: int, layers: int) -> int:
 
 
 def memory(pid: int) -> int:
-    """Return the memory of a process and its children in bytes; shared pages count in parts."""
+    """Return the proportional set size (PSS) of a process and its descendants, in bytes."""
     total = 0
     for process in (pid, *children(pid)):
         try:
@@ -142,7 +143,7 @@ def memory(pid: int) -> int:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and theirs."""
+    """Yield the IDs of all descendants of a process."""
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in tasks.read_text().split():
             yield int(child)
@@ -151,7 +152,7 @@ def children(pid: int) -> Iterator[int]:
 
 @contextmanager
 def served(folder: Path, cache: Path) -> Iterator[tuple[str, float, int]]:
-    """Serve a dump; yield the address, the time until it was printed, and the process."""
+    """Serve a dump; yield the address, the time until it was printed, and the process ID."""
     command = [sys.executable, "-m", "megatron.analysis", "serve", str(folder), "--port", "0"]
     command += ["--cache", str(cache), "--formats", *FORMATS]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
@@ -169,7 +170,7 @@ def served(folder: Path, cache: Path) -> Iterator[tuple[str, float, int]]:
 
 
 def measure(folder: Path, cache: Path, browser: Any, clicks: int) -> Times:
-    """Serve a dump and measure what a user waits for."""
+    """Serve a dump and measure the times that a user waits."""
     found = Times()
     with served(folder, cache) as (address, seconds, pid):
         found.steps["address"] = seconds
@@ -253,7 +254,7 @@ def main() -> None:
     parser.add_argument(
         "--clicks", type=int, default=8, help="number of clicks (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, help="Markdown file to write, too")
+    parser.add_argument("--output", type=Path, help="also write the results to this Markdown file")
     options = parser.parse_args()
     sys.path.insert(0, str(REPO))
     from playwright.sync_api import sync_playwright
@@ -262,8 +263,8 @@ def main() -> None:
 
     executable = find_browser()
     if executable is None:
-        parser.error("there is no Chromium in PATH; install one, or name it in CHROMIUM")
-    # Hard links need the file system of the dump.
+        parser.error("no Chromium in PATH; install Chromium, or set CHROMIUM to its path")
+    # Hard links must be on the file system of the dump.
     with tempfile.TemporaryDirectory(dir=options.dump.resolve().parent) as scratch:
         folder = Path(scratch, "dump")
         try:

@@ -116,14 +116,14 @@ READING = (
     "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's "
     "time over ours; reused: the same if both reuse freed memory. Differ: number of elements "
     "that differ from ours; in brackets, if smaller, the number that differ by more than 4 units "
-    "in the last place of the input's dtype. The reasons are given below. A format without a "
-    "peer has none that pip installs."
+    "in the last place of the input's dtype. The reasons are given below. If a format has no "
+    "peer, no package that pip can install implements it."
 )
 
 
 def positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -141,9 +141,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=positive, metavar="N", help="rounds; default: 10")
     add("--threads", type=positive, metavar="N", help="default: all cores", default=cores())
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--quick", action="store_true", help="shape 128 256, 2 rounds, no file unless named")
+    add("--quick", action="store_true", help="shape 128 256, 2 rounds, no default file")
     add("--output", type=Path, metavar="FILE.md", help="default: docs/results/formats.md")
-    add("--csv", type=Path, metavar="FILE.csv", help="default: beside --output")
+    add("--csv", type=Path, metavar="FILE.csv", help="default: next to --output")
     add("--peers-python", type=Path, metavar="PATH", help="default: .venv-peers/bin/python")
     options = parser.parse_args(arguments)
     options.shape = options.shape or ([128, 256] if options.quick else [4096, 4096])
@@ -214,7 +214,7 @@ def show(event: peer_process.Event, bar: tqdm) -> None:
         case "refused":
             raise SystemExit(f"[ERROR] --formats: {event['reason']}")
         case "skipped":
-            bar.write(f"skipped {event['format']}: this library does not know it", sys.stderr)
+            bar.write(f"skipped {event['format']}: not a format of this library", sys.stderr)
         case "peer" if event["missing"]:
             bar.write(f"without {event['name']}: {event['missing']}", sys.stderr)
         case "plan":
@@ -237,7 +237,7 @@ def processor() -> str:
 def machine(options: argparse.Namespace, plan: peer_process.Event) -> str:
     """Describe the machine, the software releases and the settings that affect the results."""
     cpu = processor()
-    device = f"{plan['device_name']}, beside a {cpu}" if plan["device_name"] else cpu
+    device = f"{plan['device_name']}, with a {cpu}" if plan["device_name"] else cpu
     releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
     rows, columns = options.shape
     command = results_page.quoted("formats.py")
@@ -267,7 +267,7 @@ def main() -> int:
     of_kind = {kind: [e for e in events if e["kind"] == kind] for kind in ("peer", "plan", "case")}
     cases, cuda = of_kind["case"], options.device == "cuda"
     elements = options.shape[0] * options.shape[1]
-    parts = ["# Formats beside their peers", machine(options, of_kind["plan"][0])]
+    parts = ["# Formats compared with their peers", machine(options, of_kind["plan"][0])]
     parts += ["## Goals", GOALS, formats_report.goals(cases), "## Every case"]
     parts += [formats_report.summary(cases, elements, cuda), READING, "## Every peer"]
     parts += [formats_report.packages(of_kind["peer"]), formats_report.every_peer(cases)]
@@ -278,7 +278,7 @@ def main() -> int:
     unlike = [case for case in cases if case["unlike_cpu"]]
     for case in unlike:
         where = f"{case['format']} {case['dtype']} {case['axis']}"
-        peers_env.say(f"[ERROR] {where}: {case['unlike_cpu']} elements have other bits on the CPU")
+        peers_env.say(f"[ERROR] {where}: {case['unlike_cpu']} elements differ from the CPU's")
     return 1 if unlike else 0
 
 

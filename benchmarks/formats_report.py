@@ -41,8 +41,8 @@ def typical(case: Event, name: str) -> float:
 def ratio(case: Event, name: str, other: str, memory: str = "times") -> float:
     """Return the time of the implementation `name` divided by that of the implementation `other`.
 
-    The result is the median of the ratios of the rounds in which both took part, which for slow
-    peers are only the first ones. Other load on the machine affects both times of a round alike.
+    The result is the median ratio over the rounds in which both took part; slow peers take part in
+    the first rounds only. Other load on the machine affects both times of a round alike.
     """
     pairs = zip(case[memory][name], case[memory][other], strict=False)
     return statistics.median(time / base for time, base in pairs)

@@ -39,8 +39,8 @@ from megatron.fake_quant.fused import tensor_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
-#: Goals of the project: how many times as long as a copy our function may take, for formats that
-#: compute one candidate or two for a block, and for HiFloat4.
+#: Goals of the project: the maximum time of our function, as a multiple of a copy's time, for
+#: formats that compute one candidate per block, formats that compute two, and HiFloat4.
 GOALS = {"one": 2.0, "two": 4.0, "hifloat4": 2.5}
 #: Limits for the timed calls of one peer in one case: maximum total seconds, minimum number.
 SLOWEST, FEWEST = 5, 1
@@ -59,7 +59,7 @@ def load_peers(device: str) -> dict[str, peers.Finder]:
 
 
 def known_formats(names: list[str], required: bool) -> list[Format]:
-    """Return the formats in `names` that this version of our library knows.
+    """Return the formats in `names` that this version of our library supports.
 
     Unknown names are reported. If `required` is True, the first unknown name ends the process.
     """
@@ -103,10 +103,10 @@ def copied(x: Tensor) -> Tensor:
 
 
 def touch_memory(x: Tensor) -> None:
-    """Obtain memory of MATRICES times the size of a matrix, write to it, and free it.
+    """Allocate the memory of MATRICES matrices, write to it, and free it.
 
     A virtual machine may return free memory to its host after some seconds, for example while a
-    slow peer computes. The next call that obtains it would then wait for the host.
+    slow peer computes. The next call that allocates memory would then wait for the host.
     """
     held = [copied(x) for _ in range(MATRICES)]
     del held

@@ -75,7 +75,7 @@ def tokenized(options: argparse.Namespace) -> list[str]:
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Return the losses of one run; do the run first unless a complete log of it exists."""
+    """Return the losses of one run; train first unless a complete log of the run exists."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
@@ -106,7 +106,7 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
 def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
     """Return the losses in a run's log by iteration, or None if the log cannot be used.
 
-    A log can be used if it is complete and begins with `head`, which names the command.
+    A log can be used if it is complete and begins with `head`, which contains the command.
     """
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
@@ -114,7 +114,7 @@ def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
 
 
 def train_all(options: argparse.Namespace) -> pd.DataFrame:
-    """Do all training runs; return their losses, one row per iteration and one column per run."""
+    """Train all runs; return their losses, one row per iteration and one column per run."""
     runs = list(itertools.product(options.types, options.seeds))
     with ThreadPoolExecutor(options.jobs) as pool:
         series = pool.map(lambda run: train(*run, options), runs)
@@ -220,7 +220,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args(arguments[:at])
     options.flags = arguments[at + 1 :]
     if options.text is not None and not options.text.is_file():
-        parser.error(f"--text {options.text} is not a file; name a text file, or leave it out")
+        parser.error(f"--text {options.text} is not a file; give a text file, or omit --text")
     return options
 
 

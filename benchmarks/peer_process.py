@@ -34,7 +34,7 @@ def run_worker(
     """Run a worker process, pass each event that it reports to `show`, and return all events.
 
     Raises:
-        SystemExit: if the process fails; the end of its error output is shown before.
+        SystemExit: if the process fails; the end of its error output is printed first.
     """
     events = []
     with (
@@ -102,8 +102,8 @@ def load_peers(
     """Import every peer package, and report which are available.
 
     Args:
-        loaders: by the name of each peer, the function that loads it, and its distribution, which
-            is None for a package that is loaded from its source.
+        loaders: for each peer, by name, the function that loads it and the name of its
+            distribution, which is None if the package is loaded from its source.
     """
     loaded = {}
     for name, (load, distribution) in loaders.items():

@@ -1,6 +1,6 @@
 """Explain why values of other packages (peers) differ from ours.
 
-benchmarks/formats.py and conformance.py show these reasons beside the numbers that they count.
+benchmarks/formats.py and conformance.py show these reasons next to the numbers of differences.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MEASURED = ("scale_underflow", "random")
 
 HALFWAY = "a value or a block scale halfway between two codes can be rounded to the other one"
 #: Reasons for differences, by package, beginning of the format's name, and vectors; the first entry
-#: that fits is used. An empty string or no vectors fit everything.
+#: that matches is used. An empty string or an empty tuple matches everything.
 WHY: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (
         "en_dtypes",
@@ -113,10 +113,10 @@ WHY: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "quark",
         "mx",
         (),
-        "log2 of a block's maximum is taken in the input's dtype: next to a power of two it rounds "
-        "to a whole number, and the scale is a power of two off, or Inf for the largest float32 "
-        "numbers; scales are not limited to 2^-127, and one that underflows to 0 becomes 2^-23, "
-        "the epsilon of float32",
+        "log2 of a block's maximum is computed in the input's dtype: near a power of two it rounds "
+        "to an integer, so the scale is wrong by a factor of two, and for the largest float32 "
+        "numbers it is Inf; scales can be smaller than 2^-127, and a scale that underflows to 0 is "
+        "replaced by 2^-23, the epsilon of float32",
     ),
     (
         "quark",
@@ -198,7 +198,7 @@ WHY: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 
 
 def why(peer: str, fmt: str, vectors: Sequence[str] = MEASURED) -> str:
-    """Return why a package differs from ours, or that the reason has not been examined.
+    """Return the reason why a package differs from our code, or "not examined".
 
     Args:
         peer: name of the package.

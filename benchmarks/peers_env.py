@@ -85,7 +85,7 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
 
 
 def given(python: Path) -> Path:
-    """Check that the interpreter that the user named has torch and numpy, and return its path.
+    """Check that the user's interpreter `python` has torch and numpy, and return its path.
 
     Nothing is installed into this Python.
     """
@@ -99,7 +99,7 @@ def given(python: Path) -> Path:
         ) from None
     if missing:
         raise SystemExit(
-            f"[ERROR] {python} has no {' and no '.join(sorted(missing))}; install it there, or "
+            f"[ERROR] {python} lacks {' and '.join(sorted(missing))}; install what is missing, or "
             "leave --peers-python out"
         )
     return python

@@ -205,9 +205,9 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
         [
             results_page.table(head, rows),
             "",
-            "Documents per second, ours over theirs, from the JSONL file to token ids on the "
-            f"disk: {ratio(rounds, 'seconds', LOAD, MAP)}; over `map` alone, which starts from "
-            f"Arrow: {ratio(rounds, 'seconds', MAP)}. Documents per CPU second: "
+            "Our documents per second divided by those of `datasets`, from the JSONL file to token "
+            f"ids on the disk: {ratio(rounds, 'seconds', LOAD, MAP)}; divided by those of `map` "
+            f"alone, which starts from Arrow: {ratio(rounds, 'seconds', MAP)}. Per CPU second: "
             f"{ratio(rounds, 'cpu', LOAD, MAP)}; {ratio(rounds, 'cpu', MAP)}.",
         ]
     )
@@ -241,7 +241,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if options.rounds < 3:
-        parser.error(f"--rounds is {options.rounds}; give 3 or more, or there are no quartiles")
+        parser.error(f"--rounds is {options.rounds}, but quartiles need at least 3 rounds")
     return options
 
 

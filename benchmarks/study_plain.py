@@ -86,7 +86,7 @@ def attention(name: str, tensors: list[Tensor]) -> list[Product]:
 def study_pass(
     matmuls: list[Product], quantizers: Mapping[str, Quantizer], *, budget: bool = True
 ) -> Errors:
-    """Return each GEMM's errors by format; with `budget`, also those of quantizing one operand."""
+    """Return each GEMM's errors by format; with `budget`, also those with one quantized operand."""
     errors: Errors = {}
     for matmul in matmuls:
         for gemm, left, right in matmul.gemms():
@@ -147,7 +147,7 @@ def study(
         passes: files of each pass; see `products`.
         quantizers: quantizer of each format.
         workers: number of passes that are studied at the same time.
-        budget: whether to measure also the errors of quantizing only one operand.
+        budget: True to also measure the errors of quantizing only one operand.
     """
 
     def run(name: str) -> Errors:

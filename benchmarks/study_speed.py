@@ -4,8 +4,8 @@
     python benchmarks/study_speed.py --hidden-sizes 512 --formats mxfp8 nvfp4 --rounds 9
     python benchmarks/study_speed.py --quick                # tiny layers; write no file
 
-For each size, the benchmark writes the operands of two layers to a dump: those of four linear
-layers and of attention, in bfloat16. Both sides study it, alternating in one process:
+For each size, the benchmark writes a dump with the operands of two transformer layers, each with
+four linear layers and attention, in bfloat16. Two sides study it, alternating in one process:
 
     ours    `megatron.analysis.study.study`, which the command `study` calls
     plain   the same study written with torchao's quantizers and torch.matmul (study_plain.py)
@@ -18,12 +18,12 @@ computes them by default, and without them (`--no-budget`). For the budgets, bot
 each GEMM twice more, with only one operand quantized.
 
 The plain study quantizes each operand once per format and axis. It uses all threads for one pass
-after the other (intra), or one thread for each of several passes (inter), and is compared by the
-faster of the two. Both sides run each study once before the measured rounds. Neither side starts a
-process, imports modules, compiles kernels or writes files in the measured time.
+after the other (intra), or one thread for each of several passes (inter); the faster of the two is
+compared. Both sides run each study once before the measured rounds. Neither side starts a process,
+imports modules, compiles kernels or writes files in the measured time.
 
 A quantized operand counts once per format and GEMM: six per matmul. The errors of both sides must
-agree within 1%, because torchao rounds some values once more and torch adds in other orders.
+agree within 1%; torchao rounds some values once more, and torch adds in a different order.
 
 The other packages have their own environment, .venv-peers; `python benchmarks/formats.py --help`
 describes it. Writes a Markdown file. benchmarks/study.py is a link to this file.
@@ -53,12 +53,12 @@ TOLERANCE = 0.01  #: largest accepted relative difference between the errors of 
 GOAL = 5  #: factor by which our study should be faster
 READING = (
     "Operands/s: quantized operands per second, six per matmul and format, in the median round. "
-    "Times as fast: operands per second of ours over those of the faster plain study, the median "
-    "of the rounds' ratios, with their range. At most: the faster plain study's time over that of "
-    "the matmuls alone, which every study has to compute. The goal is out of reach where this is "
-    "below it. Error budgets need two of every three products."
+    "Times as fast: our operands per second divided by those of the faster plain study, as the "
+    "median of the rounds' ratios, with their range. At most: the time of the faster plain study "
+    "divided by that of the matmuls alone, which every study has to compute. The goal is out of "
+    "reach where this bound is below the goal. Error budgets need two of every three products."
 )
-#: Name of both studies in the page, by whether they measure error budgets.
+#: Names of the two studies on the page; the key is True for the study with error budgets.
 STUDIES = {True: "with error budgets", False: "without error budgets"}
 
 
@@ -75,7 +75,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=formats.positive, metavar="N", help="default: 5")
     add("--threads", type=formats.positive, metavar="N", default=formats.cores())
     add("--scratch", type=Path, metavar="FOLDER", help="folder for temporary files")
-    add("--quick", action="store_true", help="64 tokens, 1 round, no file unless named")
+    add("--quick", action="store_true", help="64 tokens, 1 round, no default file")
     add("--output", type=Path, metavar="FILE.md", help="default: docs/results/study_speed.md")
     add("--peers-python", type=Path, metavar="PATH", help="default: .venv-peers/bin/python")
     options = parser.parse_args(arguments)
@@ -143,7 +143,7 @@ def ratios_of(case: peer_process.Event) -> list[float]:
 
 
 def bound_of(case: peer_process.Event) -> float | None:
-    """Return the plain study's time divided by that of its products only; None without torchao."""
+    """Return the plain study's time divided by the time of its products; None without torchao."""
     plain, products = faster(case, ""), faster(case, "products, ")
     if plain is None or products is None:
         return None

@@ -119,7 +119,7 @@ def ours(folder: Path, names: list[str], threads: int, *, budget: bool) -> study
     candidates = candidates_of(names, [])
     result = study(TensorStore(folder), candidates, workers=threads, budget=budget)
     if result.problems or result.left_out:
-        raise SystemExit(f"[ERROR] left out: {result.problems} {dict(result.left_out)}")
+        raise SystemExit(f"[ERROR] not studied: {result.problems} {dict(result.left_out)}")
     columns = ("relative_error", "gain", "cosine", "mean_error")
     errors: study_plain.Errors = {}
     for row in result.rows.itertuples():
@@ -140,7 +140,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def differences(own: study_plain.Errors, other: study_plain.Errors) -> dict[str, tuple[float, int]]:
-    """Return the largest relative difference of the errors, and how many there are, by format."""
+    """Return, by format, the largest relative difference of the errors and their number."""
     found: dict[str, tuple[float, int]] = {}
     for key, numbers in own.items():
         a, b = numbers["relative_error"], other[key]["relative_error"]
@@ -159,7 +159,7 @@ def measure(
     """Measure the study of one dump, with or without error budgets.
 
     Args:
-        request: what `study_speed.py` asked for.
+        request: the request of `study_speed.py`.
         dump: folder of the dump and the files of each of its passes.
         quantizers: torchao's quantizer of each format; empty without torchao.
         budget: whether both sides also multiply with only one operand quantized.
@@ -189,8 +189,8 @@ def measure(
         ways["products, intra"] = lambda: products(threads, 1)
         ways["products, inter"] = lambda: products(1, threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    # The first round of each size is not measured. It compiles kernels or loads them, which small
-    # tensors do not, and chooses oneDNN's kernels for the shapes.
+    # The first round of each size is not measured. It compiles or loads kernels, which a round on
+    # small tensors would not do, and it lets oneDNN choose kernels for the shapes.
     results = {name: way() for name, way in ways.items()}
     for _ in range(request["rounds"]):
         for name, way in ways.items():
@@ -218,7 +218,7 @@ def main() -> None:
     if "torchao" in loaded:
         calls = {fmt.name: loaded["torchao"](fmt) for fmt in formats}
         if missing := [name for name, call in calls.items() if call is None]:
-            report("refused", reason=f"torchao has no {' and no '.join(missing)}")
+            report("refused", reason=f"torchao does not implement {' and '.join(missing)}")
             return
         quantizers = {name: call for name, call in calls.items() if call is not None}
     names = ("torch", "torchao", "numba")

@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     elif options.output is None:
         options.output = REPO / "docs" / "results" / "training.md"
     if options.rounds < 3:
-        parser.error(f"--rounds is {options.rounds}; give 3 or more, or there are no quartiles")
+        parser.error(f"--rounds is {options.rounds}, but quartiles need at least 3 rounds")
     if BASE not in options.types:
         options.types.insert(0, BASE)
     return options
@@ -209,10 +209,13 @@ def main(arguments: list[str] | None = None) -> int:
     unquantized = [w.losses for w in workers.values() if w.name in (BASE, "wheel")]
     for name, worker in workers.items():
         if name not in (BASE, "wheel") and worker.losses in unquantized:
-            print(f"[ERROR] {name} has the losses of {BASE}: it was not applied", file=sys.stderr)
+            print(
+                f"[ERROR] the losses of {name} equal those of {BASE}, so {name} was not applied",
+                file=sys.stderr,
+            )
             return 1
     if len({tuple(losses) for losses in unquantized}) > 1:
-        print(f"[ERROR] the losses of {BASE} differ from those of the wheel", file=sys.stderr)
+        print(f"[ERROR] the losses of {BASE} and of plain megatron-core differ", file=sys.stderr)
         return 1
     return 0
 

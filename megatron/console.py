@@ -185,8 +185,8 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     cleanup, such as the removal of temporary files, still runs.
     """
     outlive_readers()
-    # Imports create a million objects and little garbage. The default settings collect so often
-    # that this takes a quarter of the time of importing torch and matplotlib.
+    # Imports create a million objects and little garbage. With the default settings, garbage
+    # collection takes a quarter of the time of importing torch and matplotlib.
     gc.set_threshold(100_000, 20, 100)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)

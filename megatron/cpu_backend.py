@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])  #: version, as in (2, 13)
 #: Environment variable that disables torch.compile, which megatron-core uses for fused functions.
-#: On a CPU, compiling takes longer than training a small model; set it to 0 to compile anyway.
+#: On a CPU, compiling takes longer than training a small model; set the variable to 0 to compile.
 DYNAMO = "TORCHDYNAMO_DISABLE"
 #: Module that warns if the CPU's random state changes while a CUDA random state is active. Without
 #: CUDA, both are the same state, so the warning would appear once per layer.
@@ -143,7 +143,7 @@ def _names() -> list[Name]:
     get_rng, set_rng = torch.get_rng_state, torch.set_rng_state
     device = [
         Name("cuda.current_device", lambda: CPU, "given as `device=` to every buffer"),
-        Name("cuda.synchronize", _returning(None), "timers and p2p; a CPU call has finished"),
+        Name("cuda.synchronize", _returning(None), "timers and p2p; CPU calls are synchronous"),
         Name("Tensor.cuda", lambda self, *a, **k: self, "batches, buckets and scales are moved"),
         Name("nn.Module.cuda", lambda self, *a, **k: self, "models are moved after they are built"),
         Name("Tensor.type", _type, "optimizers compare it with 'torch.cuda.*Tensor'"),
@@ -183,11 +183,11 @@ def _names() -> list[Name]:
             Name(f"{module}.set_rng_state", lambda state, device=None, **k: set_rng(state), reason)
             for module, reason in _RNG_MODULES
         ),
-        Name("cuda._lazy_call", lambda call, **k: call(), "the seed tracker queues its work in it"),
+        Name("cuda._lazy_call", lambda call, **k: call(), "the seed tracker queues work with it"),
         Name("cuda.default_generators", _Generators(), "the seed tracker, indexed by device"),
     ]
     sent = {"all_reduce": "tensor", "reduce_scatter_tensor": "input"} if TORCH < (2, 8) else {}
-    reason = "gloo computes averages since torch 2.8 only"
+    reason = "gloo computes averages only since torch 2.8"
     averages = [
         Name(f"distributed.{name}", _averaging(getattr(torch.distributed, name), argument), reason)
         for name, argument in sent.items()
@@ -196,7 +196,7 @@ def _names() -> list[Name]:
 
 
 def _averaging(function: Callable, sent: str) -> Callable:
-    """Return a collective that sums divided tensors if it is asked for their average.
+    """Return a collective that computes an average by dividing the tensors before summing them.
 
     Args:
         function: function of `torch.distributed`.
@@ -228,7 +228,7 @@ def _device_on_cpu(value: Any, *, index: bool = False) -> Any:
 
     Args:
         value: argument of a function of torch.
-        index: whether an integer is the index of a CUDA device, too.
+        index: whether an integer also stands for the CUDA device with this index.
     """
     if index and isinstance(value, int) and not isinstance(value, bool):
         return CPU
@@ -268,7 +268,7 @@ def _names_nccl(value: Any) -> bool:
     return isinstance(value, str) and "nccl" in value.lower()
 
 
-#: factory functions besides those in `NAMES`, which megatron-core calls with the current device
+#: factory functions to replace besides those that megatron-core calls, which `NAMES` contains
 _FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty_like", "empty_permuted", "empty_strided", "eye"),
     *("full", "full_like", "linspace", "logspace", "normal", "ones_like", "rand", "rand_like"),
@@ -331,7 +331,7 @@ def _attribute(path: str) -> Any:
 _PROPERTIES = SimpleNamespace(
     name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0, warp_size=32
 )
-#: every further name that `activate_for_scripts` replaces
+#: every name that `activate_for_scripts` replaces in addition to `NAMES`
 SCRIPT_NAMES: tuple[Name, ...] = tuple(_script_names())
 
 
@@ -346,8 +346,9 @@ def activate() -> bool:
     functions.
 
     Raises:
-        RuntimeError: if CUDA is available, because a process that mixes both would compute on the
-            wrong device, or if megatron-core has been imported and already uses the original names.
+        RuntimeError: if CUDA is available, because a process that mixes CUDA and the CPU backend
+            would compute on the wrong device, or if megatron-core has been imported and already
+            uses the original names.
     """
     global _active
     if _active:
@@ -359,14 +360,15 @@ def activate() -> bool:
         )
     if SEED_TRACKER in sys.modules:
         raise RuntimeError(
-            f"{SEED_TRACKER} was imported before the CPU backend was activated and holds torch's "
-            "own names: every tensor-parallel rank would start from the same weights; import "
-            "megatron.cpu_backend and call activate() first"
+            f"{SEED_TRACKER} was imported before the CPU backend was activated and uses torch's "
+            "original functions: every tensor-parallel rank would start from the same weights; "
+            "import megatron.cpu_backend and call activate() first"
         )
     cpu_matmul.replace_kernels()
-    # torch applies the default device to the functions in this set, which it makes when it first
-    # needs it. If that were later, the set would hold the functions that replace torch's. These
-    # call torch's own functions, to which the default device would then not apply.
+    # torch applies the default device to the functions in a set, which it creates at the first use.
+    # Create the set now. After the replacement, it would contain the new functions instead of
+    # torch's own. The new functions call torch's own functions, to which the default device would
+    # then not apply.
     _device._device_constructors()
     for mode in _get_current_function_mode_stack():
         if isinstance(mode, _device.DeviceContext):  # a default device that is set already
@@ -391,10 +393,11 @@ def _replace(names: Sequence[Name]) -> None:
 
 
 def activate_for_scripts(*folders: Path) -> None:
-    """Call `activate`, replace the names in `SCRIPT_NAMES`, and show `folders` a CUDA device.
+    """Call `activate`, replace `SCRIPT_NAMES`, and report CUDA devices to the code in `folders`.
 
-    megatron-core sees no CUDA device. It sees the number of devices all the same, because its
-    process that writes checkpoints divides by this number.
+    In megatron-core, `torch.cuda.is_available()` remains false. `torch.cuda.device_count()` returns
+    the number of local ranks there, too, because its process that writes checkpoints divides by
+    this number.
 
     Args:
         folders: folders of the source files for which `torch.cuda.is_available()` is true and

@@ -1,17 +1,17 @@
-"""Multiply bfloat16 and float16 matrices fast on CPUs on which torch does not.
+"""Multiply bfloat16 and float16 matrices fast on CPUs on which torch is slow.
 
 torch leaves these products to oneDNN, which multiplies bfloat16 only on CPUs with AVX-512 or newer
 instructions. On other CPUs, such as those of most laptops, torch uses scalar code: on one core of
 an AMD EPYC 7003, a product of two square matrices takes 60 to 250 times as long in bfloat16 as in
-float32. The factor is 9 to 10 if the second one is transposed, and 3.5 if the first one is (torch
-2.13). pytorch's issue 146508 has similar reports.
+float32. The factor is 9 to 10 if the second matrix is transposed, and 3.5 if the first one is
+(torch 2.13). PyTorch's issue 146508 contains similar reports.
 
-There, this module converts the operands to float32, multiplies, and rounds the product to their
-dtype. torch's scalar code also adds in float32; the order of the sums differs. There are two ways
-to use it:
+On such CPUs, this module converts the operands to float32, multiplies, and rounds the product to
+their dtype. torch's scalar code also adds in float32; the order of the sums differs. There are two
+ways to use it:
 
-- `matmul`, `bmm`, `baddbmm` and `addmm` call torch's functions of the same names. Tensors are
-  positional arguments, numbers are keyword arguments. The functions are differentiable, but
+- `matmul`, `bmm`, `baddbmm` and `addmm` call torch's functions with the same names. Tensors are
+  positional arguments, and numbers are keyword arguments. The functions are differentiable, but
   autograd keeps the operands in float32 if torch's kernels are not replaced.
 - `replace_kernels` replaces torch's own CPU kernels of the operators in `KERNELS` in the whole
   process. Operators, modules, `einsum` and gradients then multiply this way; products that are
@@ -19,7 +19,8 @@ to use it:
   Autograd, autocast and overridden functions stay as they are. torch.profiler counts each product
   twice, and the operators no longer take named tensors.
 
-On a CPU on which torch is fast in bfloat16, both do nothing but call torch.
+On a CPU on which torch is fast in bfloat16, the functions only call torch's, and `replace_kernels`
+has no effect.
 """
 
 import contextlib
@@ -44,9 +45,9 @@ def _slow_dtypes() -> frozenset[torch.dtype]:
 
 SLOW_DTYPES = _slow_dtypes()  #: dtypes that this module multiplies in float32
 _CAST = (torch.float32, torch.bfloat16, torch.float16)  #: dtypes that autocast converts here
-#: Operators of torch through which products of dense matrices pass.
+#: Operators with which torch multiplies dense matrices.
 KERNELS = ("mm", "bmm", "addmm", "baddbmm")
-#: Registrations of the kernels, which end when they are deleted.
+#: Registrations of the kernels; a kernel is in effect until its registration is deleted.
 _libraries: list[torch.library.Library] = []
 
 
@@ -82,12 +83,12 @@ baddbmm = _through_float32(torch.baddbmm)
 
 
 def replace_kernels() -> None:
-    """Let torch multiply slow dtypes in float32 from now on; do so once per process."""
+    """Let torch multiply slow dtypes in float32 from now on; further calls have no effect."""
     if not SLOW_DTYPES or _libraries:
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # torch warns that the kernel of an operator is replaced, which is what is meant here.
+        # torch warns that the kernel of an operator is replaced, which is intended here.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in KERNELS:
             kernel = _kernel(getattr(torch.ops.aten, name).out)
@@ -99,7 +100,7 @@ def _kernel(out_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a kernel that calls `out_of`, torch's own kernel that writes to a given tensor."""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        # Tensor subclasses and modes have seen this product already.
+        # Tensor subclasses and modes have already intercepted this product.
         with torch._C.DisableTorchFunction():
             dtype, out = args[0].dtype, args[0].new_empty(0)
             if not all(x.dtype == dtype in SLOW_DTYPES for x in args if isinstance(x, Tensor)):

@@ -1,7 +1,7 @@
 """Run functions in forks of this process, which has already imported what they need.
 
-The imports of torch and megatron-core take several seconds. A fork starts without them, but it has
-only one thread, and it cannot use a CUDA device that its parent has initialized.
+The imports of torch and megatron-core take several seconds. A fork does not repeat them, but it
+has only one thread, and it cannot use a CUDA device that its parent has initialized.
 
 This module imports only the standard library.
 """
@@ -34,9 +34,10 @@ def run_in_fork(program: Callable[[], int], output: IO[bytes]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python swallows an exception that a signal handler raises in the middle of a fork, so signals
-    # are recorded, because another thread receives those that this one blocks. In the fork, Python
-    # forgets signals that arrive early, so they stay blocked there until the handlers are restored.
+    # Python swallows an exception that a signal handler raises during a fork. Blocking the signals
+    # is not enough, because another thread may receive them, so the handlers only record them. In
+    # the fork, Python forgets signals that arrive early, so they stay blocked there until the
+    # handlers are restored.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     arrived: list[int] = []
     handlers: Handlers = {}

@@ -12,8 +12,9 @@ def check_installed(package: str, needed_for: str) -> None:
     """Check that a package is installed, without importing it.
 
     Args:
-        package: its name, in imports and for pip.
-        needed_for: what needs the package, as the beginning of a sentence: "--tensor-statistics".
+        package: name of the package, both in imports and for pip.
+        needed_for: flag or file that needs the package, for the error message, such as
+            "--tensor-statistics".
 
     Raises:
         ValueError: if it is not installed.

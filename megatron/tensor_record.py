@@ -3,9 +3,9 @@
 Each tensor has one `.pt` file, `{"tensor": Tensor, "metadata": {...}}`, which plain torch loads
 with `weights_only=True`. The folder also contains a run card, `run_<run_id>.json`, and one
 append-only index per rank, `index_<run_id>_rank<NN>.jsonl`. An index has one line per record, and
-lines with an `event` if a rank did not write everything. The writer (`megatron.collection`) and the
-readers (`megatron.analysis`) both import this module, and neither imports the other. This module
-needs only the standard library.
+one line with the key `event` for anything else, such as a limit that was reached. The writer
+(`megatron.collection`) and the readers (`megatron.analysis`) both import this module, and neither
+imports the other. This module needs only the standard library.
 """
 
 import contextlib
@@ -170,8 +170,8 @@ class TensorRecord:
     #: addition to `tensor`; see `megatron.fake_quant.packing`
     codes: dict[str, Any] | None = None
     #: largest magnitudes from which the tensor-wide scales of the matmul's operands were computed,
-    #: by operation and slot, such as `linear_fprop_a`: those known when the tensor was saved. Null
-    #: if these scales follow from the operands themselves
+    #: by operation and slot, such as `linear_fprop_a`. A magnitude that became known only after the
+    #: tensor was saved is missing. Null if these scales follow from the operands themselves
     amax: dict[str, float] | None = None
     #: names of the accumulators that summed the GEMMs of the tensor's module, by operation and
     #: GEMM, such as `linear_fprop`. Null if torch's matmul summed all of them

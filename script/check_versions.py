@@ -52,7 +52,7 @@ ENVIRONMENTS = (
 
 
 def requirements(environment: Environment) -> list[str]:
-    """Return what pip installs into an environment."""
+    """Return the requirements that pip installs into an environment."""
     replaced = {line.partition("==")[0] for line in environment.exact}
     groups = TABLES["RUNTIME"] | TABLES["TEST"]
     # torch's CUDA builds require the only triton that fits; `install` adds one to CPU builds.
@@ -111,8 +111,8 @@ def check(environment: Environment, python: Path) -> None:
     command = [python, "-c", code, REPO / "setup.py"]
     if misfits := subprocess.check_output(command, text=True).strip():
         raise SystemExit(
-            f"[ERROR] the tests would not use {python}, because {misfits}; install it there, or "
-            f"delete {python.parents[1]} to make {environment.name} again"
+            f"[ERROR] the tests would not use {python}, because {misfits}; install the required "
+            f"releases there, or delete {python.parents[1]} to make {environment.name} again"
         )
 
 
@@ -129,7 +129,7 @@ def collects(python: Path, folder: Path, settings: dict[str, str]) -> bool:
 
 
 def row(environment: Environment, python: Path, pytest: list[str]) -> tuple[list[str], bool]:
-    """Run tests and driver in an environment; return its row of the table, and if all passed."""
+    """Run tests and driver in an environment; return its table row, and whether all passed."""
     settings = os.environ | {"LAB_PYTHON": str(python)}
     code = f"import importlib.metadata as m; print(*map(m.version, {SHOWN}))"
     releases = subprocess.check_output([python, "-c", code], text=True).split()
@@ -161,7 +161,10 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names) + " (all)")
     parser.add_argument(
-        "--folder", type=Path, default=REPO / ".versions", help="of the environments (.versions)"
+        "--folder",
+        type=Path,
+        default=REPO / ".versions",
+        help="folder of the environments (.versions)",
     )
     parser.add_argument("--install-only", action="store_true", help="make the environments only")
     words = sys.argv[1:]

@@ -172,10 +172,10 @@ one() {
   printf -v "$1" %s "${2:-${3:-$4}}"
 }
 
-# whole OPTION VALUE LEAST [HINT]: report an error unless VALUE is a whole number of at least LEAST.
+# whole OPTION VALUE LEAST [HINT]: report an error unless VALUE is an integer of at least LEAST.
 whole() {
   if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
-    refuse "$1 is '$2'; give a whole number of at least $3${4:+ ($4)}"
+    refuse "$1 is '$2'; give an integer of at least $3${4:+ ($4)}"
   fi
 }
 

@@ -7,7 +7,7 @@
 # Standard output is the path alone; everything else goes to standard error. In this order:
 #   1. the python3 in PATH, if its packages are within the ranges of setup.py;
 #   2. .venv in the repository's root, if it has the releases of script/constraints.txt;
-#   3. .venv is made, or completed, with pip: once, and the only step that needs a network.
+#   3. .venv, which pip makes or completes once; only this step needs a network.
 # If step 1 fails for a LAB_PYTHON, or if pip has to run, a line names the packages that do not fit.
 # Several calls at a time are safe: one builds, the others wait. If making .venv was interrupted, it
 # is made again. One that you made yourself is completed in place. A .venv that was partly deleted or
@@ -156,7 +156,7 @@ if [[ -n $trouble ]]; then
     "called python3"
 fi
 
-say "[NOTE] $misfit; install it there to use this Python"
+say "[NOTE] $misfit; install the required releases there to use this Python"
 
 # Remove the current folder from the module path, because python -c searches it first.
 "$builder" -c 'import sys; sys.path[:] = filter(None, sys.path); import ensurepip, venv' 2>/dev/null ||
@@ -279,8 +279,8 @@ if [[ ${PIP_NO_INDEX:-0} == 0 ]] && ! in_venv pip --require-virtualenv install -
   --quiet --upgrade pip; then
   say "[NOTE] pip could not be upgraded (the reason is above); installing with the present one"
 fi
-# Show pip's messages, and keep them, because they tell why pip failed. pip's own log would have
-# 60 MB and take a sixth of the time.
+# Show pip's messages, and keep them, because they show why pip failed. pip's own log would take
+# 60 MB and a sixth of the time.
 exec 4>&2
 if ! messages=$(
   in_venv pip --require-virtualenv install --disable-pip-version-check --no-input --no-compile \
@@ -304,7 +304,7 @@ fi
 # Python compiles a file when it is first imported, unless PYTHONDONTWRITEBYTECODE is set: imports
 # would then always take twice as long, so all files are compiled here. pip would compile one file at
 # a time. Templates that are not valid Python do not compile, which does no harm. Files that are
-# rarely imported are left out: they are 40 %.
+# rarely imported, 40 % of all, are left out.
 if [[ -n ${PYTHONDONTWRITEBYTECODE-} ]]; then
   "$venv/bin/python" -I -m compileall -q -j 0 -x '/(tests|transformers/models|plotly)/' \
     "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true

@@ -15,9 +15,9 @@ the same seed. Training from scratch needs many more tokens, because seeds diffe
 at first.
 
 One iteration in bf16 is also collected, and `python -m megatron.analysis study` computes from it
-the errors of all matmuls under each configuration. The page says whether these errors predict the
+the errors of all matmuls under each configuration. The page states whether these errors predict the
 gaps. With --bits, the study also proposes recipes from these errors, and trains each of them and
-the uniform format of the same bits.
+the uniform format with the same number of bits.
 
 The same command continues after Ctrl-C: a run whose log is complete is not repeated, unless its
 checkpoint, recipe or data, or the versions of packages have changed since. A run that diverges
@@ -54,8 +54,8 @@ from configs.options import add_parallel_sizes, positive, rate, split_flags, tra
 from megatron.console import run_main
 
 SOME_FAILED = 3  #: exit status if some runs failed
-START_ITERATIONS, CONTINUE_ITERATIONS = 500, 100  #: defaults of the options of these names
-#: Options that have no effect with another one.
+START_ITERATIONS, CONTINUE_ITERATIONS = 500, 100  #: defaults of the options with these names
+#: For each option, the options that have no effect together with it.
 IGNORED = {
     "from_scratch": ("load", "start_iterations", "continue_iterations", "continue_lr"),
     "load": ("start_iterations",),
@@ -178,7 +178,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: if it is invalid.
+        ConfigError: if the command line is invalid.
     """
     words, flags = split_flags(sys.argv[1:] if argv is None else argv)
     options = build_parser().parse_args(words)
@@ -205,7 +205,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.continue_iterations = CONTINUE_ITERATIONS
     for word in flags:
         if (name := word.partition("=")[0]) in OWN:
-            raise ConfigError(f"{name} after --, but the study sets it; see --help for its options")
+            raise ConfigError(f"{name} is given after --, but the study sets it; see --help")
         if name == "--min-lr" and options.continue_lr is not None:
             raise ConfigError(
                 "--continue-lr and --min-lr after -- contradict each other, because the learning "

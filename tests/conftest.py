@@ -35,7 +35,7 @@ STARTS_PROCESSES = re.compile(
     r"|^from tests\.core|^from tests\.training\.(golden|runs)|def \w+\([^)]*\b(dumps|copied)\b",
     re.M,
 )
-#: Files that start processes and are quick all the same.
+#: Files that start processes but are quick.
 QUICK_ANYWAY = ("test_imports.py",)
 #: Beginnings of the names of further tests that `--quick` leaves out, because each takes seconds.
 LONG = (
@@ -59,7 +59,7 @@ LONG = (
 #: Folder of compiled modules, which exists once a worker has started to import the tests.
 COMPILED = Path(cache_from_source(str(REPO / "megatron" / "fake_quant" / "x.py"))).parent
 
-gc.set_threshold(100_000, 20, 100)  # the imports are a million objects; this saves an eighth
+gc.set_threshold(100_000, 20, 100)  # imports make a million objects; this saves an eighth
 
 for _number, _usual in (
     (signal.SIGINT, signal.default_int_handler),

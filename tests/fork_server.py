@@ -66,7 +66,7 @@ IMPORTS = {
     ),
 }
 AFTER_A_FAILURE = 0.1  #: seconds that the other ranks have to report their own failure
-GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; torchrun uses the same two values
+GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; torchrun uses the same value, and the one above
 
 
 @contextlib.contextmanager
@@ -196,12 +196,12 @@ def of_rank(rank: int, count: int, port: str) -> dict[str, str]:
 
 
 def store_of_ranks(server: socket.socket) -> Any:
-    """Return the store of the ranks; it outlives each of them, as that of torchrun does."""
+    """Return the store of the ranks, which outlives every rank, like the store of torchrun."""
     from torch.distributed import TCPStore
 
     port = server.getsockname()[1]
     listening = {"master_listen_fd": server.detach(), "wait_for_workers": False}
-    listening["use_libuv"] = False  # with libuv, torch 2.6 takes no socket
+    listening["use_libuv"] = False  # with libuv, torch 2.6 does not accept a socket
     return TCPStore("127.0.0.1", port, None, is_master=True, **listening)
 
 
@@ -250,7 +250,7 @@ def serve(listener: socket.socket, lock: Path) -> Callable:
                 message += connection.recv(1 << 16)
             request = json.loads(message)
             alone = request["ranks"] is None
-            # A program that ends at once must be among the programs before it is reaped.
+            # A program that ends immediately must be in `programs` before it is reaped.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             pid = os.fork()
             if pid == 0:

@@ -66,7 +66,7 @@ def _server(imports: str) -> socket.socket:
             connection.connect(str(path))
 
     def stop() -> None:
-        for group in _running.copy():  # of tests that failed
+        for group in _running.copy():  # programs of tests that failed
             _end(group)
         connection.close()
 
@@ -218,7 +218,7 @@ def start(
     reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
     if unread:
         os.close(reads[0])
-        ended, end = os.pipe()  # at its end for us, too
+        ended, end = os.pipe()  # nothing can be read from it here, either
         os.close(end)
         reads = (ended, *reads[1:])
     server = _server("libraries" if libraries_only else _imports(command, env))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 LENGTHS = [5, 3, 4]
-HEADER = 34  #: bytes of an index before its lengths; then places of 8 bytes, then bounds of 8
+HEADER = 34  #: bytes of an index before its lengths; 8-byte pointers and 8-byte bounds follow
 PLACES = HEADER + 4 * len(LENGTHS)
 BOUNDS = PLACES + 8 * len(LENGTHS)
 RULE = "matchers:\n  all: {config: mxfp8, type: glob, pattern: '*', enabled: true}\n"
@@ -40,12 +40,12 @@ class Case:
 
     name: str
     entry: str  #: key of `hostile_worker.ENTRIES`
-    make: Callable[[Path], Path]  #: gets an empty folder, returns what is opened
+    make: Callable[[Path], Path]  #: creates the input in an empty folder and returns its path
     says: str  #: a part of the error
 
 
 def cases() -> list[Case]:
-    """Every case, in a fixed order."""
+    """Return every case, in a fixed order."""
     return [*_data(), *_manifests(), *_caches(), *_recipes(), *_settings(), *_texts()]
 
 
@@ -248,7 +248,7 @@ def _caches() -> Iterator[Case]:
 
 
 def _bomb(levels: int = 9) -> str:
-    """Aliases of aliases: nine levels stand for 10^9 values."""
+    """Return YAML aliases of aliases; nine levels stand for 10^9 values."""
     lines = ["a0: &a0 {k0: 1, k1: 1, k2: 1}"]
     for level in range(1, levels + 1):
         inner = ", ".join(f"k{k}: *a{level - 1}" for k in range(10))

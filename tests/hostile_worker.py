@@ -29,7 +29,7 @@ from megatron.training.data.manifest import check_fits
 from megatron.training.data.paths import check_prefix
 from megatron.training.data.tokenizer import build_tokenizer
 
-SECONDS = 20  #: limit per case, also on a busy machine
+SECONDS = 20  #: limit per case, even on a busy machine
 MEMORY = 3 << 29  #: bytes of address space beyond what the imports take
 
 
@@ -48,7 +48,7 @@ def command(main, *words: str | Path) -> None:
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         status = main([str(word) for word in words])
-    assert status, "it succeeded"
+    assert status, "the command succeeded"
     raise ValueError(errors.getvalue().removeprefix("[ERROR] "))
 
 

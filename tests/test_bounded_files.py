@@ -1,4 +1,4 @@
-"""Small files from untrusted folders are read in bounded time and memory, or refused by name."""
+"""Test that small untrusted files are read in bounded time and memory, or refused with an error."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""megatron-core runs without CUDA, and nothing is replaced where there is a device."""
+"""Test that megatron-core runs without CUDA, and that nothing is replaced if there is a device."""
 
 import pytest
 
@@ -188,7 +188,7 @@ dist.destroy_process_group()
 
 
 def test_averages_of_an_older_gloo_are_sums_of_shares(tmp_path):
-    """Before torch 2.8, gloo refuses them; megatron-core reports losses of experts with them."""
+    """Before torch 2.8, gloo cannot average, as megatron-core does with losses of experts."""
     script = tmp_path / "averages.py"
     script.write_text(AVERAGES)
     env = environment(PYTHONPATH=REPO)
@@ -215,7 +215,7 @@ def test_it_refuses_where_cuda_is_available():
 
 
 def test_it_refuses_to_come_too_late():
-    """The seed tracker would hold torch's own `_lazy_call`, and all ranks equal weights."""
+    """The seed tracker would use torch's `_lazy_call`, and all ranks would have equal weights."""
     result = python("import megatron.core\ncpu_backend.activate()\n")
     assert result.returncode != 0
     assert "was imported before the CPU backend was activated" in result.stderr
@@ -242,7 +242,7 @@ def test_nothing_is_compiled_unless_asked_for():
 
 
 def test_scripted_functions_find_the_replaced_names():
-    """torch.jit.script finds operators by their function, also those that torch itself scripts."""
+    """torch.jit.script finds operators by their function, even those that torch itself scripts."""
     result = python(
         "cpu_backend.activate_for_scripts()\n"
         "torch.jit.script(torch.nn.LSTM(3, 3))\n"

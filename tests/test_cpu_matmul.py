@@ -1,4 +1,4 @@
-"""Products of short dtypes on a CPU on which torch multiplies them with scalar code."""
+"""Products of short dtypes on a CPU where torch would multiply them with scalar code."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def rounded(x, w):
 cpu_backend.activate()
 cpu_backend.activate()
 """
-#: Products of x and w, and the same in float32.
+#: Products of x and w, and the same products in float32.
 PRODUCTS = [
     ("x @ w", "a @ b"),
     ("torch.matmul(x, w)", "a @ b"),

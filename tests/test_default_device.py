@@ -9,8 +9,8 @@ import pytest
 from tests import forks
 from tests.subprocesses import REPO, environment
 
-#: Functions of torch whose results have the default dtype and the default device, unless they get
-#: others. The dtype of those in `BY_VALUES` follows from their arguments if these are integers.
+#: Functions of torch whose results have the default dtype and device, unless arguments set them.
+#: The dtype of the functions in `BY_VALUES` follows from their arguments if these are integers.
 FACTORIES = {
     *("empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "scalar_tensor"),
     *("tensor", "zeros"),
@@ -103,7 +103,7 @@ def test_results_do_not_depend_on_them(expected, settings):
 
 
 def factory_calls(path: Path) -> list[str]:
-    """Return the place of each call of a factory of torch that relies on a default setting."""
+    """Return the location of each call of a factory of torch that relies on a default setting."""
     found = []
     for call in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):

@@ -40,7 +40,7 @@ def test_every_path_that_contributing_names_exists():
 
 
 def python_blocks() -> list[tuple[str, str]]:
-    """Return the place and the code of each Python block of every page."""
+    """Return the location and the code of each Python block of every page."""
     pages = [*sorted(REPO.glob("README*.md")), *sorted((REPO / "docs").rglob("*.md"))]
     found = []
     for page in pages:
@@ -53,7 +53,7 @@ def python_blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module", params=["one rank", "two data-parallel ranks"])
 def dumps(request, tmp_path_factory) -> Path:
-    """The folder above a dump of two iterations and two micro-batches of training, with codes."""
+    """Return the folder above a dump of two iterations and two micro-batches, with codes."""
     folder = tmp_path_factory.mktemp("pages")
     ranks = 1 if request.param == "one rank" else 2
     collect = ("--custom-quant-type", "mxfp8", "--save-tensors", "--control-iter", "2")
@@ -102,7 +102,7 @@ for path in sorted(pathlib.Path().glob("*.png")) if "matplotlib.pyplot" in sys.m
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
-    """Rows of all Markdown tables in a text by their first cell; of equal ones the last."""
+    """Return the rows of all Markdown tables by first cell; of equal cells, the last one counts."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {cells[0].strip(): [cell.strip() for cell in cells] for cells in lines}
 
@@ -112,7 +112,7 @@ def test_the_recipe_of_the_recipes_page_is_one(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     assert [rule.name for rule in load_recipe(path).rules] == ["head", "end", "warm", "mlp", "core"]
-    assert textwrap.indent(text.rstrip(), "    ") in recipe.__doc__, "the code says the same"
+    assert textwrap.indent(text.rstrip(), "    ") in recipe.__doc__, "the docstring differs"
 
 
 def test_the_recipes_page_names_every_recipe_and_operand():
@@ -147,7 +147,7 @@ def slowest_of(page: Path) -> tuple[float, tuple[float, str], float]:
 
 
 def test_the_performance_page_quotes_what_was_measured():
-    """The ten quantizations, each number as the benchmark wrote it."""
+    """Each number of the ten quantizations is as the benchmark wrote it."""
     results = REPO / "docs" / "results"
     page = rows_of((REPO / "docs" / "performance.md").read_text())
     head = "## The quantizations of the experiment matrix"

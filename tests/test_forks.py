@@ -1,4 +1,4 @@
-"""Programs that tests start in forks run as Python and torchrun run them."""
+"""Test that programs in forks run as if they were started by Python or torchrun."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ if __name__ == "__main__":
     os.write(1, (json.dumps(found) + "\\n").encode())  # at once: there may be two ranks
     sys.exit(3)
 """
-#: Its rank 1 fails while the other has a minute to go.
+#: Program whose rank 1 fails while rank 0 has a minute to go.
 MEETING = """
 import os, sys, time, torch
 torch.distributed.init_process_group("gloo")

@@ -47,7 +47,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
         return done.returncode, done.stdout, done.stderr
 
     found = {name_of(path): ask(path) for path in scripts()}
-    assert not list(elsewhere.iterdir()), "asking for help writes nothing"
+    assert not list(elsewhere.iterdir()), "--help writes no file"
     return found
 
 
@@ -84,4 +84,4 @@ def test_it_explains_itself_with_an_example(answers, path):
         assert not re.search(r"\S {3,}--", line), f"an example has lost its line break: {line}"
     for line, following in itertools.pairwise(output.splitlines()):
         if line in examples and re.match(" +--", following):
-            assert line.endswith("\\"), f"an example goes on without a backslash: {line}"
+            assert line.endswith("\\"), f"an example continues without a backslash: {line}"

@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory) -> dict[str, dict]:
 
 def test_there_are_enough_of_them():
     assert len(CASES) >= 50
-    assert len(CASES) == len(hostile_inputs.cases()), "a name comes up twice"
+    assert len(CASES) == len(hostile_inputs.cases()), "a name is used twice"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -33,7 +33,7 @@ def test_it_is_refused_with_one_error_that_names_the_file(outcomes, name):
     first, *more = found["error"].splitlines()
     assert CASES[name].says in first, first
     assert all("[ERROR]" not in line for line in more), found["error"]
-    assert len(first) < 1500, "an error is no copy of the file"
+    assert len(first) < 1500, "an error must not copy the file"
     assert first.isprintable()
     assert not found["executed"], "the file ran code"
 

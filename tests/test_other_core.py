@@ -1,4 +1,4 @@
-"""tests/other_core.sh makes environments with the release of megatron-core that is asked for."""
+"""Test that tests/other_core.sh makes environments with the requested release of megatron-core."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ ASK = "import importlib.metadata as m; print(m.version('megatron-core'))"
 
 @pytest.fixture
 def made(tmp_path):
-    """An environment with a stub of release 9.9, in a folder that was moved after it was made."""
+    """Return the command, and the stub of release 9.9 in an environment that was moved."""
     (tmp_path / "tests").mkdir()
     script = shutil.copy(REPO / "tests" / "other_core.sh", tmp_path / "tests")
     venv = tmp_path / ".megatron-core" / f"9.9-py{sys.version_info[0]}.{sys.version_info[1]}"

@@ -1,4 +1,4 @@
-"""The prose of the tree keeps the rules of CONTRIBUTING.md that a program can check.
+"""Test that the prose of the tree follows those rules of CONTRIBUTING.md that can be checked.
 
 `python -m tests.test_prose PATH ...` lists the violations below the given paths.
 """
@@ -85,7 +85,7 @@ def texts(name: str, source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def violations(name: str, source: str, files: set[str]) -> list[str]:
-    """Return one line per violation in a file: its place, the reason and the words."""
+    """Return one line per violation in a file: its location, the reason and the words."""
     results = set()
     for line, kind, text in texts(name, source):
         opening = text.strip("#: ").split("\n")[0]

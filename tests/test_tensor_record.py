@@ -1,4 +1,4 @@
-"""File names go there and back; the index survives a crash."""
+"""Test that file names can be parsed again, and that an index survives a crash."""
 
 from dataclasses import replace
 

@@ -62,8 +62,8 @@ while (($#)); do
   if (($#)); then shift; fi
 done
 if ((${#arguments[@]} > 5)); then
-  refuse "${#arguments[@]} arguments, but there are five: CHECKPOINT TENSORBOARD TOKENIZER DATA" \
-    "DTYPE; see --help"
+  refuse "${#arguments[@]} arguments, but at most five are allowed: CHECKPOINT TENSORBOARD" \
+    "TOKENIZER DATA DTYPE; see --help"
 fi
 
 dtype=${arguments[4]-}
@@ -73,7 +73,7 @@ case ${dtype:=bf16} in
     dtype=bf16
     export CUSTOM_QUANT_TYPE=${CUSTOM_QUANT_TYPE:-mxfp8}
     ;;
-  *) refuse "DTYPE is '$dtype'; it is bf16, fp16, fp32 or fp8 (bf16 with simulated mxfp8)" ;;
+  *) refuse "DTYPE is '$dtype'; give bf16, fp16, fp32 or fp8 (bf16 with simulated mxfp8)" ;;
 esac
 
 find_python
@@ -87,7 +87,7 @@ choose "${queries[@]}" --tokenizer-name=TOKENIZER --data-name=DATA \
 name=llama32_$preset
 if [[ -z $checkpoint ]]; then
   checkpoint=${home}checkpoints/${name}_${effective_type//:/-}
-  export LAB_EFFECTIVE_TYPE=$effective_type # train_config.py need not resolve it again
+  export LAB_EFFECTIVE_TYPE=$effective_type # so that train_config.py does not resolve it again
 fi
 if [[ $preset == 1b ]]; then preset=full; fi
 

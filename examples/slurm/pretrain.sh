@@ -38,7 +38,7 @@ if [[ -z ${SLURM_SUBMIT_DIR-} ]]; then
 fi
 cd -- "$SLURM_SUBMIT_DIR"
 if [[ ! -f script/train_config.py ]]; then
-  die "$PWD is not the root of the tree; submit from there"
+  die "$PWD is not the root of the repository; submit from its root"
 fi
 
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -48,7 +48,7 @@ export MASTER_ADDR MASTER_PORT LAB_PYTHON
 # Since SLURM 22.05, srun ignores the job's --cpus-per-task and would bind a task to one core.
 if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
-# The task's shell expands SLURM_NODEID, because only there it is the number of the task's machine.
+# The task's shell expands SLURM_NODEID, because only there is it the number of the task's machine.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c \
   'exec "$LAB_PYTHON" script/train_config.py --node-rank "$SLURM_NODEID" "$@"' train \

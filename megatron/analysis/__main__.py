@@ -190,8 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(printable_lines(f"[ERROR] {error}"), file=sys.stderr)
     except ImportError as error:
         print(
-            f'[ERROR] no module {error.name!r} in {sys.executable}; use "$(bash '
-            'script/setup_env.sh)"',
+            f"[ERROR] {sys.executable} has no module {error.name!r}; use the Python that "
+            "`bash script/setup_env.sh` prints",
             file=sys.stderr,
         )
     return 2

@@ -80,7 +80,7 @@ def _present(numbered: pd.DataFrame, keys: pd.Series, grid: pd.DataFrame) -> np.
 
 
 def _in_window(marked: np.ndarray) -> np.ndarray:
-    """Return which values have a marked one in their column among the `WINDOW` rows above."""
+    """Return a mask of the values that have a marked value at most `WINDOW` rows above them."""
     found = np.zeros_like(marked)
     for row in range(1, len(marked)):
         found[row] = marked[max(0, row - WINDOW) : row].any(0)

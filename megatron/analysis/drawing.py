@@ -52,7 +52,7 @@ class DrawResult:
     kept: list[Path] = field(default_factory=list)  #: new paths of renamed earlier outputs
     problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
     tensors: int = 0  #: number of tensors that were drawn
-    #: Number of tensors with each note; the key is its text, on what was left out and why.
+    #: Number of tensors by note; a note is a text on what was left out and why.
     notes: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  #: messages on the cache and unfinished runs
 
@@ -83,7 +83,7 @@ def draw(
         select: conditions on the tensors to draw; see `TensorStore.select`. All by default. The
             output `quick` describes whole runs, and is left out if there are conditions.
         page: width, font size and style of the figures, as `figures.page.page_of` returns them;
-            the report has its own.
+            the report has its own style.
         say: function called with the path of each file that is written.
         progress: whether to report the progress on stderr.
         computing: arguments `workers`, `max_memory`, `scheduler` and `strict` of `stats.compute`.
@@ -94,14 +94,16 @@ def draw(
     """
     _check("figure", figures, tuple(OUTPUTS))
     _check("image format", [image], IMAGES)
-    _check("kind of tensors to judge", [judge], JUDGED)
+    _check("kind of judged tensors", [judge], JUDGED)
     for name in formats or ():
         get_format(name)
     check_output(output)
     notify: Callable[[str], None] = say or (lambda path: None)
     page = page or Page()
     if page != Page() and set(figures) <= {QUICK, REPORT}:
-        raise ValueError("quick and the report have one style; leave out --width and --style")
+        raise ValueError(
+            "quick and the report have a fixed style; leave out --width, --font-size and --style"
+        )
     if list(figures) == [QUICK] and select:
         raise ValueError("quick describes whole runs; leave --select out, or draw other figures")
     if list(figures) == [QUICK]:  # the output "quick" needs no statistics of the formats
@@ -130,7 +132,7 @@ def draw(
     workers = affordable(computing.get("workers"), computing.get("max_memory"))
     names = [name for name in OUTPUTS if name in figures and not (name == QUICK and select)]
     if QUICK in figures and select:
-        result.missing[QUICK] = "it describes whole runs; leave --select out to have it"
+        result.missing[QUICK] = "it describes whole runs; leave out --select to draw it"
     _draw_outputs(names, order, result, follows=follows, workers=workers, notify=notify)
     return result
 

@@ -27,7 +27,7 @@ DPI = 120  #: resolution in dots per inch
 WIDTH, ROW = 8.5, 2.0  #: width of the figure and height of a panel, in inches
 LINE, MARK = "#2a6f97", "#e07a5f"  #: color of curves, and of what is unusual
 FEW = 60  #: maximum number of iterations whose numbers are marked by dots
-WIDE = 100  #: ratio of the largest to the smallest number from which on an axis is logarithmic
+WIDE = 100  #: ratio of largest to smallest number above which an axis is logarithmic
 
 
 def drawn(
@@ -53,14 +53,14 @@ def history_figure(
 ) -> Figure:
     """Draw the loss, the gradient norm and the number of operands outside their bands.
 
-    If there are quantized gradients, the smallest ratio to their noise is drawn below.
+    If there are quantized gradients, the smallest ratio of a gradient to its noise is drawn below.
 
     Args:
         losses: result of `read_iterations`; None if the run has reported no losses.
         found: result of `excursions`.
         gradients: result of `gradients_of`.
         measured: the iterations with statistics.
-        since: first iteration in which an operand may leave its band.
+        since: first iteration of which `found` contains operands outside their bands.
     """
     curves = {}
     if losses is not None:

@@ -52,7 +52,8 @@ class Progress:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False)
         self._lines = shown and self._bar is None
         self._start = self._last = time.monotonic()
-        #: number of completed units and the time when the estimate begins; None before the first
+        #: number of completed units and the time when the estimate begins; None before a unit
+        #: is completed
         self._base: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True) if thread else None
@@ -87,7 +88,7 @@ class Progress:
             self._print(now)
 
     def update(self, count: int = 1) -> None:
-        """Add `count` completed units, and report them if it is time to."""
+        """Add `count` completed units, and report the progress if a report is due."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)

@@ -63,7 +63,8 @@ WIDE_PANELS = 4  #: maximum number of heat maps that have room for bits and medi
 LETTERS = 160  #: maximum number of characters per line of the verdict
 REASON = 110  #: maximum number of characters per line of the reason why there is no heat map
 LINE = 0.2  #: distance between two lines of the verdict, in inches
-NUMBERS = 36  #: maximum number of columns in all heat maps together with numbers in the cells
+#: numbers are written into the cells if all heat maps together have at most this many columns
+NUMBERS = 36
 SAMPLE = 110  #: maximum length of the description of what was studied, in characters
 LABELS = 8  #: maximum number of labeled columns of a heat map
 #: Columns whose distinct values the headline counts, keyed by the singular noun after the count.
@@ -153,14 +154,14 @@ def check_output(output: Path) -> None:
     except OSError as error:
         raise ValueError(
             f"cannot write to the output folder {output} ({error.strerror or error}); "
-            "name another one with --output-dir, or change its permissions"
+            "choose another one with --output-dir, or change the permissions of this one"
         ) from None
 
 
 def compare(
     dump: TensorStore, formats: Sequence[str], workers: int | None = None
 ) -> FirstLook | str:
-    """Return the formats compared by the results of matmuls, or why they cannot be compared."""
+    """Compare the formats by the results of matmuls; return the reason if this is impossible."""
     try:
         return first_look(dump, formats, workers=workers)
     except ValueError as error:
@@ -415,7 +416,7 @@ def _headline(
 
 
 def weights_of(dump: TensorStore) -> list[str]:
-    """Return from which weights the runs started, if their run cards agree and say so."""
+    """Return a phrase about the weights from which all runs started; empty if they are unknown."""
     cards = [dump.run_card(str(run)) for run in dump.records["run_id"].dropna().unique()]
     starts = {json.dumps(card.get("loaded"), sort_keys=True) for card in cards}
     if len(starts) != 1:

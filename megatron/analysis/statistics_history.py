@@ -21,7 +21,7 @@ def read_statistics(folder: str | Path) -> pd.DataFrame:
         folder: folder `statistics` of the run.
 
     Raises:
-        ValueError: if the folder holds no such files, or one that is damaged or has another origin.
+        ValueError: if the folder holds no such file, or one that is damaged or of another kind.
     """
     return _read(Path(folder), "operands")
 
@@ -30,7 +30,7 @@ def read_iterations(folder: str | Path) -> pd.DataFrame:
     """Return the loss and the gradient norm, one row per iteration; see `read_statistics`.
 
     Raises:
-        ValueError: if the folder holds none, as after a trainer that does not report its losses.
+        ValueError: if the folder holds no losses, for example because the trainer reported none.
     """
     return _read(Path(folder), "iterations")
 
@@ -44,7 +44,7 @@ def gradients_of(table: pd.DataFrame) -> pd.DataFrame:
     """Return the quantized gradients with their ratio to the quantization noise.
 
     `megatron.fake_quant.gradient_rule` defines the ratio and its threshold. The column `flagged` is
-    true where the ratio is below it. A gradient that is not finite is not flagged.
+    true where the ratio is below the threshold. A gradient that is not finite is not flagged.
 
     Args:
         table: the statistics, from `read_statistics`.
@@ -60,7 +60,7 @@ def _read(folder: Path, name: str) -> pd.DataFrame:
     if not files and has_iterations(folder):
         raise ValueError(
             f"{folder} holds losses and no statistics, because the run has not yet written a "
-            "measured iteration; --tensor-statistics EVERY measures those that EVERY divides"
+            "measured iteration; --tensor-statistics EVERY measures the multiples of EVERY"
         )
     if not files:
         raise ValueError(

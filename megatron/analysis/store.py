@@ -9,7 +9,7 @@ store.load_global(layer=0, module="linear_qkv", tensor_name="output")   joined f
 The table is read from the index files, so no `.pt` file needs to be opened. If a tensor is not
 listed in an index, as in a dump of another program, its file is opened to read the metadata. If
 the file has no metadata, only the information in the file name is available. Unreadable files are
-listed in `problems`. Files that do not exist although an index names them are listed in `missing`.
+listed in `problems`. Files that an index lists but that do not exist are listed in `missing`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TensorStore:
         runs = [name for name in self.runs() if name]
         wanted = runs[-1] if run == "latest" and runs else run
         if wanted not in runs:
-            choices = ", ".join(runs) or "none that has an id"
+            choices = ", ".join(runs) or "(no run has an ID)"
             raise ValueError(f"no run {run!r} in {self.folder}; give 'latest' or one of: {choices}")
         part = copy.copy(self)
         part.records = matching(self.records, {"run_id": wanted}).reset_index(drop=True)
@@ -115,7 +115,7 @@ class TensorStore:
 
         The columns are `run_id`, `iteration`, `loss`, `grad_norm` and `finite`. An unknown number
         is NaN; `finite` is false if a known number is NaN or infinite. The table also has the
-        iterations of which no tensor was collected. It is empty for a dump of an older version,
+        iterations in which no tensor was collected. It is empty for a dump of an older version,
         and if the trainer has not called `tensor_saver.observe`.
         """
         return loss_curve(self.events)
@@ -150,7 +150,7 @@ class TensorStore:
         """Return what `load` returns, and the metadata in the file (None if there are none).
 
         Raises:
-            ValueError, UnreadableTensorError: as `load`.
+            ValueError, UnreadableTensorError: as for `load`.
         """
         record = self._row(record)
         path, shape = (_field(record, name) for name in ("path", "shape"))
@@ -158,7 +158,8 @@ class TensorStore:
         if shape is not None and list(tensor.shape) != list(shape):
             raise UnreadableTensorError(
                 Path(path),
-                f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}",
+                f"holds a tensor of shape {list(tensor.shape)}, but the shape in its record is "
+                f"{list(shape)}",
             )
         return tensor, metadata
 
@@ -210,11 +211,11 @@ class TensorStore:
         if dp is not None and not shared:
             frame = frame[frame["data_rank"] == dp]
             if frame.empty:
-                raise ValueError(f"no data-parallel rank {dp}; there are {_listed(ranks)}")
+                raise ValueError(f"no data-parallel rank {dp}; choose from {_listed(ranks)}")
         elif len(ranks) > 1:
             raise ValueError(
-                f"data-parallel ranks {_listed(ranks)} have other data each; give dp=..., or take "
-                "load_global_all, which gives all of them in order"
+                f"data-parallel ranks {_listed(ranks)} hold different data; give dp=..., or use "
+                "load_global_all, which returns the tensors of all ranks in order"
             )
         return reassemble(frame, self.load)
 
@@ -248,7 +249,7 @@ class TensorStore:
             )
         if any(isinstance(each, dict) for each in frame["codes"]):
             raise ValueError(
-                "codes stand for blocks of one rank's operand and are not put together; load each "
+                "codes belong to the blocks of one rank's operand and cannot be joined; load each "
                 "with load_codes"
             )
         _check_one(frame)

@@ -110,15 +110,16 @@ class BackgroundWriter(Writer):
         self._jobs: queue.SimpleQueue[tuple[HostCopy, TensorRecord] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
-        self._query = threading.Lock()  #: lets the newest query of the free space be the last one
+        self._query = threading.Lock()  #: makes the queries of the free space sequential
         self._events: deque[dict[str, Any]] = deque()  #: events that are not yet in the index
-        self._dead = False  #: whether the disk is considered dead; writes to it may then hang
+        self._dead = False  #: True if the disk is considered dead; writes to it may then hang
 
     @property
     def records(self) -> int:  # type: ignore[override]
         """Number of records that are written or pending.
 
-        A record that is written meanwhile counts twice, because the pending ones are read first.
+        A record whose write ends during this call counts twice, because pending records are
+        counted first.
         """
         return self.pending + self._writer.records
 
@@ -126,7 +127,8 @@ class BackgroundWriter(Writer):
     def bytes(self) -> int:  # type: ignore[override]
         """Size of the written files plus an upper bound on that of pending ones, in bytes.
 
-        A file that is written meanwhile counts twice, because the pending ones are read first.
+        A file whose write ends during this call counts twice, because pending files are counted
+        first.
         """
         return self.pending_bytes + self._writer.bytes
 
@@ -246,9 +248,9 @@ class BackgroundWriter(Writer):
         self._waited += time.monotonic() - began
         if not finished and self.error is None:
             self.slow = (
-                f"the disk is slow, for which training has waited {self._waited:.3g} s in one "
-                "iteration, and the other ranks (--distributed-timeout-minutes) wait no longer "
-                "than twice that; select less, or give more --collect-max-host-gib"
+                f"the disk is slow: training has waited {self._waited:.3g} s for it in one "
+                "iteration, and the other ranks wait at most twice as long for this rank "
+                "(--distributed-timeout-minutes); select less, or increase --collect-max-host-gib"
             )
         return finished
 

@@ -44,7 +44,7 @@ class Sink(Protocol):
         """Stop the collection on this rank for the reason `why`."""
 
 
-#: Advice if memory has run out.
+#: Advice for an error message about a lack of memory.
 MEMORY_ADVICE = "select less, or lower --collect-max-host-gib"
 
 
@@ -65,7 +65,7 @@ class NoSink:
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Raise AssertionError, because the caller must ask `takes` first."""
+        """Raise AssertionError, because the caller must call `takes` first."""
         raise AssertionError("this sink takes no tensors")
 
     def give_up(self, why: str) -> None:
@@ -98,7 +98,7 @@ class Capture:
         self._sink = sink
         self._statistics = statistics
         self._micro_batch = clock.micro_batch
-        self._amaxes: dict[str, float] = {}  #: given amaxes of the operands quantized so far
+        self._amaxes: dict[str, float] = {}  #: amaxes received so far, by operation and slot
         self._accumulators: dict[str, str] = {}  #: names of accumulators, by operation and GEMM
         self._fields = {
             "layer_type": layer_type,
@@ -200,8 +200,9 @@ class Capture:
         """Return an observer (callback) that saves the quantized codes of a matmul's operands.
 
         `quantize` computes the codes from the same tensor and random bits as the matmul's
-        `fake_quantize`, so the decoded values are identical bit for bit. The observer also keeps
-        each given amax for the records of the tensors that are saved later.
+        `fake_quantize`, so the decoded values are bit-identical to the operands of the matmul. The
+        observer also adds each amax that it receives to the records of the tensors that are saved
+        later.
 
         Args:
             operation: "linear", "qk" or "pv".
@@ -265,7 +266,7 @@ class Capture:
         return watch(tensor, self._hook(tensor_name, how))
 
     def watch_result(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> None:
-        """In the backward pass, save the gradient of `tensor`, summed over all uses of the tensor.
+        """Save the gradient of `tensor`, summed over all uses of the tensor, in the backward pass.
 
         A tensor hook is used instead of an autograd node, because later code may modify the result
         in place. Autograd forbids that for the view that a node would return.

@@ -17,8 +17,8 @@ def together(action: Callable[[], _Result]) -> _Result:
     Otherwise the ranks without an error would hang in their next collective operation.
 
     Raises:
-        ValueError: if `action` raises a ValueError or OSError on any rank; the message is that
-            rank's, or the lowest such rank's if there are several.
+        ValueError: if `action` raises a ValueError or OSError on any rank; the message is that of
+            the lowest rank with an error.
     """
     result, failure = None, None
     try:

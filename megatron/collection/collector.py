@@ -72,12 +72,12 @@ class Collector:
         self.collected = 0  #: number of completed iterations that were collected
         self.blocked = 0.0  #: time that training has spent in `save`, in seconds
         self._counter = 0
-        self._any_saved = False  #: whether `save` was called in the current iteration
+        self._any_saved = False  #: True if `save` was called in the current iteration
         #: iteration that ended with an exception after tensors were saved; None if there is none
         self._abandoned: int | None = None
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
         self._weights = WeightDedup()
-        self._any_rank_collects = False  #: whether a rank has collected a module
+        self._any_rank_collects = False  #: True if any rank has collected a module
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
         self._ring = RingBuffer(settings.ring, levels) if limited and settings.ring else None
@@ -108,7 +108,7 @@ class Collector:
 
     def _background_writer(self) -> BackgroundWriter:
         limits = self.settings.limits
-        assert limits.host_bytes is not None, "the limits are a rank's share"
+        assert limits.host_bytes is not None, "the limits are shares of one rank"
         files = RecordWriter(self.settings.directory, self.run_id, self.coordinates["world"])
         return BackgroundWriter(
             files,
@@ -149,15 +149,15 @@ class Collector:
     def may_be_empty(self) -> bool:
         """True if a run may rightly end without a tensor on this rank.
 
-        This is so if the rank is not selected, if tensors wait for an event, or if only other ranks
-        have the selected modules, such as those of another pipeline stage.
+        This is the case if the rank is not selected, if tensors wait for an event, or if only other
+        ranks have the selected modules, such as those of another pipeline stage.
         """
         elsewhere = self._any_rank_collects and not any(self._wanted.values())
         return self.has_ring or self._flag is not None or not self._writes or elsewhere
 
     @property
     def abandoned(self) -> bool:
-        """True if the last iteration ended with an exception after tensors of it were saved."""
+        """True if the last iteration ended with an exception and some of its tensors were saved."""
         return self._abandoned is not None
 
     def begin_iteration(self) -> None:
@@ -184,14 +184,14 @@ class Collector:
                 self._any_rank_collects = any(from_all_ranks(here))
 
     def abandon_iteration(self, number: int) -> None:
-        """Note that an iteration ended with an exception, which may end the program or not."""
+        """Note that an iteration ended with an exception, which may or may not end the program."""
         if self._any_saved:
             self._abandoned = number
 
     def _check_abandoned(self) -> None:
-        """Stop the collection if an iteration ended with an exception and the program goes on.
+        """Stop the collection if the program continues after an exception has ended an iteration.
 
-        A ring buffer only drops this iteration.
+        With a ring buffer, only this iteration is dropped.
         """
         if self._abandoned is None:
             return
@@ -201,8 +201,8 @@ class Collector:
             self._abandoned = None
             return
         self.give_up(
-            f"iteration {self._abandoned} ended with an exception that the program handled, so its "
-            "tensors are not complete"
+            f"iteration {self._abandoned} ended with an exception that the program handled, so the "
+            "tensors of this iteration are not complete"
         )
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
@@ -220,7 +220,7 @@ class Collector:
         return None if why is None else self.keep(why)
 
     def flush_losses(self) -> None:
-        """Write all losses and gradient norms to the index, as before a checkpoint is saved."""
+        """Write all pending losses and gradient norms to the index."""
         self._losses.flush()
 
     def keep(self, why: str) -> str | None:
@@ -238,7 +238,7 @@ class Collector:
         self.flush_losses()
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
         how = "is kept" if iterations or not self._writes else "cannot be kept"
-        return f"{why}: the ring {how} ({self._ring.kept} of {self._ring.settings.events})"
+        return f"{why}: the ring {how} (event {self._ring.kept} of {self._ring.settings.events})"
 
     def _discard(self, why: str) -> None:
         """Report in the log and the index that the tensors in the ring buffer are discarded."""
@@ -287,7 +287,7 @@ class Collector:
 
         A failure or a limit that is reached stops the collection on this rank, but not training.
         """
-        if not tensor.is_inference():  # such a tensor has no version
+        if not tensor.is_inference():  # an inference tensor has no version counter
             self._weights.warn_of_change(fields, tensor._version)
         if self.error is not None or not self._weights.is_new(fields):
             return

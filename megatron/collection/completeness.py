@@ -1,4 +1,4 @@
-"""Say what is missing when a run ends that has collected less than was requested."""
+"""Describe what is missing if a run has collected less than was requested."""
 
 from megatron.collection.collector import Collector
 from megatron.collection.statistics.history import TensorStatistics
@@ -14,9 +14,10 @@ RING_WITHOUT_LOSSES = (
 def nothing_collected(
     collector: Collector | None, statistics: TensorStatistics | None, *, has_losses: bool
 ) -> str | None:
-    """Return why a run has collected or measured nothing; None if it has, or may rightly not have.
+    """Return an error message if a run has collected or measured nothing although it should have.
 
-    A run that waits for an event (a ring buffer or a flag file) may end without one.
+    Otherwise, return None. A run that waits for an event (a ring buffer or a flag file) may end
+    without any tensors, because the event may not occur.
 
     Args:
         collector: collector of this rank; None if the run collects no tensors.
@@ -33,8 +34,8 @@ def nothing_collected(
     if statistics is not None and not (statistics.measured or statistics.failure):
         return (
             f"nothing was measured in {clock.completed} iteration(s) up to {clock.iteration}: "
-            f"--tensor-statistics {statistics.settings.every} measures the iterations that this "
-            "number divides"
+            f"--tensor-statistics {statistics.settings.every} measures the iterations that are "
+            "multiples of this number"
         )
     if collector is None or collector.may_be_empty:
         return None
@@ -66,6 +67,6 @@ def lacking_iterations(collector: Collector, before: int) -> str | None:
     if collected + (earlier if earlier < wanted else 0) >= wanted:
         return None
     return (
-        f"{wanted} iteration(s) were to be collected (--control-iter, --collect-iterations), and "
-        f"the run ended at iteration {clock.iteration} with {collected}"
+        f"{wanted} iteration(s) were to be collected (--control-iter, --collect-iterations), but "
+        f"the run had collected {collected} when it ended at iteration {clock.iteration}"
     )

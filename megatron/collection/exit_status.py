@@ -1,4 +1,4 @@
-"""Check what a program has done when Python exits, and end it with an error status."""
+"""Call functions when Python exits, and let them end the program with an error status."""
 
 import atexit
 import logging
@@ -15,9 +15,9 @@ _turns: dict[Callable[[], None], object] = {}  #: last registration of each func
 def call_at_exit(function: Callable[[], None]) -> None:
     """Call a function once when this process ends, before the functions registered earlier.
 
-    A function that is registered again is only called in its new place. A process started by
-    multiprocessing calls it, too; before Python 3.13, the end of a fork runs no functions of
-    `atexit`, but finalizers of multiprocessing, and since then it runs both.
+    A function that is registered again is called only once, in its new position. A process started
+    by multiprocessing calls the function, too. Before Python 3.13, a fork that ends runs only the
+    finalizers of multiprocessing; since Python 3.13, it also runs the functions of `atexit`.
     """
     turn = _turns[function] = object()
 

@@ -32,13 +32,13 @@ class FlagFile:
             return None
         if not path or not Path(path).absolute().parent.is_dir():
             raise ValueError(
-                f"--collect-flag-file {path!r}: its folder does not exist; make it, or name a file "
-                "in one that does (the file itself need not be there)"
+                f"--collect-flag-file {path!r}: its folder does not exist; create the folder, or "
+                "name a file in an existing one (the file itself need not exist)"
             )
         if Path(path).is_dir():
             raise ValueError(
-                f"--collect-flag-file {path!r} is a folder, which is always there; name a file in "
-                "it that does not exist yet"
+                f"--collect-flag-file {path!r} is a folder that already exists; name a file in it "
+                "that does not exist yet"
             )
         return cls(Path(path))
 

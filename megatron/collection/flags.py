@@ -42,7 +42,7 @@ class Flag:
     name: str  #: name with underscores and without the leading hyphens
     type: type  #: type of one value; bool for a flag without a value
     default: Any = None
-    many: bool = False  #: whether the flag accepts several values
+    many: bool = False  #: True if the flag accepts several values
     metavar: str = ""  #: placeholder for the value in `--help`; empty for a flag without a value
     help: str  #: description in `pretrain_gpt.py --help` and docs/collection.md
     brief: str = ""  #: description in the manual of run_tensor_collection.sh
@@ -69,7 +69,7 @@ FLAGS = (
         name="tensor_save_dir",
         type=str,
         metavar="DIR",
-        help="folder to write them to (default: enhanced_tensor_logs/<quant type>)",
+        help="folder to write the tensors to (default: enhanced_tensor_logs/<quant type>)",
         reader=Reader.SESSION,
     ),
     Flag(
@@ -88,8 +88,8 @@ FLAGS = (
         name="collect_start",
         type=int,
         metavar="N",
-        help="first iteration to collect, as the log counts them (default: 1)",
-        brief="first iteration to collect, as the log counts (default: 1)",
+        help="first iteration to collect, numbered as in the log (default: 1)",
+        brief="first iteration to collect, numbered as in the log (default: 1)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -149,8 +149,9 @@ FLAGS = (
         many=True,
         metavar="NAME",
         help="tensors to collect, by the names that records have: input weight output query ...; "
-        "attention_scores, attention_probs and `codes`, what each matmul multiplied as the format "
-        "stores it, come on request only: `all attention_probs codes` adds them (default: all)",
+        "attention_scores, attention_probs and `codes` (the operands of each matmul as the format "
+        "stores them) are collected on request only, such as with `all attention_probs codes` "
+        "(default: all)",
         brief="input,grad_output,...; attention_scores, attention_probs and codes are collected"
         " on request only, all,codes adds codes (default: all others)",
         topic=Topic.WHAT,
@@ -279,7 +280,8 @@ FLAGS = (
         type=float,
         metavar="X",
         help="with --collect-ring: a loss jumps if it is above this multiple of the median of "
-        "recent normal losses; the first 8 iterations need more; 0 switches it off (default: 1.25)",
+        "recent normal losses; the first 8 iterations need a larger factor; 0: no loss is a jump "
+        "(default: 1.25)",
         brief="a loss above X times the median of recent normal losses is a jump; the first 8 "
         "iterations need a larger factor; 0: no loss is a jump (default: 1.25)",
         topic=Topic.WHEN,
@@ -327,8 +329,8 @@ def by_reader(values: dict[str, Any]) -> dict[Reader, dict[str, Any]]:
     readers = {flag.name: flag.reader for flag in FLAGS}
     if unknown := sorted(values.keys() - readers.keys()):
         raise ValueError(
-            f"unknown flag(s) of the collection: {', '.join(unknown)}; megatron.collection.flags "
-            "lists those that there are"
+            f"unknown flag(s) of the collection: {', '.join(unknown)}; see the "
+            "flags in megatron/collection/flags.py"
         )
     sorted_values: dict[Reader, dict[str, Any]] = {reader: {} for reader in Reader}
     for name, value in values.items():

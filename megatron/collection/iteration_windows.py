@@ -61,7 +61,7 @@ class Iterations:
         if start is not None or every is not None:
             other = "--collect-start" if start is not None else "--collect-every"
             raise ValueError(
-                f"--collect-iterations {spec} and {other} say the same thing twice; give one of "
+                f"--collect-iterations {spec} and {other} both select iterations; give one of "
                 "them (N-:K is every K-th iteration from N on)"
             )
         windows: list[range] = []
@@ -80,7 +80,7 @@ class Iterations:
         given = {"--collect-start": start, "--collect-every": every}
         for flag, value in given.items():
             if value is not None and value < 1:
-                raise ValueError(f"{flag} is {value}; give 1 or more, the first iteration is 1")
+                raise ValueError(f"{flag} is {value}; give 1 or more (the first iteration is 1)")
         named = (f"{flag} {value}" for flag, value in given.items() if value is not None)
         return cls((range(start or 1, ENDLESS, every or 1),), " ".join(named))
 
@@ -97,8 +97,8 @@ def _window(part: str, spec: str) -> range:
     last = first if not match[2] else int(match[3]) if match[3] else ENDLESS - 1
     if first < 1 or last < first or step < 1:
         raise ValueError(
-            f"--collect-iterations {spec}: {part} holds no iteration; the first is 1, and a window "
-            "goes from the lower to the higher number"
+            f"--collect-iterations {spec}: {part} contains no iteration; the first is 1, and a "
+            "window goes from the lower to the higher number"
         )
     return range(first, last + 1, step)
 
@@ -121,8 +121,8 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
     named = iterations.count()
     if named is not None and named < control_iter:
         raise ValueError(
-            f"--control-iter {control_iter} is never reached: {iterations.source} names {named} "
-            "iteration(s); lower it, or leave it out to collect all of them"
+            f"--control-iter {control_iter} is never reached: {iterations.source} selects {named} "
+            "iteration(s); lower --control-iter, or leave it out to collect all of them"
         )
     # If this run resumes another, the earlier run collected the selected iterations up to `done`.
     return min(control_iter, remaining) if remaining else control_iter
@@ -151,8 +151,8 @@ def check_in_run(
     if count == 0:
         end = "on" if train_iters is None else f"to {train_iters}"
         raise ValueError(
-            f"{iterations.source} names none of the iterations that this run trains, {done + 1} "
-            f"{end}; name some of these, or raise --train-iters"
+            f"{iterations.source} selects none of the iterations of this run, {done + 1} {end}; "
+            "select some of these, or raise --train-iters"
         )
     if count is None or count >= control_iter:
         return
@@ -164,9 +164,9 @@ def check_in_run(
         if not iterations.source:
             raise ValueError(
                 f"--control-iter {control_iter} is more than the {named} iteration(s) of a run "
-                f"to --train-iters {train_iters}; lower it, or raise --train-iters"
+                f"to --train-iters {train_iters}; lower --control-iter, or raise --train-iters"
             )
         raise ValueError(
-            f"{iterations.source} names {named} of the iterations 1 to {train_iters}, fewer than "
+            f"{iterations.source} selects {named} of the iterations 1 to {train_iters}, fewer than "
             f"the {control_iter} to collect; raise --train-iters, or give --control-iter {named}"
         )

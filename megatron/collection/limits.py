@@ -3,7 +3,8 @@
 The limit on host memory applies to each machine and is divided equally among the machine's ranks.
 The limits on files and bytes apply to the whole run and are divided equally among the ranks that
 write. Each rank checks only its own share, which needs no communication. A rank that has used up
-its share therefore does not stop the others, but they cannot use what another rank has left.
+its share therefore does not stop the others, and the unused part of a share is not available to
+other ranks.
 
 Free disk space is checked before every tensor. Ranks that check at the same time see the same free
 space, so they may exceed this limit by one tensor per rank.
@@ -98,8 +99,8 @@ class Limits:
         host = default_host_bytes() if self.host_bytes is None else self.host_bytes
         if host > machine_memory():
             raise ValueError(
-                f"--collect-max-host-gib {host / GIB:g} is more than the {gib(machine_memory())} "
-                "of memory that there is; give less, so that there is room for training too"
+                f"--collect-max-host-gib {host / GIB:g} is more than this machine's memory of "
+                f"{gib(machine_memory())}; give less, so that there is room for training too"
             )
         return replace(
             self,
@@ -139,7 +140,7 @@ class Limits:
         kept = self._kept_on(disk.total)
         if disk.free - needed >= kept:
             return None
-        return f"{gib(disk.free)} are free, and --collect-keep-free-gib keeps {gib(kept)}"
+        return f"{gib(disk.free)} are free, but --collect-keep-free-gib reserves {gib(kept)}"
 
     def describe(self) -> dict[str, Any]:
         """Return the limits as plain values, for the run card."""

@@ -34,7 +34,7 @@ class LossLog:
         self._pending: list[Numbers] = []
 
     def add(self, iteration: int, loss: float | None, grad_norm: float | None) -> None:
-        """Record the numbers of one iteration, and write those that have waited long enough."""
+        """Record the numbers of one iteration; write all pending numbers if an event is due."""
         if loss is None and grad_norm is None:
             return
         self._pending.append((iteration, loss, grad_norm))

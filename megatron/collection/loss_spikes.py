@@ -41,7 +41,7 @@ from typing import Any
 #: occur in a row, they become the new normal values
 WINDOW = 32
 RECENT = 5  #: maximum number of normal values over which the short median is taken
-#: number of normal values; with fewer, a value must exceed their median by more to be a jump
+#: number of normal values below which a value must exceed their median by more to be a jump
 ENOUGH = 8
 NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of the two medians
 
@@ -81,9 +81,7 @@ class Jumps:
             "--collect-grad-norm-jump": collect_grad_norm_jump,
         }.items():
             if value is not None and value != 0 and not 1 < value < math.inf:
-                raise ValueError(
-                    f"{flag} is {value}; give a factor above 1, or 0 not to look at jumps"
-                )
+                raise ValueError(f"{flag} is {value}; give a factor above 1, or 0 to ignore jumps")
         usual = cls()
         return cls(
             usual.loss if collect_loss_jump is None else collect_loss_jump,
@@ -95,7 +93,7 @@ def checked_levels(stored: Any) -> Levels:
     """Validate and return the recent losses and gradient norms stored in a checkpoint.
 
     Raises:
-        ValueError: if `stored` has another structure or holds values that are not finite.
+        ValueError: if `stored` has a different structure or holds values that are not finite.
     """
     valid = isinstance(stored, dict) and all(
         name in (LOSS, GRAD_NORM, _streak(LOSS), _streak(GRAD_NORM))
@@ -106,7 +104,8 @@ def checked_levels(stored: Any) -> Levels:
     )
     if not valid:
         raise ValueError(
-            f"its `levels` are not up to {WINDOW} finite numbers each for {LOSS} and {GRAD_NORM}"
+            f"its `levels` are not lists of at most {WINDOW} finite numbers for {LOSS} and "
+            f"{GRAD_NORM}"
         )
     return stored
 
@@ -127,7 +126,7 @@ class _Watched:
         self.usual: deque[float] = deque(levels.get(name, ()), maxlen=WINDOW)
         #: finite unusual values since the last normal value
         self._unusual: deque[float] = deque(levels.get(_streak(name), ()), maxlen=WINDOW)
-        self.unusual = _streak(name) in levels  #: whether the last value was unusual
+        self.unusual = _streak(name) in levels  #: True if the last value was unusual
 
     @property
     def levels(self) -> Levels:

@@ -1,10 +1,10 @@
 """Assign every module its name and layer number in the whole model, across pipeline stages.
 
 The name of a module is local to its pipeline stage (`decoder.layers.0` exists on every stage), and
-a linear layer does not know the number of the transformer layer that contains it. Only the
-outermost module of a model sees all modules with their names, so the names and numbers are assigned
-from there. Experts are renumbered too, because each rank of an expert-parallel group counts its own
-experts from 0.
+a linear layer has no access to the number of the transformer layer that contains it. Only the
+outermost module of a model has access to all modules and their names, so the names and numbers are
+assigned from there. Experts are renumbered too, because each rank of an expert-parallel group
+counts its own experts from 0.
 
 Each stack of layers has its own layer numbers: T5 has a layer 0 in `encoder.layers` and another in
 `decoder.layers`, which differ in their names.
@@ -52,7 +52,7 @@ class Identified:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the module's stack; 0 if neither stack nor configuration knows it."""
+        """Number of layers of the module's stack; 0 if it is unknown."""
         if self.layers_in_stack is not None:
             return self.layers_in_stack
         return getattr(self.config, "num_layers", None) or 0
@@ -100,8 +100,8 @@ def assign_identities(model: torch.nn.Module, prefix: str = "") -> None:
             module.identify(ModuleIdentity(_named(prefix, name, module), -1), count)
         if isinstance(attention := getattr(module, "core_attention", None), Identified):
             # If there are more tensor-parallel ranks than query groups, the configuration of core
-            # attention has as many groups as ranks. Only the enclosing module knows the true
-            # number.
+            # attention has as many groups as ranks. Only the configuration of the enclosing module
+            # has the true number.
             groups = attention.config.num_query_groups, module.config.num_query_groups
             attention.group_copies = groups[0] // groups[1]
     for local_name, layer in numbered.items():
@@ -118,7 +118,7 @@ def assign_identities(model: torch.nn.Module, prefix: str = "") -> None:
 
 
 def _named(prefix: str, name: str, module: torch.nn.Module) -> str:
-    """Return the name of a module; one that is a model of its own has the name of its class."""
+    """Return the name of a module; a module that is the whole model has the name of its class."""
     return prefix + (unwrapped(name) or type(module).__name__)
 
 

@@ -2,10 +2,11 @@
 
 The shapes of a matmul's tensors depend on the model, on every kind of parallelism, on recomputation
 and, with experts, on the data. The plan therefore uses no formulas: one iteration runs forward and
-backward with a writer that only counts, and its result is applied to the other iterations. Their
-files differ only in the numbers in the metadata, which can change the size of a file. The plan
-accounts for that, so its sizes match those of a run to the byte. There is one exception: experts
-get different tokens in every iteration, so their sizes are exact only for the iteration that ran.
+backward with a writer that only counts, and its result is applied to the other iterations. The
+files of two iterations differ only in the numbers in the metadata, which can change the size of a
+file. The plan accounts for that, so its sizes match those of a run to the byte. There is one
+exception: experts get different tokens in every iteration, so their sizes are exact only for the
+iteration that ran.
 """
 
 import shutil

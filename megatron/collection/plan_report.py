@@ -1,6 +1,6 @@
 """Format a collection plan as text.
 
-The report lists the tensors and bytes by layer, tensor, iteration and rank, and says whether the
+The report lists the tensors and bytes by layer, tensor, iteration and rank, and states whether the
 disk space, the memory and the limits suffice.
 """
 
@@ -91,23 +91,23 @@ def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
 
 
 def _when(plan: CollectionPlan) -> list[str]:
-    """Return lines that say how the ring buffer and the flag file change the amount written."""
+    """Return lines about how the ring buffer and the flag file change the amount written."""
     ring, flag_file = plan.settings.ring, plan.settings.flag_file
     lines = []
     if ring is not None:
         lines.append(
-            f"  ring: the above is one event of {ring.iterations} iteration(s), written at most "
-            f"{ring.events} time(s) (--collect-ring-events)"
+            f"  ring: these numbers are for one event of {ring.iterations} iteration(s); at most "
+            f"{ring.events} event(s) are written (--collect-ring-events)"
         )
     if flag_file is not None:
-        lines.append(f"  flag file: the above is if {flag_file.path} is there all the time")
+        lines.append(f"  flag file: these numbers are valid if {flag_file.path} always exists")
     return lines
 
 
 def _memory(plan: CollectionPlan) -> list[str]:
-    """Return a line that says whether an iteration or the ring buffer fits into host memory."""
+    """Return a line about whether an iteration or the ring buffer fits into host memory."""
     limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
-    assert limit is not None, "the limits are a rank's share"
+    assert limit is not None, "the limits are shares of one rank"
     iterations = 1 if ring is None else ring.iterations
     most = max((segment.held for _, segment in _all(plan)), default=0)
     largest = max((segment.largest for _, segment in _all(plan)), default=0)
@@ -126,7 +126,7 @@ def _limits(plan: CollectionPlan) -> list[str]:
     """Return one line for each rank that would reach a limit, or a single line if none would."""
     limits = plan.settings.limits
     if limits.max_files is None and limits.max_bytes is None:
-        return ["  limits: none was given (--collect-max-gib, --collect-max-files)"]
+        return ["  limits: none is set (--collect-max-gib, --collect-max-files)"]
     ends = (_stop(plan, share) for share in plan.shares)
     return [line for line in ends if line] or ["  limits: hold"]
 

@@ -26,12 +26,12 @@ def check_folders(folder: str | None) -> None:
     if None in folders and any(folders):
         ranks = ", ".join(str(rank) for rank, each in enumerate(folders) if each is not None)
         raise ValueError(
-            f"saving tensors is switched on on rank(s) {ranks} of {len(folders)} only; give "
+            f"saving tensors is enabled only on rank(s) {ranks} of {len(folders)}; give "
             "--save-tensors, or set TENSOR_SAVE_ENABLED to the same value on every machine"
         )
     if len(set(folders)) > 1 and folder == folders[0]:
         logger.warning(
-            "the ranks save their tensors to different folders (%s), and every analysis needs all "
+            "the ranks save their tensors to different folders (%s), but every analysis needs all "
             "ranks in one folder; set TENSOR_SAVE_DIR to the same value on every machine",
             ", ".join(map(str, dict.fromkeys(folders))),
         )

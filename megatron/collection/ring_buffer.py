@@ -55,8 +55,8 @@ class RingSettings:
             for flag, value in given.items():
                 if value is not None:
                     raise ValueError(
-                        f"--{flag.replace('_', '-')} {value} is for a ring of iterations; add "
-                        "--collect-ring K, or leave it out"
+                        f"--{flag.replace('_', '-')} {value} needs a ring of iterations; add "
+                        "--collect-ring K, or leave this flag out"
                     )
             return None
         events = EVENTS if collect_ring_events is None else collect_ring_events
@@ -101,7 +101,7 @@ class RingBuffer:
         """
         self.settings = settings
         self.kept = 0  #: number of events (such as loss spikes) so far
-        self._shortened = False  #: whether a warning about too little memory was logged
+        self._shortened = False  #: True once a warning about too little memory was logged
         self._anomalies = LossSpikeDetector(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
@@ -147,8 +147,8 @@ class RingBuffer:
         if not (self._shortened or self.cut):
             self._shortened = True
             logger.warning(
-                "the ring holds fewer than %d iterations: --collect-max-host-gib has no room for "
-                "more than %d of this size; raise it, or select less",
+                "the ring holds fewer than %d iterations: --collect-max-host-gib has room for "
+                "only %d of this size; raise this limit, or select less",
                 *(self.settings.iterations, len(self._iterations) - 1),
             )
         self._drop_oldest()

@@ -76,7 +76,7 @@ class Selection:
                 endings = dict.fromkeys(name.rpartition(".")[2] for name, _ in available)
                 raise ValueError(
                     f"--collect-modules: {glob!r} matches none of the {len(available)} modules "
-                    f"that can be collected; the first is {first}, their last names are "
+                    f"that can be collected; the first is {first}, and their names end with "
                     f"{', '.join(endings)}"
                 )
         reached = {name for module, names in available if self._includes(module) for name in names}
@@ -86,10 +86,10 @@ class Selection:
         if lost:
             hint = ""
             if any(word == "codes" or word in ALL_CODES for word in lost):
-                hint = " (codes are of operands that this run quantizes)"
+                hint = " (only operands that this run quantizes have codes)"
             raise ValueError(
                 f"--collect-tensors {' '.join(lost)}: the selected modules have no such tensor"
-                f"{hint}; theirs are {_listed(reached) or 'none'}"
+                f"{hint}; their tensors are {_listed(reached) or 'none'}"
             )
 
     def _check_layers(self, existing: set[int]) -> None:
@@ -148,8 +148,8 @@ class Selection:
         slices = Slices.parse(words("--collect-slice", collect_slice))
         if slices.by_letter and not names.isdisjoint(ALL_CODES):
             raise ValueError(
-                "--collect-slice cuts tensors, and codes stand for whole blocks of one; leave it "
-                "out, or take no codes"
+                "--collect-slice selects parts of tensors, but codes represent whole blocks; leave "
+                "--collect-slice out, or collect no codes"
             )
         return cls(
             iterations=Iterations.parse(collect_iterations, collect_start, collect_every),

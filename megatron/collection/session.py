@@ -48,10 +48,10 @@ UNNAMED = ModuleIdentity("", -1)  #: identity of a layer that is not part of a m
 _collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
 _statistics: TensorStatistics | None = None  #: statistics of this rank; None if there are none
 _configured = False
-_audited = False  #: whether the trainer has passed the format audit to `configure`
+_audited = False  #: True if the trainer has passed the format audit to `configure`
 _owner = 0  #: ID of the process that started the collection
-_knows_end = False  #: whether the trainer has passed its last iteration to `configure`
-_warned = False  #: whether a layer was named that runs more than once in a micro-batch
+_knows_end = False  #: True if the trainer has passed its last iteration to `configure`
+_warned = False  #: True once a layer that runs more than once in a micro-batch was reported
 _completed_before = 0  #: number of iterations completed before this run
 _observed = 0  #: number of completed iterations at the last call of `observe`
 
@@ -189,7 +189,7 @@ def knows_last_iteration() -> bool:
 
 
 def add_to_card(name: str, value: list[Any] | dict[str, Any]) -> None:
-    """Add to a list or a dictionary of the run card, which contains it when the run ends."""
+    """Add to a list or a dictionary of the run card, for the next time that it is written."""
     if _collector is not None:
         _collector.add_to_card(name, value)
 
@@ -231,10 +231,11 @@ def abandon_iteration(number: int) -> None:
     """Undo the start of an iteration that ended with an exception.
 
     A trainer that handles the exception may repeat the iteration. Tensors of the failed attempt may
-    be on disk, so the collection then ends with an error. Its statistics are discarded.
+    be on disk, so the collection then ends with an error. The statistics of the failed attempt are
+    discarded.
 
     Args:
-        number: number of the iteration before it.
+        number: number of the iteration before the failed one.
     """
     failed, clock.iteration = clock.iteration, number
     if _collector is not None:
@@ -271,7 +272,7 @@ def flush() -> None:
 
 
 def flush_statistics() -> None:
-    """Write all measured statistics and losses to disk, as before a checkpoint is saved."""
+    """Write all measured statistics and losses to disk."""
     if _collector is not None:
         with signals_deferred:
             _collector.flush_losses()
@@ -298,8 +299,8 @@ def capture(
 ) -> Capture | None:
     """Return a `Capture` for one forward pass of a layer.
 
-    Return None if the pass is neither collected nor measured. A layer that runs more than once in a
-    micro-batch is named in the log.
+    Return None if the pass is neither collected nor measured. The first layer that runs more than
+    once in a micro-batch is reported in the log.
 
     Args:
         identity: name and layer number of the module; None for a tensor outside any module.
@@ -308,7 +309,7 @@ def capture(
         implementation: field `implementation` of the records; None for the local layers.
 
     Raises:
-        ValueError: if the layer trains where nothing counts iterations, and tensors are collected.
+        ValueError: if tensors are collected and the layer trains, but nothing counts iterations.
     """
     found = _capture(identity, layer_type, training=training, implementation=implementation)
     if found is not None and _collector is not None and clock.micro_batch is not None:
@@ -466,8 +467,8 @@ def settle() -> list[str]:
         pass
     _collector.ranks = from_all_ranks(_collector.outcome())
     return [
-        f"{rank['limit']}; dropped were {rank['dropped_tensors']} tensors, "
-        f"{gib(rank['dropped_bytes'])}"
+        f"{rank['limit']}; {rank['dropped_tensors']} tensors, "
+        f"{gib(rank['dropped_bytes'])}, were dropped"
         for rank in _collector.ranks
         if rank["limit"]
     ]
@@ -483,7 +484,7 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
 
     Returns:
         An error message if the collection has failed on this rank, or on any rank if `settle` has
-        been called, or if it has fewer iterations than requested; None otherwise.
+        been called, or if fewer iterations than requested were collected; None otherwise.
     """
     global _collector, _statistics
     lacking = None if aborted is not None or interrupted else lacking_iterations()
@@ -518,7 +519,7 @@ def close_at_exit() -> None:
 
 
 def end_with_error(reason: str) -> NoReturn:
-    """End the collection as failed, and the program with status 1, when Python exits."""
+    """Mark the collection as failed, and end the program with status 1, when Python exits."""
     if _collector is not None:
         _collector.give_up(reason)
     close()
@@ -526,7 +527,7 @@ def end_with_error(reason: str) -> NoReturn:
 
 
 def reason_for_nothing() -> str | None:
-    """Return why this run has collected nothing, at its end; None if this is no error.
+    """Return the reason why this run has collected nothing; None if this is not an error.
 
     A trainer that passes the format audit to `configure` reports this itself.
     """
@@ -539,6 +540,6 @@ def lacking_iterations() -> str | None:
     """Return an error message if fewer iterations than requested were collected; None otherwise."""
     if _audited or _collector is None or isinstance(_collector, Planner):
         return None
-    if _collector.error is not None or _collector.abandoned:  # says more
+    if _collector.error is not None or _collector.abandoned:  # another message says more
         return None
     return completeness.lacking_iterations(_collector, _completed_before)

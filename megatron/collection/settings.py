@@ -100,7 +100,7 @@ def read_settings(
     if ring is not None and control_iter:
         raise ValueError(
             f"--control-iter {control_iter} and --collect-ring {ring.iterations}: a ring is "
-            "collected until something happens; leave --control-iter out"
+            "collected until an event occurs; leave --control-iter out"
         )
     if control_iter is None and (ring or flag_file):
         control_iter = 0

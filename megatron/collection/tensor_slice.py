@@ -88,8 +88,8 @@ class Slices:
             start, stop, step = int(match[2]), int(match[3]), int(match[4] or 1)
             if stop <= start or step < 1:
                 raise ValueError(
-                    f"--collect-slice: {part} is empty; STOP is above START and not part of the "
-                    "slice, STEP is at least 1"
+                    f"--collect-slice: {part} is empty; STOP must be above START and is not part "
+                    "of the slice, and STEP must be at least 1"
                 )
             if match[1] in by_letter:
                 raise ValueError(

@@ -1,8 +1,8 @@
 """Track the current iteration and micro-batch, and whether activations are being recomputed.
 
-Only the training loop knows these values, so the pipeline schedules of megatron-core update the
-clock. In a loop without these schedules, `megatron.core.tensor_saver.training_iteration` does. The
-layers read the clock in their forward pass.
+Only the training loop has these values, so the pipeline schedules of megatron-core update the
+clock. In a loop without these schedules, `megatron.core.tensor_saver.training_iteration` updates
+it. The layers read the clock in their forward pass.
 """
 
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ class Clock:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
         self._micro_batch: MicroBatch | None = None
-        #: Whether no forward pass of a model runs in `training_iteration`.
+        #: True between the forward passes of a model in `training_iteration`.
         self.between_passes = False
-        self.recomputing = False  #: whether the current forward pass is a recomputation
+        self.recomputing = False  #: True if the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
-        self.scheduled = False  #: whether a pipeline schedule runs, in training or evaluation
+        self.scheduled = False  #: True if a pipeline schedule runs, in training or evaluation
 
     @property
     def micro_batch(self) -> MicroBatch | None:

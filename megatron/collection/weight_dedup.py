@@ -1,8 +1,8 @@
 """Save each weight only once per iteration, in the first forward pass that uses it.
 
 A weight is the same in every micro-batch of an iteration and in a recomputed forward pass. If a
-program changes it in between, as LBFGS and SAM do, only the first weights are saved, and the log
-says so.
+program changes it in between, as LBFGS and SAM do, only the first weights are saved, with a warning
+in the log.
 """
 
 import logging
@@ -41,8 +41,8 @@ class WeightDedup:
             self._warned = True
             logger.warning(
                 "the weight of %s has changed within iteration %d; only the first weights of an "
-                "iteration are saved, so that verify and study are right for the micro-batches "
-                "before the change only",
+                "iteration are saved, so verify and study are correct only for the micro-batches "
+                "before the change",
                 fields["module"],
                 fields["iteration"],
             )
@@ -53,7 +53,7 @@ class WeightDedup:
         Codes from stochastic rounding differ each time, so they are always saved. The same applies
         to codes of a dequantized forward copy, which may have been rounded stochastically, and to
         codes with delayed scaling, whose scale may change between micro-batches. The format of a
-        code tensor names the seed of its random Hadamard signs, if any.
+        code tensor includes the seed of the random Hadamard signs, if any.
 
         Args:
             fields: fields of the tensor's record.

@@ -53,7 +53,8 @@ class WriteBudget:
         why = limits.exceeded_by_files(writer.records + 1, writer.bytes + most)
         # While files are pending, use the free space that a writer thread has queried, because a
         # query to an unresponsive disk would block training.
-        # A file that is finished meanwhile counts twice, because the pending ones are read first.
+        # A file whose write ends during this call counts twice, because pending files are counted
+        # first.
         needed = writer.pending_bytes + most
         disk = writer.disk if writer.pending else None
         return why or limits.exceeded_on_disk(self._settings.directory, needed, disk)
@@ -72,8 +73,8 @@ class WriteBudget:
         self.outside_slice += 1
         if self.outside_slice == 1:
             logger.warning(
-                "--collect-slice leaves nothing of %s of %s, whose dimensions %s are %s; rank %d "
-                "leaves it out, and others like it",
+                "--collect-slice selects nothing of %s of %s, whose dimensions %s are %s; rank %d "
+                "leaves out this tensor and similar ones",
                 *(fields["tensor_name"], fields["module"], fields["dims"], shape, self._rank),
             )
 
@@ -113,7 +114,7 @@ class WriteBudget:
     def _reached(self, limit: str) -> None:
         self.limit = self.limit or limit
         logger.warning(
-            "%s, with %d tensors, %s, written; training goes on",
+            "%s; %d tensors, %s, were written before; training goes on",
             *(limit, self._writer.records, gib(self._writer.bytes)),
         )
         self._writer.append({"event": "limited", "why": limit})

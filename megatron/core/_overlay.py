@@ -16,9 +16,9 @@ The overlay has one limitation: the `__module__` of a class that we do not repla
 the plain wheel cannot read a pickle of such a class. megatron-core's checkpoints contain no such
 references.
 
-The overlaid files fit every release in `SUPPORTED`; the one that is installed is used. They ask for
-features of the wheel (`hasattr`, a parameter of a function), never for its version. Only `UPSTREAM`
-names versions. CONTRIBUTING.md says how to add a release.
+The overlaid files fit every release in `SUPPORTED`; the one that is installed is used. They check
+for features of the wheel (with `hasattr`, or by the parameters of a function), never for its
+version. Only `UPSTREAM` contains versions. CONTRIBUTING.md explains how to add a release.
 """
 
 import os
@@ -29,8 +29,8 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-#: releases of megatron-core that the files of this tree fit; CONTRIBUTING.md says how to test one.
-#: 0.19.1 has no wheel: it is what the source tree of NVIDIA's tag core_v0.19.0 calls itself.
+#: releases of megatron-core that the files of this tree fit; CONTRIBUTING.md explains how to test
+#: one. 0.19.1 has no wheel: it is the version in the source tree of NVIDIA's tag core_v0.19.0.
 SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2")
 TESTED_BY_CI = SUPPORTED[0]  #: release in script/constraints.txt; error messages recommend it
 
@@ -126,21 +126,21 @@ def check_version() -> None:
     Call `extend` first.
 
     Raises:
-        ImportError: if the release behind this tree is not in `SUPPORTED`. The message names it,
-            its folder and the supported releases.
+        ImportError: if the installed release is not in `SUPPORTED`. The message contains this
+            release, its folder and the supported releases.
     """
     package = sys.modules["megatron.core"]
     if installed_release() not in SUPPORTED:
         raise ImportError(
-            f"megatron-core {package.__version__} is behind this tree, in {package.__path__[1]}, "
-            f"but its files overlay {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}; run "
+            f"megatron-core {package.__version__} is installed in {package.__path__[1]}, but the "
+            f"files of this tree overlay {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}; run "
             f"`pip install megatron-core=={TESTED_BY_CI}`, and take other copies of Megatron out "
             "of PYTHONPATH"
         )
 
 
 def installed_release() -> str:
-    """Return the release of the megatron-core behind this tree.
+    """Return the release of the megatron-core that this tree overlays.
 
     Since 0.18, megatron-core appends a commit to its version if its folder is in a Git repository.
     """

@@ -111,7 +111,7 @@ def configure(
     Raises:
         ValueError: if a setting is wrong; raised on all ranks if any rank finds such a setting.
     """
-    # these modules need this one
+    # these modules import this one
     from megatron.core.low_precision import reach_check, transformer_engine
 
     model_roots.forget_names()
@@ -136,7 +136,7 @@ _after_iteration: Callable[[], None] | None = None
 def configure_later(
     arguments: Callable[[], dict[str, Any]], *, after_iteration: Callable[[], None] | None = None
 ) -> None:
-    """Let `begin_run` configure the collection with the keyword arguments that are returned then.
+    """Let `begin_run` configure the collection with the result of calling `arguments`.
 
     A launcher uses this function, because only the trainer knows the arguments of the run and the
     number of completed iterations.
@@ -213,15 +213,15 @@ def training_iteration(number: int) -> Iterator[None]:
     with an exception may be repeated with the same number.
 
     Args:
-        number: number of the iteration, counted from 1 and rising. A run that resumes after
+        number: number of the iteration, counted from 1 and increasing. A run that resumes after
             iteration 1000 continues with 1001.
 
     Raises:
-        ValueError: if the number does not rise, or the block is inside of another one.
+        ValueError: if the number does not increase, or the block is inside another one.
     """
     if explicit_iteration.active():
-        raise ValueError("training_iteration is inside of another one; end the first one before")
-    from megatron.core.low_precision import model_entry, reach_check  # they need this module
+        raise ValueError("training_iteration is inside another one; end that one first")
+    from megatron.core.low_precision import model_entry, reach_check  # they import this module
 
     if clock.seed is None:  # the first iteration of the process
         same_formats.check_same_formats()
@@ -229,7 +229,7 @@ def training_iteration(number: int) -> Iterator[None]:
     if isinstance(number, bool) or not isinstance(number, int) or number <= clock.iteration:
         raise ValueError(
             f"training_iteration({number!r}) follows iteration {clock.iteration}; give integers "
-            "that rise from 1, and one block to all micro-batches of an iteration"
+            "that increase from 1, and put all micro-batches of an iteration in one block"
         )
     model_entry.check_unchanged(number)
     before = clock.iteration

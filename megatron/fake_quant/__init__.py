@@ -5,8 +5,9 @@ definitions of the formats, with `elements.py` and `block_scaling.py`) and `name
 Next come `reference.py`, which splits a tensor into elements and scales in plain torch operations,
 and what it calls: `scalings/`, which has one module per kind of scales, such as `mx.py`, and
 `rounding.py` with `hifloat8.py`. `quantize.py` is the entry point, and `packing.py` returns codes
-and scales. `fused/` computes the same results faster, `operators.py` makes everything work with
-torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command line.
+and scales. `fused/` computes the same results faster, `operators.py` makes these functions work
+with torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command
+line.
 
 `gemm_formats.py` names the operands of a matmul and its gradients, and `gemm.py` quantizes and
 multiplies them. `tiles/` does the same for attention in tiles, and `accumulate/` sums products as

@@ -101,8 +101,8 @@ def _add_vectors(commands: Any, example: str) -> None:
     chosen.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; compare the installed code with the kit in DIR, and exit with status "
-        "1 and the first difference if there is one",
+        help="write nothing; compare the installed code with the kit in DIR; if they differ, print "
+        "the first difference and exit with status 1",
     )
 
 
@@ -148,7 +148,9 @@ def _draw(chosen: list[str], output: Path) -> str:
         ) from None
     formats = list(dict.fromkeys(map(get_format, chosen or COLORS)))
     if output.is_dir():
-        raise ValueError(f"--output {output} is a folder; name a file in it, as {output}/x.png")
+        raise ValueError(
+            f"--output {output} is a folder; name a file in it, such as {output}/x.png"
+        )
     if not output.suffix:
         output = output.with_name(f"{output.name}.png")
     if not output.parent.is_dir():

@@ -7,7 +7,7 @@ import torch
 
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
-    """Return autocast's state and dtype on a device type, or None if it has no autocast."""
+    """Return autocast's state and dtype on a device type, or None if the type has no autocast."""
     try:  # torch.compile in torch 2.11 cannot trace torch.amp.is_autocast_available
         return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     except RuntimeError:

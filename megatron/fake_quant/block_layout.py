@@ -46,7 +46,7 @@ class BlockLayout:
                     "dimensions; give it one, for instance by x.reshape(1)"
                 )
             return cls(shape, 0, None)
-        # torch.compile may trace the axis; that of torch 2.6 cannot trace `int | torch.SymInt`.
+        # torch.compile may trace the axis; in torch 2.6, it cannot trace `int | torch.SymInt`.
         if not isinstance(axis, (int, torch.SymInt)):
             raise ValueError(f"axis={axis!r}; give an integer from {-dims} to {dims - 1}")
         if not -dims <= axis < dims:

@@ -1,9 +1,10 @@
 """Correct block scales so that rounding to nearest is unbiased after a random rotation (MS-EDEN).
 
 Stochastic rounding makes every value right on average, at the price of twice the squared error of
-rounding to nearest. EDEN (arXiv 2206.12184) rounds to nearest after a random rotation, whose
-average over the rotations shrinks a vector by a factor, and scales the result to undo this. MS-EDEN
-of Quartet II (arXiv 2601.22813) does so in NVFP4, where the scales absorb the factor:
+rounding to nearest. EDEN (arXiv 2206.12184) rotates a vector at random and rounds it to nearest.
+On average over the rotations, this shrinks the vector by a factor, so EDEN scales the result to
+undo the shrinkage. MS-EDEN of Quartet II (arXiv 2601.22813) does so in NVFP4, where the scales
+absorb the factor:
 
     s, q   scales and codes of 128 neighbors, as in NVFP4, rounded to nearest; x = value / scale
     c      = sum x^2 / sum x q, over the 128 neighbors
@@ -14,10 +15,10 @@ room for c > 1. The random rotation is not part of the format: it is the operand
 transform of size 128 with `signs: random`.
 
 The sums are computed in float64, in a fixed order, and c is rounded to float32. A block whose scale
-is 0 or NaN keeps it and does not contribute to the sums. A scaled value that overflows, which only
-a given amax far below the values can cause, counts as the largest float32 number. The random bits
-of a scale depend on the seed and on the position of the block. If 128 does not divide the axis, the
-last group is shorter.
+is 0 or NaN keeps this scale and does not contribute to the sums. A scaled value that overflows,
+which only a given amax far below the values can cause, counts as the largest float32 number. The
+random bits of a scale depend on the seed and on the position of the block. If 128 does not divide
+the axis, the last group is shorter.
 """
 
 import torch

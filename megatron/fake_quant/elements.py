@@ -1,7 +1,7 @@
 """Define the element types, in which the values of a format are stored.
 
-Element types of different classes have the same attributes, so that no code has to check for the
-class. An attribute that does not apply to a class is None or False.
+Element types of different classes have the same attributes, so that no code has to check the class.
+An attribute that does not apply to a class is None or False.
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; HiFloat8, arXiv 2409.16626; HiFloat4,
 arXiv 2602.11287; MX6, arXiv 2302.08007; NF4, arXiv 2305.14314; MixFP4, arXiv 2605.31035.
@@ -228,7 +228,7 @@ class TableElement:
 
     @property
     def wider(self) -> "TableElement":
-        """This type itself: a block's maximum is mapped to the largest number, so no value clips.
+        """This type itself: a block's maximum maps to the largest number, so no value is clipped.
 
         Other element types return a variant that is used to find the values that are clipped.
         """

@@ -1,9 +1,9 @@
 """Convert a `Format` to a string and back, so that a traced graph can pass it to operators.
 
-Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` knows is
-written as its name. Any other one, built from `Format` itself, is written as JSON with all of its
-fields. The string alone is enough to rebuild the format, so that an exported program can be loaded
-by another process.
+Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` returns
+for its name is written as this name. Any other format, built from `Format` itself, is written as
+JSON with all of its fields. The string alone is enough to rebuild the format, so that an exported
+program can be loaded by another process.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def to_text(fmt: Format) -> str:
             if get_format(fmt.name) == fmt:
                 return fmt.name
         except ValueError:
-            pass  # `get_format` does not know the name that the user chose.
+            pass  # The name is user-defined, and `get_format` does not accept it.
     parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
     more = f'"square_weights": {_value(fmt.square_weights)}'
     return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {more}, {parts}}}'

@@ -6,7 +6,7 @@ other modules and reads the fields of these classes. Adding a format takes one c
 golden table in the tests, and no new branch. `names.py` converts a user's name into a `Format`.
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5 (elements, E8M0 scale) and 6.3 (conversion);
-NVFP4, arXiv 2509.25149 appendix B; the other modules name theirs.
+NVFP4, arXiv 2509.25149 appendix B. The other modules list their own sources.
 """
 
 import functools
@@ -71,8 +71,8 @@ class Format:
     element: Element
     scaling: Scaling | None = None  #: None if values are rounded without a scale
     rounding: Rounding = "nearest"
-    #: True if a quantization type that names the format gives square blocks to the weights of
-    #: linear layers, as with FP8 blocks of 1 x 128 for activations and 128 x 128 for weights
+    #: True if the weights of linear layers get square blocks in a quantization type with this
+    #: format, as with FP8 blocks of 1 x 128 for activations and 128 x 128 for weights
     square_weights: bool = False
     #: Name from which `get_format` makes an equal format, or None. Only `mark_named` sets it; the
     #: constructor ignores the value that `replace` and torch.compile of torch 2.6 pass to it.
@@ -84,16 +84,17 @@ class Format:
         if self.block_size is not None and not self.element.takes_block_scales:
             raise ValueError(
                 f"format {self.name!r} puts block scales on {self.element!r}; "
-                "block scales need an ElementFormat"
+                "block scales need an ElementFormat or a TableElement"
             )
         if self.is_cast and (self.scaling or self.rounding != "nearest"):
             raise ValueError(
-                f"format {self.name!r} is a cast of torch's: it has no scale and rounds to nearest"
+                f"format {self.name!r} is a plain torch cast, which has no scale and rounds to "
+                "nearest"
             )
         if self.rounding not in self.roundings:
             raise ValueError(
                 f"format {self.name!r}: {self.element.name} elements have no {self.rounding} "
-                f"rounding under these scales; choose {' or '.join(self.roundings)}"
+                f"rounding with these scales; choose {' or '.join(self.roundings)}"
             )
         if isinstance(self.scaling, BlockScaling):
             check_element(self.scaling, self.element.max)
@@ -160,11 +161,11 @@ class Format:
 
     @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # formats are few and small
     def across(self) -> "Format":
-        """Return the format with one scale per row in place of this one with a scale per column.
+        """Return the format with one scale per row that replaces this one with a scale per column.
 
         Along the other axis of a matrix, the returned format has the same blocks as this one. A
-        format that has `one_block` also becomes one with rows, which equals it for a tensor that is
-        one row.
+        format with `one_block` also becomes a format with one scale per row; both give the same
+        result for a tensor that is a single row.
         """
         assert isinstance(self.scaling, BlockScaling)
         return replace(self, scaling=replace(self.scaling, size=WHOLE_AXIS, height=1))
@@ -205,7 +206,7 @@ class Format:
     def with_own_amax(self) -> "Format":
         """Return this format with scales that follow from the tensor alone.
 
-        The name stays. Tools that look at a format or a tensor outside a run use it.
+        The name is kept. Tools that examine a format or a tensor outside a run use this method.
         """
         if self.amax_source == "own":
             return self
@@ -219,7 +220,7 @@ class Format:
         """Return this format with the scale of the tensor or row left out of the quantized values.
 
         These values have few significant bits, so that bfloat16 represents them exactly. The scale
-        is applied to the product instead; see `unrounded.py`. The name stays.
+        is applied to the product instead; see `unrounded.py`. The name is kept.
         """
         assert isinstance(self.scaling, BlockScaling | TensorScaling)
         return replace(self, scaling=replace(self.scaling, apart=True))
@@ -254,13 +255,13 @@ class Format:
 
 
 def _set_state(fmt: Format, state: list[Any]) -> None:
-    """Restore a format from a pickle; another version may lack the last field, or the name."""
+    """Restore a format from a pickle; one from another version may lack the last fields."""
     for each, value in zip(fields(fmt), state, strict=False):
         object.__setattr__(fmt, each.name, value)
     object.__setattr__(fmt, "known_name", None)
 
 
-# The dataclasses of Python 3.10 would replace a method of this name in the class.
+# The dataclasses of Python 3.10 would replace a method with this name in the class.
 Format.__setstate__ = _set_state  # type: ignore[attr-defined]
 
 
@@ -268,7 +269,7 @@ Format.__setstate__ = _set_state  # type: ignore[attr-defined]
 #: the block, divided by the largest power of two of the element type.
 OCP = BlockScaling(32, "floor")
 
-#: `FORMATS` for code that torch.compile traces: that of torch 2.6 cannot trace a mapping proxy
+#: `FORMATS` for code that torch.compile traces; in torch 2.6, it cannot trace a mapping proxy
 TRACEABLE_FORMATS: Mapping[str, Format] = {
     fmt.name: fmt
     for fmt in (

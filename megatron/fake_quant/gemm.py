@@ -16,7 +16,7 @@ source "dequantized" reproduces them.
 
 Operands carry the values of the low-precision format, which are not rounded to the tensors' dtype
 (see `unrounded.py`). Products are accumulated as in a matmul of that dtype (in fp32 for bf16 on
-every device), and the result has that dtype. If `GemmFormats` names an accumulator for a GEMM, a
+every device), and the result has that dtype. If `GemmFormats` sets an accumulator for a GEMM, a
 simulation of this accumulator adds up the products instead, in the order of the tensor core (see
 `accumulate/product.py`).
 
@@ -148,7 +148,7 @@ def _constant(gradient: Tensor, sources: tuple[Tensor, ...], *, kept: bool) -> T
     Args:
         gradient: gradient of a quantized matmul.
         sources: tensors from which it was computed.
-        kept: whether one of the sources is a quantized copy, to which autograd has no connection.
+        kept: True if one of the sources is a quantized copy, to which autograd has no connection.
 
     Raises:
         ValueError: if there is such a copy, and the derivative may be computed later.
@@ -195,7 +195,7 @@ class _ConstantGradient(torch.autograd.Function):
 
 
 # `torch.autograd.Function.apply` calls `inspect.signature` each time (torch 2.13). This takes 20
-# microseconds unless the function has this attribute; a small operand is quantized in 70.
+# microseconds unless the function has this attribute; quantizing a small operand takes 70.
 _QuantizedMatmul.forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     _QuantizedMatmul.forward
 )
@@ -384,7 +384,7 @@ def quantized_matmul(
     observe: Observer | None = None,
     amax_of: AmaxCallback | None = None,
 ) -> Tensor:
-    """Return `alpha * A @ B^T`; fake-quantize the operands of this GEMM and of those for gradients.
+    """Return `alpha * A @ B^T`; fake-quantize the operands of this and of the gradients' GEMMs.
 
     Args:
         a_MK: A, with the shape `[..., M, K]`. All tokens form one axis, so blocks along M run over
@@ -399,7 +399,7 @@ def quantized_matmul(
             Q(e) Q(B)^T / sums. The backward pass uses A, which these kernels recompute.
         observe: function that is called with each operand before it is quantized.
         amax_of: function that is called with each operand whose format demands an amax, in the
-            forward and in the backward pass, also with an empty one. It returns the amax.
+            forward and in the backward pass, even if the operand is empty. It returns the amax.
 
     Returns:
         C, with the shape `[..., M, N]` and the dtype of the operands.
@@ -428,7 +428,7 @@ def quantized_matmul(
     if a_MK.shape[:-2] != b_NK.shape[:-2]:
         raise ValueError(
             f"leading dimensions differ: A {tuple(a_MK.shape)}, B {tuple(b_NK.shape)}; "
-            "expand the smaller one first, so that autograd sums its gradient there"
+            "expand the smaller one first, so that autograd sums its gradient over these dimensions"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
     # Both operands and both passes need the same random signs, so draw their seed once.

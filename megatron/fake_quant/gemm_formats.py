@@ -96,8 +96,8 @@ class GemmFormats:
             if forward and copied and operand.format is None and getattr(self, forward).format:
                 raise ValueError(
                     f"{gemm} has the accumulator {accumulator.name} and multiplies a copy that "
-                    f"{forward} quantized along another axis, which no unit does; give {slot} a "
-                    f"format, or give the accumulator to other GEMMs only"
+                    f"{forward} quantized along another axis, which no unit can do; give {slot} "
+                    f"a format, or set the accumulator for other GEMMs only"
                 )
         try:
             check_operands(accumulator, *(getattr(self, slot) for slot in slots))
@@ -134,10 +134,10 @@ class GemmFormats:
         return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
 
     def names(self, *slots: str) -> str:
-        """Return the formats of the operands that are made from one tensor, as records have them.
+        """Return the formats of the operands that are made from one tensor, as stored in records.
 
         Args:
-            slots: slots of these operands; equal formats are named once.
+            slots: slots of these operands; equal formats are listed once.
         """
         return " | ".join(dict.fromkeys(str(self.effective(slot)) for slot in slots))
 

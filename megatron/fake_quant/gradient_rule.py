@@ -10,7 +10,7 @@ the error that quantization causes in it:
     ratio = rms(G) / rms(E) = ||G|| / ||E||        the rule flags G if ratio < √3
 
 That is an SQNR below 10 log10(3) = 4.77 dB. E contains the bias of the rounding, too. With
-stochastic rounding it is the noise of one draw. The rule says nothing about forward results. It is
+stochastic rounding it is the noise of one draw. The rule does not concern forward results. It is
 applied to the gradient of one micro-batch; the sum over a batch averages independent noise out, but
 the gradients of its samples also partly cancel.
 """

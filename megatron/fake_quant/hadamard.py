@@ -8,9 +8,10 @@ have in common. The numbers s_i are signs:
 
     y_j = sum_i x_i s_i H_ij / sqrt(d)
 
-The signs are all +1 ("deterministic"); random and fixed for a run, which means drawn from a given
-seed, or the 16 signs of Transformer Engine for NVFP4 (arXiv 2509.25149 applies them to both
-operands of wgrad); or "random", which means drawn for each call from a seed given to the call.
+There are three kinds of signs: all +1 ("deterministic"); signs that are fixed for a run, which are
+drawn from a given seed or are the 16 signs of Transformer Engine for NVFP4 (arXiv 2509.25149
+applies them to both operands of wgrad); and "random" signs, which are drawn for each call from a
+seed given to the call.
 
 On every device, the sum is taken in float32 from i = 0 upward, with one rounding per addition. It
 is then multiplied by 1 / sqrt(d) and rounded to the tensor's dtype.
@@ -115,11 +116,12 @@ class Hadamard:
         """Return a new tensor: `x` (float32, bfloat16 or float16) transformed along `axis`.
 
         The gradient is zero, as in `fake_quantize`. `seed` is the seed of random signs, from 0 to
-        2^62 - 1, and may be an int64 tensor without dimensions. Other signs ignore it.
+        2^62 - 1, and may be an int64 tensor without dimensions. It is ignored if the signs are not
+        random.
 
         Raises:
-            ValueError: if `x` has another dtype, if the size does not divide the axis, if the axis
-                is out of range, or if the signs are random and there is no seed.
+            ValueError: if `x` has a different dtype, if the size does not divide the axis, if the
+                axis is out of range, or if the signs are random and there is no seed.
         """
         return self._times(x, axis, seed, inverse=False)
 
@@ -139,8 +141,8 @@ class Hadamard:
         check_tensor(x, "transform")
         if x.ndim == 0:
             raise ValueError(
-                "a Hadamard transform runs along an axis, and the tensor has none; give one with "
-                f"an axis that is a multiple of {self.size}"
+                "a Hadamard transform runs along an axis, and the tensor has none; give a tensor "
+                f"with an axis whose length is a multiple of {self.size}"
             )
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(

@@ -169,7 +169,7 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
 def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
     """Return a mask of the values that hybrid rounding rounds up according to their low bits.
 
-    The rule is SR14 for a float32 source and SR2 for others; see the module's docstring.
+    The rule is SR14 for a float32 source and SR2 for other sources; see the module's docstring.
     """
     magnitude, way, _ = position
     if source == torch.float32:

@@ -12,8 +12,8 @@ products is the result. In a product that reduces over tokens, such as dY^T X, t
 (dY^T 1) mu^T. If both operands are split, there are four products.
 
 mu is computed in float64 and rounded to the dtype of X, and R = X - mu is rounded to this dtype,
-too. The products with mu are computed in float32, also under autocast, added to the product of the
-quantized parts, and rounded to its dtype.
+too. The products with mu are computed in float32, even under autocast. They are added to the
+product of the quantized parts, and the sum is rounded to the dtype of this product.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class SplitMatrix(NamedTuple):
     def is_unrounded(self) -> bool:
         """Return whether the matrix has more precision than its dtype; see `unrounded.py`.
 
-        The method is no property, because torch.compile of torch 2.6 cannot trace properties of a
+        This is not a property, because torch.compile of torch 2.6 cannot trace properties of a
         named tuple.
         """
         return self.scale is not None or self.dtype not in (None, self.values.dtype)

@@ -9,7 +9,7 @@ floor rceil ceil even   the rule of E8M0 scales (MX formats)
 top7.25                 this number in place of the element's largest; E8M0 scales then use rceil
 2d                      square blocks, 32 x 32 or 16 x 16 (formats with block scales)
 head16/17, head0.9      block maxima reach this fraction of the largest element
-outer-none -tensor -row -1x64 -1x128    float32 scales above E4M3, UE5M3 and E6M2 block scales
+outer-none -tensor -row -1x64 -1x128    float32 scales on top of E4M3, UE5M3, E6M2 block scales
 4over6-mae, 4over6-mse  the better of two E4M3 scales, by mean absolute or mean squared error
 bound256                the block scale to which an outer scale maps the largest block
 ue8m0                   powers of two, rounded up, in place of float32 block scales
@@ -19,15 +19,15 @@ eden                    MS-EDEN rounding (E4M3 scales); implies bound255.99 for 
 inf                     HiFloat8 overflows to Inf instead of the largest number
 t15, t224, ...          one scale for the tensor, which maps its largest magnitude to 15, 224, ...
 pow2                    the tensor's scale is a power of two
-delayed, delayed16      its scale follows from the largest of the last 1024 or 16 amaxes
-recent                  its scale follows from the last amax: delayed scaling with a history of 1
+delayed, delayed16      the tensor's scale follows from the largest of the last 1024 or 16 amaxes
+recent                  the tensor's scale follows from the last amax: delayed, with a history of 1
 margin1, margin2, ...   delayed scaling to the target / 2, / 4, ...
 global                  the tensor's scale is computed from the parts of all ranks
 
 A block is b32 (1 x 32 values), b64x128 (64 x 128 values of the last two axes), row (a whole row
 along the reduction axis), column (a whole column, orthogonal to that axis) or tensor (all values).
 Scales of an nv format are e4m3, ue5m3, e6m2 or fp32; the first three have an outer scale per tensor
-unless the name says otherwise.
+unless a variant changes this.
 """
 
 import difflib
@@ -66,7 +66,7 @@ from megatron.fake_quant.variants import (
     without_defaults,
 )
 
-# A plain dictionary, as TRACEABLE_FORMATS is.
+# This is a plain dictionary for the same reason as TRACEABLE_FORMATS.
 ALIASES: Mapping[str, str] = {
     "mxfp8_e4m3": "mxfp8",
     "hif8": "hifp8",
@@ -179,7 +179,7 @@ def _unknown(name: str) -> UnknownFormatError:
     first = name.lower().partition(":")[0]
     spelling = "'mx:e3m4:b16:rceil' or 'nv:e2m1:b16:e4m3'"
     if first in ("mx", "nv"):
-        # They begin spelled-out formats, so the user did not mean a named one.
+        # The name begins like a spelled-out format, so no named format is suggested.
         return UnknownFormatError(
             f"unknown format {name!r}; choose one of the named formats, or spell out element, "
             f"block size and scale, in this order and before all variants, as in {spelling}"

@@ -1,4 +1,4 @@
-"""Support operators of `torch.library`, which stand for this package's code where torch traces it.
+"""Support operators of `torch.library`, which replace this package's code when torch traces it.
 
 A compiled kernel needs the address of real memory. Under `torch.compile`, `torch.export`,
 `make_fx`, `torch.func`, `FakeTensorMode` and for tensor subclasses there is no such address,
@@ -9,9 +9,9 @@ this package calls one operator, which has
     a vmap rule   makes one call with one more batch dimension, so that graphs contain no loop
     a gradient    is zero, as in eager mode, because rounding is piecewise constant
 
-An operator's implementation is the code that eager mode runs, so the bits are the same. Eager mode
-calls the kernels directly (see `is_direct`), because dispatching an operator takes longer than some
-of the kernels.
+An operator's implementation is the code that eager mode runs, so results are bit-identical. Eager
+mode calls the kernels directly (see `is_direct`), because dispatching an operator takes longer than
+some of the kernels.
 
 All operators have these arguments in common. `batch` is the number of leading dimensions that
 `vmap` has added. The result is the same as from a loop over the samples: each sample has its own
@@ -38,7 +38,7 @@ def is_direct(x: Tensor) -> bool:
     """Return whether `x` is a plain tensor and neither a tracer nor a transform is active.
 
     The call takes less than a microsecond. It checks, in this order: whether Dynamo traces; whether
-    the tensor has a class of its own (FakeTensor, DTensor); whether a transform of `torch.func` or
+    the tensor is of a subclass (FakeTensor, DTensor); whether a transform of `torch.func` or
     a dispatch mode (FakeTensorMode, make_fx, selective checkpointing) is active; whether
     `torch.jit.trace` records; whether the tensor is a lazy negation or has no memory (meta).
     """

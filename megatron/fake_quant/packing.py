@@ -65,10 +65,11 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize `x` and return its codes and scales.
 
-    `fake_quantize` has the same arguments and raises the same errors. In addition, an empty
-    tensor raises ValueError unless the format is a cast, and so does a NaN that the format cannot
-    store: with a float32 scale for the tensor, and elements without a code for NaN. `dequantize`
-    converts the result to exactly the tensor that `fake_quantize` returns.
+    `fake_quantize` has the same arguments and raises the same errors. In addition, this function
+    raises ValueError for an empty tensor, unless the format is a cast, and for a NaN that the
+    format cannot store, because its scale is one float32 for the tensor and its elements have no
+    code for NaN. `dequantize` converts the result to exactly the tensor that `fake_quantize`
+    returns.
     """
     fmt, layout = checked(x, fmt, axis, amax)
     if is_direct(x):

@@ -66,7 +66,7 @@ def _check_nan(elements: Tensor, fmt: Format) -> None:
     """Refuse a NaN that neither a code nor the scale of a block can represent.
 
     Raises:
-        UnstorableError: if there is one.
+        UnstorableError: if there is such a NaN.
     """
     if fmt.block_size is not None or fmt.element.is_cast or nan_code(fmt.element) is not None:
         return

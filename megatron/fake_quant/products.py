@@ -5,7 +5,7 @@ operand has values that are not rounded to its dtype.
 
 `unrounded.py` explains how these operands are represented. The product of two operands is rounded
 once, to the dtype of the tensors, after all scales and the factor alpha have been applied to the
-float32 sums. Three ways lead there:
+float32 sums. There are three ways to do this:
 
 - On a CPU, oneDNN multiplies each float32 sum by one factor before rounding: alpha times the scales
   of both tensors.
@@ -47,7 +47,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Tensor:
     """Return `alpha` times the product of the first parts of `a` and `b`, in their dtype.
 
-    `plain` multiplies operands that are tensors of their dtype.
+    `plain` multiplies operands whose values are rounded to their dtype.
     """
     if not (a.is_unrounded() or b.is_unrounded()):
         return plain(a.values, b.values, alpha)
@@ -106,7 +106,7 @@ def _scaled(
     factor = alpha
     for scale in scales:
         factor *= scale.item() if scale.dim() == 0 else torch.nan
-    if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:  # or a scale is no scalar
+    if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:  # or a scale is not a scalar
         return _wide(a, b, scale_a, scale_b, alpha).to(dtype)
     add = cpu_matmul.baddbmm if a3.dim() == 3 else cpu_matmul.addmm
     none = a.new_empty((1,) * a3.dim())  # ignored, because beta is 0

@@ -35,7 +35,7 @@ def parse_format(name: str) -> Format | None:
 
 
 def weight_format(fmt: Format | None) -> Format | None:
-    """Return the format of a linear layer's weight if a quantization type names `fmt`.
+    """Return the format of a linear layer's weight in a quantization type with `fmt`.
 
     It is the same format, with square blocks if `fmt` has square blocks for weights.
     """
@@ -45,7 +45,7 @@ def weight_format(fmt: Format | None) -> Format | None:
 
 
 def gemm_formats(operation: str, fmt: Format) -> GemmFormats:
-    """Return the formats of an operation's six operands if a quantization type names `fmt`."""
+    """Return the formats of an operation's six operands in a quantization type with `fmt`."""
     formats = GemmFormats.uniform(fmt)
     if operation != "linear":
         return formats

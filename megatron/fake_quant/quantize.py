@@ -59,13 +59,14 @@ def fake_quantize(
     saturates by default. The scale of a tensor is computed from its finite values. A zero keeps its
     sign if the format has a negative zero; HiFloat8 and mxint8 have none.
 
-    The result has the same bits for all strides, devices and numbers of threads. Flushing of
-    subnormals (`torch.set_flush_denormal`) may change bits: in casts to bf16, and in blocks whose
-    maximum is below 2^-90 (or higher, if a spelled-out element has more than 5 exponent bits).
+    The result is bit-identical for all strides, devices and numbers of threads. Flushing of
+    subnormals (`torch.set_flush_denormal`) may change results: in casts to bf16, and in blocks
+    whose maximum is below 2^-90 (or higher, if a spelled-out element has more than 5 exponent
+    bits).
 
     Raises:
         ValueError: if the dtype or the format is unknown, if the axis is out of range, if the
-            blocks need other dimensions than the tensor has, or if the format demands an amax and
+            tensor lacks dimensions that the blocks need, or if the format demands an amax and
             there is none.
     """
     fmt, layout = checked(x, fmt, axis, amax)

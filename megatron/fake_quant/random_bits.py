@@ -27,7 +27,7 @@ def draw_seed(generator: torch.Generator | None) -> int:
     If the generator is on a CUDA device, the call waits for the device.
 
     Raises:
-        ValueError: if `generator` is something else.
+        ValueError: if `generator` is neither a generator nor None.
     """
     if not isinstance(generator, torch.Generator | None):
         raise ValueError(f"generator={generator!r}; give a torch.Generator, or seed={generator!r}")
@@ -50,8 +50,8 @@ def check_seed(seed: int | Tensor) -> None:
         valid = is_integer and 0 <= seed < SEEDS
     if not valid:
         raise ValueError(
-            f"the seed {seed!r}; give an integer from 0 to 2^62 - 1, or an int64 tensor of one "
-            "without dimensions"
+            f"the seed {seed!r} is not valid; give an integer from 0 to 2^62 - 1, or an int64 "
+            "tensor without dimensions that holds one"
         )
 
 

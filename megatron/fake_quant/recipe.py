@@ -234,7 +234,7 @@ def _iterations(node: Node, what: str) -> Interval:
     last = first if match and not match[2] else int(match[3]) if match and match[3] else math.inf
     if first < 1 or last < first:
         raise node.error(
-            f"{what} has iterations: {text}; they count from 1; give a number or a range, as in "
-            "'5', '1-100' or '101-', and a matcher for each if there are several"
+            f"{what} has iterations: {text}; iterations count from 1; give one number or "
+            "range, as in '5', '1-100' or '101-', and add a matcher for each further one"
         )
     return first, last

@@ -79,7 +79,7 @@ def parse_config(node: Node, what: str) -> Config:
     """
     if node.value is None or node.value in ("", [], {}):
         raise node.error(
-            f"{what} is empty; give {', '.join(OPERATIONS)}, or a quantization type (bf16: none)"
+            f"{what} is empty; give {', '.join(OPERATIONS)}, or a quantization type (bf16 for none)"
         )
     if not isinstance(node.value, dict):
         text = node.format_text(what)
@@ -125,7 +125,7 @@ def _check_tiles(config: Config, node: Node, what: str) -> None:
 
 def _format(node: Node, what: str) -> Format | None:
     if node.value is None:
-        raise node.error(f"{what} is empty; give a format, as in mxfp8, or bf16 for none")
+        raise node.error(f"{what} is empty; give a format, such as mxfp8, or bf16 for none")
     text = node.format_text(what)
     try:
         return parse_format(text)
@@ -138,7 +138,7 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         fmt = _format(node, what)
         return None if fmt is None else gemm_formats(operation, fmt)
     if not node.value:
-        raise node.error(f"{what} is empty; give a format, as in mxfp8, or its GEMMs")
+        raise node.error(f"{what} is empty; give a format, such as mxfp8, or its GEMMs")
     gemms = GEMMS[operation]
     own = ("probabilities", *_TILING) if operation == "pv" else ()
     node.only_keys(what, ("format", "backward", *own, *gemms, "accumulate"))
@@ -281,7 +281,7 @@ def _operand(
     if split != "none" and what.startswith(_NO_TOKENS):
         raise node.value["split"].error(
             f"split of {what} is {split}, which is the mean over tokens, and the rows of this "
-            "operand are not tokens; remove it"
+            "operand are not tokens; remove the split"
         )
     try:
         return Operand(default, hadamard, source, split)
@@ -309,7 +309,7 @@ def _hadamard(node: Node, what: str) -> Hadamard:
         size = node.scalar("size", what)
         signs = node.scalar("signs", what) if "signs" in node else "none"
     if not isinstance(size, int) or isinstance(size, bool):
-        raise node.error(f"{what} has the size {size!r}; give a power of two, as in 16")
+        raise node.error(f"{what} has the size {size!r}; give a power of two, such as 16")
     try:
         return Hadamard(size, signs)  # type: ignore[arg-type]
     except ValueError as error:

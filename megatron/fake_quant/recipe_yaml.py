@@ -93,7 +93,7 @@ class Node:
         """
         if self.text is None:
             kind = "a mapping" if isinstance(self.value, dict) else "a list"
-            raise self.error(f"{what} is {kind}; give one format, as in mxfp8")
+            raise self.error(f"{what} is {kind}; give one format, such as mxfp8")
         return self.text
 
 

@@ -79,8 +79,8 @@ def scale_down(
 ) -> tuple[Tensor, Scales]:
     """Return `x` as float32 blocks that are scaled to the element type's range, and the scales.
 
-    The scale of the whole tensor, if any, is computed from `amax`, or from its own amax if that is
-    None.
+    The scale of the whole tensor, if any, is computed from `amax` or, if `amax` is None, from the
+    tensor's own amax.
 
     Raises:
         ValueError: if the format needs an amax and there is none; see `check_amax_value`.

@@ -21,7 +21,7 @@ class RoundingMode:
     corrects_scales: bool = False
 
 
-# torch.compile of torch 2.6 can trace a dictionary, but no mapping proxy.
+# torch.compile of torch 2.6 can trace a dictionary, but not a mapping proxy.
 ROUNDINGS: Mapping[Rounding, RoundingMode] = {
     "nearest": RoundingMode("", "to nearest, ties {ties}"),
     "stochastic": RoundingMode(

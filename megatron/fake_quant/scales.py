@@ -22,7 +22,7 @@ class Scales:
     tensor: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
-        """Return those of the two fields that are not None, by field name."""
+        """Return the fields that are not None, by field name."""
         both = {"blocks": self.blocks, "tensor": self.tensor}
         return {name: part for name, part in both.items() if part is not None}
 
@@ -44,7 +44,7 @@ class ScaleDescription:
     source: str  #: document that defines the format
     brief: str  #: short description, for a table cell
     shared_by: str  #: values that share a scale, and the scale's number type
-    found: tuple[tuple[str, str], ...]  #: (label, text) pairs that say how a scale is computed
+    found: tuple[tuple[str, str], ...]  #: (label, text) pairs on how a scale is computed
     range_note: str = ""  #: text printed after the range of the scales
 
 

@@ -3,7 +3,7 @@
 A tensor core multiplies codes and applies their scales. It never rounds a code times its scale.
 `fake_quantize` does: its result has the dtype of the tensor, and in bfloat16 or float16 the values
 of every format whose scales are not powers of two are rounded a second time. Products of operands
-do without this rounding. There are three kinds of operands:
+avoid this second rounding. There are three kinds of operands:
 
     exact   The dtype represents every quantized value, as with MX formats. Nothing changes.
     apart   The dtype represents every element times its block scale. The scale of the tensor (or of
@@ -11,10 +11,10 @@ do without this rounding. There are three kinds of operands:
             is how tensor cores compute with NVFP4 and per-tensor FP8. The product stays fast.
     wide    The dtype represents neither. The values are in float32, and so is the product.
 
-Operands in float32 are exact. Some operands that could be kept apart are wide instead: scales of
-rows on a CPU, because torch's matmul can apply only one factor to the accumulator there; float16
-tensors on a CPU, because torch's float16 matmul is slower than its float32 matmul there; and
-MS-EDEN, whose kernel returns whole values.
+Operands in float32 are exact. Some operands that could be kept apart are wide instead. On a CPU,
+these are operands with scales of rows, because torch's matmul can apply only one factor to the
+accumulator, and float16 tensors, because torch's float16 matmul is slower than its float32 matmul.
+On every device, these are operands in MS-EDEN, whose kernel returns whole values.
 """
 
 import math
@@ -127,7 +127,7 @@ def quantize_parts(
         axis: reduction axis.
         seed: see `fake_quantize`.
         amax: see `fake_quantize`.
-        dtype: dtype of the tensors that the GEMM multiplies; by default, those of the values.
+        dtype: dtype of the tensors that the GEMM multiplies; by default, that of the values.
             The values may be in float32 if they are the unrounded copy of another operand.
     """
     x = parts.values

@@ -8,6 +8,6 @@ The script runs as a plain Python script does: with its own arguments, its folde
 `module_sources.PARTS` come from this tree, and `megatron.training`, `megatron.legacy` and all
 others come from where the script would find them. docs/foreign_trainers.md has the details.
 
-The package needs `megatron.core` and never imports this tree's `megatron.training`, whose place
-the package of the script takes.
+The package needs `megatron.core` and never imports this tree's `megatron.training`, which the
+script's own package replaces.
 """

@@ -24,7 +24,7 @@ def announcement(request: Request, sources: Sources) -> Iterator[str]:
     training = sources.package("training")
     yield f"  megatron.training: {training or 'none'}"
     for path in sources.hidden():
-        yield f"  hidden by this project's package of the same name: {path}"
+        yield f"  hidden by this project's package with the same name: {path}"
     if cpu_backend.is_active():
         yield "  device: CPU; torch.cuda, NCCL and torch.compile are replaced (no CUDA device)"
     formats = policy.current()

@@ -66,9 +66,9 @@ def remove_folder() -> None:
 
 
 def report_model_runs() -> None:
-    """Let this process tell its parents that it has run a model, and again when it ends.
+    """Let this process report to its parents when it runs a model, and again when it ends.
 
-    A process of a pool is killed when it is no longer needed, so it has no end of its own.
+    A process of a pool is killed when it is no longer needed, so nothing runs at its end.
     """
 
     def begin(program_end: ModuleType) -> None:
@@ -101,7 +101,7 @@ def _report() -> None:
 def any_has_run_a_model() -> bool:
     """Return whether a process that this one has spawned, or one of its children, ran a model.
 
-    Forks tell this process in another way; see `program_end.a_model_ran`.
+    Forks report this in a different way; see `program_end.a_model_ran`.
     """
     folder = os.environ.get(FOLDER)
     return folder is not None and any(Path(folder).iterdir())
@@ -113,7 +113,7 @@ def are_left() -> bool:
 
 
 def call_when_all_have_ended(function: Callable[[], None]) -> None:
-    """Call a function at Python's exit, after it has waited for these processes."""
+    """Call a function at Python's exit, after Python has waited for this process's children."""
     multiprocessing.util.Finalize(None, function, exitpriority=-1)
 
 

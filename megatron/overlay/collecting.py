@@ -49,7 +49,7 @@ def configure_later(request: Request) -> None:
     """Configure the collection when the first training iteration begins.
 
     Only then are the process groups, the arguments of the script and the number of iterations in
-    its checkpoint known. The variables let checks before that know that tensors are collected.
+    its checkpoint known. The environment variables inform earlier checks about the collection.
     """
     if request.options.save_tensors is not None:
         os.environ["TENSOR_SAVE_ENABLED"] = "true"
@@ -88,13 +88,13 @@ def _planned(request: Request, done: int) -> list[int]:
     last = args.get("train_iters")
     if not last and not settings.control_iter:
         raise ValueError(
-            "--collect-plan does not know how many iterations this trainer runs; give "
+            "--collect-plan: the number of iterations of this trainer is unknown; give "
             "--control-iter N"
         )
     iterations = planned_iterations(settings, done, int(last or sys.maxsize))
     if not iterations:
         raise ValueError(
-            f"--collect-plan: {done} iterations are done, and no later one is selected; select "
+            f"--collect-plan: {done} iterations are complete, and no later one is selected; select "
             "later ones with --collect-iterations"
         )
     return iterations
@@ -156,7 +156,7 @@ def finish(request: Request) -> str | None:
             return _incomplete(files)
         return "tensors were requested, but the script ran no training iteration"
     if request.options.collect_plan:
-        return None if tensor_saver.current() is None else "no iteration of the plan has run"
+        return None if tensor_saver.current() is None else "no planned iteration has run"
     limits = tensor_saver.settle()
     unreached = session.reason_for_nothing()
     lacking = session.lacking_iterations()
@@ -191,7 +191,7 @@ def requested(request: Request) -> str | None:
 
 
 def end_without_atexit() -> None:
-    """Do what is registered with `atexit`, in a process that ends without it."""
+    """Run what is registered with `atexit`, in a process that ends without running it."""
     from megatron.core.low_precision import program_end
 
     session.close_at_exit()

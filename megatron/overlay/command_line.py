@@ -35,7 +35,7 @@ class Request:
 
     words: tuple[str, ...]  #: this project's flags as they were given
     script: str  #: path of the script, or name of the module
-    is_module: bool  #: whether `script` is the name of a module
+    is_module: bool  #: True if `script` is the name of a module
     arguments: tuple[str, ...]  #: arguments of the script
     options: argparse.Namespace  #: values of this project's flags
 
@@ -211,7 +211,7 @@ def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
         action = known.get(name) or known[hyphenated(name)]
         position += 1
         if action.nargs != 0 and not equals:
-            value = words[position] if position < len(words) else name  # argparse reports the lack
+            value = words[position] if position < len(words) else name  # argparse reports it
             position += 1
         if action.nargs != 0 and not value.strip():
             parser.error(f"{name} is empty; give a value, or leave the flag out")

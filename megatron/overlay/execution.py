@@ -21,7 +21,7 @@ def prepare_path(request: Request, root: Path) -> None:
     The modules of this tree outside of `megatron`, such as its `tests`, are then no longer found.
     """
     sys.argv = [request.script, *request.arguments]
-    safe = getattr(sys.flags, "safe_path", False)  # Python 3.11: no folder comes first
+    safe = getattr(sys.flags, "safe_path", False)  # Python 3.11 or newer: no folder comes first
     first = [] if safe else [sys.path[0]]
     others = sys.path if safe else sys.path[1:]
     if first and request.is_module:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 USAGE_ERROR = 2  #: exit status for a command line that cannot be carried out, as in argparse
 RUN_ERROR = 1  #: exit status if the collection fails after the script has started
 
-_reserved = socket.socket()  #: socket whose port is that of a script with a single rank
+_reserved = socket.socket()  #: socket that reserves the port of a script with a single rank
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def _run(request: Request) -> None:
 
 @contextlib.contextmanager
 def _watching_ends(request: Request) -> Iterator[None]:
-    """Check the result also if the script ends by `os._exit(0)`, and refuse `os.exec`.
+    """Check the result even if the script ends by `os._exit(0)`, and refuse `os.exec`.
 
     Python runs no further code of this process after either of them.
     """
@@ -190,7 +190,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _refuse_missing_packages(error: ModuleNotFoundError, request: Request) -> None:
-    """Exit with a message if the script lacks packages, and name them all."""
+    """Exit with a message that lists all packages that the script lacks, if it lacks any."""
     if request.is_module:
         return
     folders = [Path(entry) for entry in sys.path if "site-packages" not in entry]

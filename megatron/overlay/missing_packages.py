@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def missing_packages(script: Path, folders: Sequence[Path]) -> list[str]:
-    """Return the packages that a run of `script` imports in vain, in the order of the imports.
+    """Return the missing packages that a run of `script` imports, in the order of the imports.
 
     Imports inside functions, `try` and `if` are ignored, because the script may work without them.
 

@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of a module that comes from a particular place."""
+        """Return the specification of a module; None if this finder does not handle it."""
         parent, _, leaf = name.rpartition(".")
         if parent == "megatron":
             places = [str(OURS)] if leaf in PARTS else self._folders
@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> Sources:
-    """Let `megatron.*` come from its place from now on, and return the places of the script.
+    """Install the finder of `megatron.*`, and return the folders of the script's packages.
 
     Call it when `sys.path` is as the script expects it.
     """

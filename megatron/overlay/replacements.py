@@ -1,4 +1,4 @@
-"""Functions of the script's tree that are replaced when their module is imported.
+"""Replace functions of the script's tree when their module is imported.
 
 Two of them would compile code and write it into the script's tree, which this project never does.
 """
@@ -20,7 +20,7 @@ from megatron.overlay import script_arguments
 def _use_compiled_helpers(module: ModuleType) -> None:
     """Replace `compile_helpers`, which runs make in the folder of megatron-core.
 
-    It compiles for the Python of the shell, which may be another one than this Python.
+    It compiles for the Python of the shell, which may differ from this Python.
     """
 
     def compile_helpers() -> None:

@@ -1,6 +1,6 @@
 """The training program, which replaces Megatron-LM's package `megatron.training`.
 
-The wheels of megatron-core 0.17 and later contain a package of that name; nothing of it is used.
+The wheels of megatron-core 0.17 and later contain a package with this name, which is not used.
 Flags, log lines and checkpoint folders follow Megatron-LM. `megatron.core` does all the
 computation: it is the installed wheel, overlaid with the files of this tree. With the wheel alone,
 a run would silently train without quantization and collect no tensors. Importing this package

@@ -61,7 +61,7 @@ def check_collection(args: argparse.Namespace) -> None:
         if given and not asked:
             raise ValueError(
                 f"{given[0]} was given, but no tensors are collected; add --save-tensors, or "
-                "--collect-plan to see what would be"
+                "--collect-plan to see what would be collected"
             )
         if asked:
             read_settings(
@@ -145,8 +145,7 @@ def print_plan(
     iterations = planned_iterations(planner.settings, done, args.train_iters)
     if not iterations:
         raise UserError(
-            f"--collect-plan: {done} iterations are done and no other is trained; raise "
-            "--train-iters"
+            f"--collect-plan: {done} iterations are done and none remains; raise --train-iters"
         )
     clock.reset(iterations[0] - 1)
     batches = datasets.micro_batches(
@@ -161,7 +160,7 @@ def print_plan(
     step = partial(forward_step, args=args)
     run_schedule(step, batches, state.model, run, forward_only=False)
     plan = make_plan(planner, iterations, get_current_global_batch_size(), done)
-    print_rank_0("> collection plan, from one iteration forward and backward; nothing was written")
+    print_rank_0("> collection plan, from one iteration; nothing was written")
     for line in report(plan):
         print_rank_0(line)
     for line in _reservations(args):
@@ -171,7 +170,7 @@ def print_plan(
 
 def _reservations(args: argparse.Namespace) -> Iterator[str]:
     if args.num_moe_experts:
-        yield "experts get different tokens in each iteration: only the first one's sizes are exact"
+        yield "experts get different tokens in each iteration: only the first has exact sizes"
     if args.rampup_batch_size is not None and args.collect_micro_batches != 1:
         yield "the batch grows (--rampup-batch-size): later iterations have more micro-batches"
 

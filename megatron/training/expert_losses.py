@@ -28,8 +28,8 @@ class _Loss:
     """A router loss, and how its values are combined across ranks."""
 
     name: str  #: name of the loss in megatron-core's tracker
-    sums_over_data: bool = False  #: whether the loss is summed over data-parallel ranks
-    #: whether the loss is summed over tensor- and context-parallel ranks; if not, it is averaged
+    sums_over_data: bool = False  #: True if the loss is summed over data-parallel ranks
+    #: True if the loss is summed over tensor- and context-parallel ranks; if not, it is averaged
     sums: bool = True
 
 
@@ -82,7 +82,7 @@ def _in_use(config: TransformerConfig) -> list[_Loss]:
 
 
 def _enter(loss: _Loss, layers: int) -> None:
-    """Enter a loss and the groups that reduce it into megatron-core's tracker."""
+    """Add a loss and the groups that reduce it to megatron-core's tracker."""
     groups = _groups(loss)
     if HAS_TRACKER_OBJECT:
         tracker = get_moe_metrics_tracker()

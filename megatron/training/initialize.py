@@ -85,9 +85,10 @@ def _check_open_files(args: argparse.Namespace) -> None:
         )
     if soft < needed:
         raise UserError(
-            f"only {soft} files may be open at a time (ulimit -n), and a rank of "
-            f"{args.world_size} needs at least {needed}; run `ulimit -n {max(4096, needed)}` in a "
-            "new shell first, or ask the administrator to raise the hard limit (ulimit -Hn)"
+            f"only {soft} files may be open at a time (ulimit -n), and each of "
+            f"{args.world_size} rank(s) needs at least {needed}; run "
+            f"`ulimit -n {max(4096, needed)}` in a new shell first, or ask the administrator to "
+            "raise the hard limit (ulimit -Hn)"
         )
 
 
@@ -129,7 +130,7 @@ def _start_processes(args: argparse.Namespace) -> None:
         if "MASTER_PORT" not in os.environ:
             raise UserError(
                 "MASTER_ADDR and WORLD_SIZE are set but MASTER_PORT is not; start the ranks with "
-                "`torchrun --nproc-per-node N pretrain_gpt.py ...`, or set it"
+                "`torchrun --nproc-per-node N pretrain_gpt.py ...`, or set MASTER_PORT"
             )
         dist.init_process_group(
             args.distributed_backend,

@@ -79,7 +79,7 @@ class LogValues:
 
 
 class TimeLeft:
-    """Estimate of the time until the last iteration, for a line after a log line."""
+    """Estimate of the remaining training time, which is printed after a log line."""
 
     PERIOD = 60.0  #: minimum number of seconds between two estimates
 

@@ -100,8 +100,8 @@ class TrainingLoop:
             print_rank_0(f"[after training is done] datetime: {stamp()}")
             if reason is not None:
                 print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
-            # Save first: the checkpoint must not count the samples of the evaluation at the end,
-            # which a longer run does not take at this iteration.
+            # Save before the final evaluation: the checkpoint must not count the samples of this
+            # evaluation, because a longer run does not evaluate at this iteration.
             self._save()
             if reason is None:
                 self._evaluate_at_end()
@@ -112,7 +112,7 @@ class TrainingLoop:
         self.scalars.close(failed=False)
 
     def _end(self) -> str:
-        """Return a part of a sentence with the flag that sets the end of training."""
+        """Return a clause that states the flag that limits training, and its value."""
         if self.args.train_samples is None:
             return f"--train-iters is {self.args.train_iters}"
         consumed = self.progress.consumed_train_samples
@@ -207,7 +207,7 @@ class TrainingLoop:
             if not math.isfinite(value):
                 raise RunError(
                     f"{name} is {value} at iteration {self.progress.iteration}; lower --lr, warm "
-                    "up longer or choose a wider format, or train on with "
+                    "up longer or choose a wider format, or continue with "
                     "--no-check-for-nan-in-loss-and-grad"
                 )
 
@@ -276,7 +276,7 @@ class TrainingLoop:
         if self.args.save_hf is None:
             return
         if early and self.args.save is not None:
-            print_rank_0(f"> --save-hf waits until --train-iters {self.args.train_iters}")
+            print_rank_0(f"> --save-hf writes nothing before --train-iters {self.args.train_iters}")
             return
         with whole_weights(self.state.model, self.run_):
             save_weights(self.run_, self.state.model)

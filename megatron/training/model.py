@@ -52,7 +52,7 @@ def check_buildable(args: argparse.Namespace) -> None:
         ),
         ("--hybrid-context-parallel", args.hybrid_context_parallel),
         (
-            f"--cp-comm-type {args.cp_comm_type} (they gather keys and values: {COMM_TYPE})",
+            f"--cp-comm-type {args.cp_comm_type} (the layers gather keys and values: {COMM_TYPE})",
             args.context_parallel_size > 1 and args.cp_comm_type not in (None, COMM_TYPE),
         ),
     ):
@@ -66,8 +66,8 @@ def check_buildable(args: argparse.Namespace) -> None:
     if with_biases and args.expert_model_parallel_size == 1:
         raise UserError(
             f"--num-experts {args.num_moe_experts} with biases does not run on the local layers: "
-            "the experts of megatron-core add their biases in place, and autograd refuses "
-            "this on one expert-parallel rank; give --disable-bias-linear"
+            "the experts of megatron-core add their biases in place, and autograd does "
+            "not allow this on one expert-parallel rank; give --disable-bias-linear"
         )
 
 
@@ -112,7 +112,7 @@ def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPT
         reason = " ".join(str(error).split()).split(" when instantiating ")[0]
         raise UserError(
             f"megatron-core cannot build this model: {reason or type(error).__name__}; change the "
-            "flags of the same names (field a_b is --a-b)"
+            "flags with the same names (field a_b is --a-b)"
         ) from error
 
 
@@ -186,8 +186,9 @@ def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
 def _mark_shards(chunk: torch.nn.Module) -> None:
     """Mark weights that are split between tensor-parallel ranks, unless they are marked already.
 
-    megatron-core marks them when it initializes them. `--load-hf` and `--no-initialization` skip
-    this. An unmarked shard counts as a copy of rank 0's, and is missing in the gradient norm.
+    megatron-core marks the weights when it initializes them, which `--load-hf` and
+    `--no-initialization` skip. An unmarked shard would count as a copy of rank 0's shard, and would
+    be missing from the gradient norm.
     """
     for module in chunk.modules():
         split = [("weight", dim) for kind, dim in SPLIT if isinstance(module, kind)]
@@ -200,10 +201,10 @@ def _mark_shards(chunk: torch.nn.Module) -> None:
 
 
 def _print_size(chunks: list[torch.nn.Module]) -> None:
-    """Print the number of parameters: per model-parallel rank as Megatron-LM, and in all.
+    """Print the number of parameters per model-parallel rank, as Megatron-LM does, and in total.
 
-    The numbers per rank do not add up to that of the model, because norms are on all
-    tensor-parallel ranks, and a line has the experts of one expert-parallel rank only.
+    The numbers per rank do not add up to the total, because every tensor-parallel rank holds the
+    norms, and each line counts the experts of only one expert-parallel rank.
     """
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -238,9 +239,9 @@ def _without_copies(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOptimizer:
     """Build megatron-core's optimizer, without weight decay for biases and norms.
 
-    megatron-core does not mark the parameters with a learning rate of their own (--decoupled-lr).
-    Without the mark, it would give them the settings of other parameters when it loads a
-    checkpoint, or the other way round.
+    megatron-core does not mark the parameters that have a separate learning rate (--decoupled-lr).
+    Without the mark, it would confuse the settings of these and the other parameters when it loads
+    a checkpoint.
     """
     overrides: dict[Any, Any] = get_standard_config_overrides(run.optimizer)
     for override in overrides.values():

@@ -4,8 +4,9 @@ The names are those of Megatron-LM. Only the last rank, which also prints the lo
 If a service fails during the run, training continues without it, and the run ends with an error.
 
 Weights & Biases and MLflow are imported only if they are requested. TensorBoard also receives most
-values over the number of consumed samples, as `NAME vs samples`. The other services have a single
-step counter, the iteration; there, `consumed-samples` can serve as the horizontal axis.
+values as functions of the number of consumed samples, under `NAME vs samples`. The other services
+have a single step counter, the iteration; their plots can use `consumed-samples` as the horizontal
+axis.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any, ClassVar
 from megatron.training.collective_errors import all_succeed
 from megatron.training.printing import is_last_rank
 
-#: values that Megatron-LM does not write over the number of consumed samples
+#: values that Megatron-LM does not write as functions of the number of consumed samples
 BY_ITERATION_ONLY = (
     "iteration-time",
     "throughput",
@@ -44,9 +45,9 @@ class ScalarWriter(ABC):
     #: errors that end the connection but not the run
     errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
     by_samples: ClassVar[bool] = (
-        False  #: whether a value may have the number of samples as its step
+        False  #: True if a value may have the number of samples as its step
     )
-    #: whether the run must not start without the service
+    #: True if the run must not start without the service
     essential: ClassVar[bool] = True
 
     @staticmethod
@@ -60,7 +61,7 @@ class ScalarWriter(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """Write what is pending, and end the connection."""
+        """Write pending values, and end the connection."""
 
     @staticmethod
     @abstractmethod
@@ -190,7 +191,7 @@ class Scalars:
         Raises:
             UserError: on all ranks, if a connection cannot be made.
         """
-        #: services that the flags request, also on ranks that do not write
+        #: services that the flags request, even on ranks that do not write
         self.requested = [kind for kind in WRITERS if kind.requested(args)]
         self._args = args
         self._interval = args.tensorboard_log_interval
@@ -259,7 +260,7 @@ class Scalars:
 
     @contextmanager
     def _catching(self, kind: type[ScalarWriter], where: str) -> Iterator[None]:
-        """Catch the errors of a service in the `with` block, print a warning, and drop it."""
+        """Catch the errors of a service in the `with` block, print a warning, and stop using it."""
         try:
             yield
         except kind.errors as error:
@@ -286,7 +287,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
 def event_folder_problem(args: argparse.Namespace) -> str | None:
     """Return why this rank cannot write to `--tensorboard-dir`, or None if there is no problem.
 
-    Return None also if this rank writes no event files.
+    The result is also None if this rank writes no event files.
     """
     if args.tensorboard_dir is None or not is_last_rank():
         return None

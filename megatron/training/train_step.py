@@ -34,7 +34,7 @@ class StepResult:
     """The result of one iteration, which is the same on every rank."""
 
     losses: dict[str, float]  #: mean of each loss over the iteration
-    skipped: bool  #: whether fp16 gradients overflowed, in which case the weights are not updated
+    skipped: bool  #: True if fp16 gradients overflowed, in which case the weights are not updated
     grad_norm: float | None
     num_zeros: int | None
     #: largest attention logit of the iteration; None without `--log-max-attention-logit`

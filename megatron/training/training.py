@@ -39,7 +39,7 @@ def pretrain(run: RunConfig) -> None:
         UserError: on every rank, if the flags or the data are invalid.
     """
     args = run.args
-    program_end.leave_exit_to_launcher()  # some flags ask for a model that does not run
+    program_end.leave_exit_to_launcher()  # with some flags, the model is never run
     model.check_buildable(args)
     configure_formats(args)
     check_collection(args)

@@ -102,7 +102,7 @@ def _whole(fields: Mapping[str, Any], name: str) -> int:
     """
     value = fields.get(name, 0)
     if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{name} is not a whole number")
+        raise ValueError(f"{name} is not an integer")
     return value
 
 

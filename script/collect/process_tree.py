@@ -71,7 +71,7 @@ class ProcessTree:
             stderr=None if output is None else subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            # If this process is killed and cannot clean up, the kernel asks the command to end.
+            # If this process is killed and cannot clean up, the kernel terminates the command.
             preexec_fn=None
             if libc is None
             else lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),

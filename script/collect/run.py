@@ -236,7 +236,7 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
     if len(tally.iterations) < args.control_iter:
         return (
             f"training ended after {len(tally.iterations)} of {args.control_iter} iterations; "
-            "raise --train-iters, or ask for fewer with --control-iter"
+            "raise --train-iters, or request fewer with --control-iter"
         )
     return None
 

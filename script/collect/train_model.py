@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the bf16 model from which the default collection continues, unless it exists.
+"""Train the bf16 model from which the default collection continues, unless the model exists.
 
     python script/collect/train_model.py --iterations 300
 
@@ -104,11 +104,11 @@ def train(model: TrainedModel) -> None:
     """Train the model in a temporary folder, and rename the folder. The lock must be held.
 
     Raises:
-        RuntimeError: if the training fails, or if the driver script ends before it.
+        RuntimeError: if the training fails, or if the driver script ends before the training.
     """
     folder = model.folder
     partial = folder.with_name(f"{folder.name}.partial")
-    for leftover in (partial, folder):  # of a killed process; a folder without a checkpoint
+    for leftover in (partial, folder):  # a killed process left them, without a checkpoint
         shutil.rmtree(leftover, ignore_errors=True)
     program, arguments = model.words(sys.executable)
     arguments += ["--save", str(partial)]
@@ -122,13 +122,13 @@ def train(model: TrainedModel) -> None:
     launcher.train(arguments, log, head)
     result = parse_log(text_of(log), head, model.iterations, evaluated=False)
     if result is None or result.status != COMPLETE:
-        why = "its log has no end" if result is None else result.message
+        why = "its log is incomplete" if result is None else result.message
         raise RuntimeError(f"the model was not trained: {why}; see {log}, or {advice()}")
     partial.rename(folder)
 
 
 class Progress:
-    """Lines that show how far the training is."""
+    """Lines that show the progress of the training."""
 
     def __init__(self, log: Path, iterations: int):
         self._log, self._iterations = log, iterations

@@ -76,7 +76,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--given",
         default="",
-        help="option of the driver that makes its job another than the default",
+        help="option that makes the driver's job differ from the default job",
     )
     parser.add_argument("--dtype", default="bf16", help="the driver's --dtype")
     parser.add_argument("--flags", default="", help="flags of pretrain_gpt.py, quoted for a shell")

@@ -2,7 +2,7 @@
 
 The first of these that is set takes effect: the type that the user gives; CUSTOM_QUANT_TYPE, if no
 other variable sets the format of a single operation; the type that the environment and the settings
-file of quant_type_modifier.py result in; and `DEFAULT`. This module knows the type names of the
+file of quant_type_modifier.py result in; and `DEFAULT`. This module resolves the type names of the
 experiment matrix. The training code, which needs torch, resolves all other names.
 """
 

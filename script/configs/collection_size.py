@@ -32,12 +32,12 @@ class Size:
     bytes: int
     #: number of collected iterations; None for `--control-iter 0` without `--train-iters`
     iterations: int | None
-    limited: bool  #: whether the user has set a maximum number of files or bytes
-    #: whether tensors are written only after an event (with a ring buffer) or while a flag file
+    limited: bool  #: True if the user has set a maximum number of files or bytes
+    #: True if tensors are written only after an event (with a ring buffer) or while a flag file
     #: exists
     optional: bool
     ranks: int  #: number of ranks that collect
-    codes: bool  #: whether quantized codes are also collected; `files` and `bytes` exclude them
+    codes: bool  #: True if quantized codes are also collected; `files` and `bytes` exclude them
 
 
 def collection_size(words: Sequence[str]) -> Size | None:
@@ -163,7 +163,7 @@ def _whole(flag: str, words: Sequence[str]) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise ConfigError(f"{flag} is {text!r}; give a whole number of at least 0")
+        raise ConfigError(f"{flag} is {text!r}; give an integer of at least 0")
     return int(text)
 
 

@@ -34,7 +34,7 @@ class Experiment:
     schedule: Schedule
     tensorboard: str
     checkpoint: str | None  #: folder for checkpoints; None if none are saved
-    resume: bool  #: whether the folder `checkpoint` already holds a checkpoint
+    resume: bool  #: True if the folder `checkpoint` already holds a checkpoint
     formats: Sequence[str]  #: flags that set the number formats
     dtype: str = "bf16"
     parallelism: Parallelism = field(default_factory=Parallelism)

@@ -1,6 +1,6 @@
 """Compute the shapes of the tensors that a training command collects, from its flags.
 
-A layer's matmuls determine its tensors. `Model` knows the layers of Llama and DeepSeek-V2: dense
+A layer's matmuls determine its tensors. `Model` supports the layers of Llama and DeepSeek-V2: dense
 layers, experts, and latent attention.
 """
 
@@ -62,13 +62,13 @@ class Model:
         """Return the positive integer that follows a flag, or `default` if the flag is not given.
 
         Raises:
-            ConfigError: if the value is not a positive whole number.
+            ConfigError: if the value is not a positive integer.
         """
         text = last_value(flag, self.words)
         if text is None:
             return default
         if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10) or int(text) < 1:
-            raise ConfigError(f"{flag} is {text!r}; give a whole number of at least 1")
+            raise ConfigError(f"{flag} is {text!r}; give an integer of at least 1")
         return int(text)
 
     @property
@@ -86,7 +86,7 @@ class Model:
         return max(1, self.number("--global-batch-size", self.batch) // (self.batch * copies))
 
     def _expert_layers(self) -> list[bool] | None:
-        """Return for each layer whether it has experts; None if the pattern is not understood."""
+        """Return for each layer whether it has experts; None if the pattern is not supported."""
         pattern = last_value("--moe-layer-freq", self.words) or "1"
         if pattern.isdecimal() and int(pattern):
             return [layer % int(pattern) == 0 for layer in range(self.layers)]

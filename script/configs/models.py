@@ -28,7 +28,7 @@ class Preset:
     lr: float  #: maximum learning rate; the minimum is a tenth of it
     #: default number of processes and parallel sizes
     parallelism: Parallelism = field(default_factory=Parallelism)
-    recompute: bool = False  #: whether attention scores are recomputed in the backward pass
+    recompute: bool = False  #: True if attention scores are recomputed in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,8 @@ QUANTIZATIONS: tuple[str, ...] = (
 
 UNQUANTIZED = ("bf16", "none")
 
-#: Accepted name with which no format flag is passed to training. The environment and the settings
-#: file then decide.
+#: Accepted name for which no format flag is passed to training, so that the environment and the
+#: settings file determine the formats.
 AS_SET = "settings"
 
 
@@ -72,7 +72,7 @@ def accepted() -> dict[str, str]:
 def plain_type(name: str) -> str | None:
     """Return the canonical spelling of an accepted type; the case of `name` does not matter.
 
-    Return None for all other types: only `megatron.fake_quant`, which needs torch, knows them.
+    Return None for all other types: only `megatron.fake_quant`, which needs torch, resolves them.
     """
     spellings = {each.lower(): each for each in accepted() if each not in (*UNQUANTIZED, AS_SET)}
     return (spellings | dict.fromkeys(UNQUANTIZED, UNQUANTIZED[0])).get(name.lower())

@@ -64,8 +64,8 @@ class Files:
         if not has_data(self.data):
             return f"none in {self.data}"
         return (
-            f"no tokenizer at {self.tokenizer} for those in {self.data} (name both to train on "
-            "them)"
+            f"no tokenizer at {self.tokenizer} for the data in {self.data} (name both to train on "
+            "these data)"
         )
 
 
@@ -88,7 +88,7 @@ class DataRequest:
     tokenizer: str | None  #: tokenizer path given by the user, if any
     data: str | None  #: data prefix given by the user, if any
     default: Files  #: files to use if the user gives none
-    corpus: bool  #: whether the default corpus may replace missing default files
+    corpus: bool  #: True if the default corpus may replace missing default files
     prepare: Sequence[str] = ()  #: command that makes the default files
     names: tuple[str, str] = ("--tokenizer-path", "--data-path")  #: option names, for messages
 
@@ -156,8 +156,8 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
     if not has_data(files.data):
         how = shlex.join(_preparation(files, request, python))
         problems.append(
-            f"no data at {files.data} (it takes {files.data}.bin and {files.data}.idx); make them "
-            f"with `{how}`, or name others in {request.names[1]}"
+            f"no data at {files.data} ({files.data}.bin and {files.data}.idx are needed); make "
+            f"them with `{how}`, or name other data in {request.names[1]}"
         )
     if request.data is not None and request.tokenizer is None:
         problems.reverse()
@@ -270,7 +270,7 @@ def enter_environment() -> None:
         return
     python = interpreter(dry_run=False)
     if Path(python).absolute() == Path(sys.executable).absolute():
-        raise ConfigError(f"{python} (LAB_PYTHON) lacks torch; run it without LAB_PYTHON")
+        raise ConfigError(f"{python} (LAB_PYTHON) lacks torch; unset LAB_PYTHON and run it again")
     sys.stdout.flush()
     os.execv(python, [python, *sys.argv])
 

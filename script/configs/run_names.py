@@ -38,8 +38,8 @@ def sets_operations() -> bool:
 def settings_file() -> Path | None:
     """Return the settings file of `megatron.fake_quant.settings`; None if it sets nothing.
 
-    A file that QUANT_SETTINGS_FILE names and that does not exist is left to training, which refuses
-    it.
+    The path is also returned if QUANT_SETTINGS_FILE names a file that does not exist, or if the
+    file cannot be read. Training then reports the error.
     """
     named = os.environ.get("QUANT_SETTINGS_FILE")
     path = Path(named or REPO / ".quant_settings.json")

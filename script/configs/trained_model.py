@@ -1,8 +1,8 @@
 """Define the bf16 model from which the default collection continues, and name its checkpoint.
 
-The tensors of random weights say little about a model that has learned. The default job of the
-drivers therefore collects from a run that continues from a trained model. Every quantization type
-starts from the same weights, as in `script/study.py`. The model is trained once, by
+The tensors of a model with random weights differ from those of a trained model. The default job of
+the drivers therefore collects from a run that continues from a trained model. Every quantization
+type starts from the same weights, as in `script/study.py`. The model is trained once, by
 `script/collect/train_model.py`.
 """
 
@@ -33,7 +33,7 @@ HARMLESS = (
     *("--seed", "--lr", "--min-lr", "--weight-decay", "--clip-grad", "--adam-", "--train-iters"),
     *("--micro-batch-size", "--global-batch-size", "--seq-length", "--log-", "--tensorboard-"),
 )
-DTYPES = ("bf16", "fp8")  #: types of a driver's `--dtype` whose runs have bf16 weights
+DTYPES = ("bf16", "fp8")  #: values of a driver's `--dtype` with which runs have bf16 weights
 
 
 def start_flags(iterations: int) -> list[str]:
@@ -68,7 +68,7 @@ class TrainedModel:
             checkpoint=None,
             resume=False,
             formats=("--custom-quant-type", "bf16"),
-            # Half the preset's batch halves the time. Its learning rate is too high for this batch.
+            # Half the preset's batch halves the time, but needs a lower learning rate.
             sizes=Sizes(global_batch_size=2, lr=1e-3),
             is_tiny=True,
             flags=(*start_flags(self.iterations), "--no-save-optim", "--no-save-rng"),
@@ -104,7 +104,7 @@ class TrainedModel:
         return self.folder / "training.log"
 
     def exists(self) -> bool:
-        """Return whether the model is trained; its folder is renamed to its name at the end."""
+        """Return whether the model is trained; its folder gets this name only at the end."""
         return (self.folder / "latest_checkpointed_iteration.txt").is_file()
 
 

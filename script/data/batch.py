@@ -37,7 +37,7 @@ class Batch:
     block: bytes = b""
     documents: list[tuple[int, Any]] = field(default_factory=list)
     bytes_read: int = 0  #: number of bytes that were read from the (possibly compressed) file
-    last: bool = False  #: whether this is the last batch of its file
+    last: bool = False  #: True if this is the last batch of its file
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if self.format != "jsonl":

@@ -69,7 +69,7 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
         counts = {"documents": index.documents, "tokens": tokens, "dtype": index.dtype.name}
         for name, value in counts.items():
             if (recorded := getattr(manifest, name)) != value:
-                problems.append(f"{name}: {value}, but {prefix}.json says {recorded}")
+                problems.append(f"{name}: {value}, but {prefix}.json records {recorded}")
     if vocabulary is not None and not 0 <= smallest <= largest < vocabulary:
         problems.append(
             f"token ids from {smallest} to {largest}, but the vocabulary has {vocabulary}"

@@ -63,5 +63,5 @@ def add_running(parser: argparse.ArgumentParser) -> None:
     add(
         "--overwrite",
         action="store_true",
-        help="replace existing output, and an interrupted run of other input or options",
+        help="replace existing output, and an interrupted run with different input or options",
     )

@@ -1,6 +1,7 @@
 """Decompress gzip, bzip2 and zstandard files, which are recognized by their first bytes.
 
-(This module must not be called compression: Python 3.14's own gzip needs a module of that name.)
+(This module must not be called compression, because Python 3.14's own gzip imports a module with
+this name.)
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ writes these files, unless they exist already:
 With them, training can be tried without data and without a network. The topics are the pages that
 `help("FOR")` prints (`pydoc_data.topics`): 79 pages, half a million characters, about 140,000
 tokens. They differ slightly between releases of Python. The drivers call this script if no data was
-named. It prints nothing to standard output, and returns at once if all files exist.
+given. It prints nothing to standard output, and returns at once if all files exist.
 """
 
 from __future__ import annotations

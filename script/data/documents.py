@@ -41,7 +41,7 @@ class Settings:
     json_keys: tuple[str, ...] = ("text",)
     input_format: str | None = None  #: format of all input files; if None, it is guessed for each
     document_separator: str = ""
-    wikipedia: bool = False  #: whether text that begins with a title is read as wikitext
+    wikipedia: bool = False  #: True if text that begins with a title is read as wikitext
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None
@@ -226,9 +226,9 @@ class Encoder:
                 kind = _JSON_TYPES[type(record[key])]
                 raise ValueError(f"the value under the key {key!r} is {kind}, not a string")
             if key not in record:
-                present = _some(record) or "no keys"
+                present = _some(record) or "none"
                 raise ValueError(
-                    f"no text under the key {key!r} (there are {present}); name the key in "
+                    f"no text under the key {key!r} (available keys: {present}); name the key in "
                     "--json-keys"
                 )
             try:

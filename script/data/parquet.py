@@ -81,8 +81,8 @@ def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
     for key in keys:
         if key not in schema.names:
             raise ValueError(
-                f"{path}: no column {key!r} (there are {', '.join(schema.names)}); name the column "
-                "of the text in --json-keys"
+                f"{path}: no column {key!r} (the columns are {', '.join(schema.names)}); name the "
+                "column of the text in --json-keys"
             )
         kind = schema.field(key).type
         if not any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string)):

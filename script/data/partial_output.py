@@ -72,7 +72,7 @@ class PartialOutput:
         # identity of each input file so far, as the function `identity` returns it
         self.inputs: list[list[Any]] = []
         self.resumed = False
-        self.complete = False  # whether the output is ready to be published
+        self.complete = False  # True if the output is ready to be published
         self.files: dict[str, BinaryIO] = {}
 
     @property
@@ -130,12 +130,12 @@ class PartialOutput:
             file = self.files[name] = (self.folder / name).open("ab")
             if file.tell() < size:
                 raise DamagedStateError(
-                    f"{self.folder / name} is shorter than progress.json says; delete the folder "
+                    f"{self.folder / name} is shorter than progress.json states; delete the folder "
                     f"{self.folder} to start over"
                 )
         if self.resumed:
             # Save the resume point before truncating: it may be earlier than the saved one, and the
-            # output files must not be shorter than the saved one says.
+            # output files must not be shorter than the saved one states.
             self.commit()
         for name, size in sizes.items():
             self.files[name].truncate(size)

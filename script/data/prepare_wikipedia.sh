@@ -14,7 +14,7 @@
 # resumes.
 #
 #   --input PATH...         files and folders, instead of a download
-#   --output-prefix PREFIX  write other files than the above; _text_document is added
+#   --output-prefix PREFIX  write PREFIX_text_document.* instead of the above files
 #   --tokenizer-model PATH  Hugging Face folder, SentencePiece .model or .tiktoken file
 #                           (model/llama3.2-1b)
 #   --tokenizer-type TYPE   HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer (guessed)

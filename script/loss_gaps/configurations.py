@@ -22,7 +22,7 @@ class Configuration:
     name: str
     #: recipe file; for a type with a prefix, the recipe that the offline study uses; otherwise None
     recipe: Path | None = None
-    is_type: bool = True  #: whether `name` is a quantization type
+    is_type: bool = True  #: True if `name` is a quantization type
 
     @property
     def flags(self) -> list[str]:
@@ -50,7 +50,7 @@ def configurations_of(
     """Return the configurations to train besides the baseline, without duplicates.
 
     A type with a prefix, such as `linear_mxfp4`, also gets a recipe, because the offline study
-    knows formats and recipes only.
+    supports only formats and recipes.
 
     Args:
         formats: quantization types.

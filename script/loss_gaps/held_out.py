@@ -56,7 +56,7 @@ def cut(data: str, valid: str | None, tokens: int, folder: Path) -> Parts:
     name = f"{index_state([source.prefix])}_{tokens}"
     held_out = str(folder / f"held_out_{name}")
     if valid is not None:
-        held_out = str(folder / f"held_out_first_{name}")  # the last tokens have the other name
+        held_out = str(folder / f"held_out_first_{name}")  # without `first`: the last tokens
         _write(source, 0, tokens, [tokens], held_out)
         return Parts(data, held_out)
     if source.bin_size > LARGEST:

@@ -128,7 +128,7 @@ def locked(folder: Path):
     """Lock an output folder in a `with` block; runs that outlive this process keep the lock.
 
     Raises:
-        ValueError: if another study, or a run that it has left, holds the lock.
+        ValueError: if another study, or a run that has outlived it, holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:

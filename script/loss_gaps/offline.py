@@ -41,11 +41,11 @@ SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("num_experts", "moe_ffn_hidden_size"),
 )
-SAME_BITS = 0.01  #: largest difference of bits per value that counts as equal
+SAME_BITS = 0.01  #: largest difference in bits per value that counts as equal
 #: Modules that a quantization type leaves in high precision; a recipe can quantize them.
 ALWAYS_HIGH = r"output_layer|.*\.router"
 HIGH_BITS = 16.0  #: bits per value of an operand in high precision
-#: columns with offline errors: of all GEMMs, and of those of the forward and the backward pass
+#: columns with the offline errors of all GEMMs, of the forward GEMMs and of the backward GEMMs
 ERRORS = ("offline_error", "offline_error_forward", "offline_error_backward")
 
 
@@ -58,7 +58,7 @@ class Pair:
     bits: float  #: mean bits per value of the proposed recipe
     uniform: Configuration
     uniform_bits: float
-    same: bool  #: whether the recipe has the uniform format everywhere
+    same: bool  #: True if the recipe has the uniform format everywhere
 
     @property
     def equal_bits(self) -> bool:
@@ -106,7 +106,7 @@ def check_dump(dump: Path, arguments: Sequence[str]) -> None:
         arguments: arguments of `pretrain_gpt.py` for the training runs.
 
     Raises:
-        ValueError: if a record names a quantization type, or a run card other sizes of the model.
+        ValueError: if a record has a quantization type, or a run card lists different model sizes.
     """
     store = TensorStore(dump)
     for kind in store.records["quant_type"].unique():
@@ -145,8 +145,8 @@ def errors_of(table: pd.DataFrame, recipes: Collection[str] = ()) -> pd.DataFram
     """Return the offline errors and the bits of each configuration, by name.
 
     Squared relative errors are averaged over iterations, micro-batches and ranks, and then over all
-    GEMM results. Results that are zero in high precision have none. An error is NaN if a result is
-    not finite, or if some of the GEMMs could not be studied under the configuration.
+    GEMM results. Results that are zero in high precision have no relative error. An error is NaN if
+    a result is not finite, or if some of the GEMMs could not be studied under the configuration.
 
     Args:
         table: table of the offline study.
@@ -184,7 +184,7 @@ def _root_mean(squares: pd.Series) -> float:
 def check_names(
     configurations: Iterable[Configuration], budgets: Collection[float], *, whole: bool
 ) -> None:
-    """Refuse budgets that no format meets, and recipes named like those that are proposed.
+    """Refuse budgets that no format meets, and recipes that have the name of a proposed one.
 
     Anything that this function finds would otherwise be found after the first training runs.
 
@@ -216,7 +216,7 @@ def check_names(
     for each in configurations:
         if not each.is_type and each.name in own:
             raise ValueError(
-                f"with --bits, the study proposes a recipe that is named {each.name!r}, too; "
+                f"with --bits, the study proposes a recipe with the same name {each.name!r}; "
                 f"rename {each.recipe}"
             )
 
@@ -281,7 +281,7 @@ def _uniform(places: Sequence[Place], budget: float) -> tuple[str, float]:
     """Return the uniform format for a budget, and its mean bits per value.
 
     Raises:
-        ValueError: if no format has finite results within the budget in all places.
+        ValueError: if no format has finite results within the budget in all matmuls.
     """
     names = set.intersection(*({option.format for option in place.options} for place in places))
     total = sum(place.values for place in places)

@@ -41,7 +41,7 @@ class Setting:
     start_loss: float = math.nan  #: held-out loss of the checkpoint; NaN if unknown
 
     def sentences(self) -> list[str]:
-        """Return sentences that say what was trained and measured."""
+        """Return sentences that state what was trained and measured."""
         amount = f"{self.iterations} iterations of {self.tokens:,} tokens"
         if self.from_scratch:
             how = (

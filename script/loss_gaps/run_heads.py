@@ -1,6 +1,6 @@
-"""Write and compare the first lines of logs, which tell runs with different results apart.
+"""Write and compare the first lines of logs, which distinguish runs with different results.
 
-A command names files, and they can change between two calls. The first line of a log therefore has
+A command refers to files, which can change between two calls. The first line of a log therefore has
 the command and, after `#`, what else determines the result: the checkpoint from which the run
 starts, the contents of its recipe, the state of its files, its processes and the versions of the
 packages. A finished run is used again only if all of these are unchanged. Files are identified by
@@ -56,7 +56,7 @@ def head_of(arguments: Sequence[str], causes: Mapping[str, str]) -> str:
 def changed(log: str, head: str) -> list[str]:
     """Return what differs between the run of a log and that of `head`, as texts of `CAUSES`.
 
-    Logs of earlier versions of the study have the command only, so that all else differs.
+    Logs of earlier versions of the study contain only the command, so all else counts as changed.
     """
     before, now = (_causes(text.partition("\n")[0]) for text in (log, head))
     texts = [text for name, text in CAUSES.items() if before.get(name) != now.get(name)]

@@ -46,7 +46,7 @@ def ending(status: int, seconds: float) -> str:
 
 
 def has_ended(text: str) -> bool:
-    """Return whether a log is that of a run that has ended, also one that failed."""
+    """Return whether a log is that of a run that has ended, even if the run failed."""
     return _END.search(text) is not None
 
 
@@ -89,7 +89,7 @@ def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) 
 
 
 def losses_in(text: str) -> dict[int, float]:
-    """Return the training losses in a log, by iteration, also while the run writes it."""
+    """Return the training losses in a log, by iteration, even while the run writes the log."""
     return {int(number): float(loss) for number, loss, _ in _ITERATION.findall(text)}
 
 
@@ -98,7 +98,7 @@ def read_log(
 ) -> RunLog | None:
     """Return the result in a log file, or None if the run must be done or repeated.
 
-    A failed run must be repeated, unless `failed` asks for its result, too. A diverged run would
+    A failed run must be repeated, unless `failed` is true. A diverged run would
     diverge again.
     """
     if not path.is_file():

@@ -65,7 +65,7 @@ class Trainings:
         self.tokens = sizes.global_batch_size * sizes.seq_length  #: tokens per iteration
         self.held_out_tokens = options.eval_iters * self.tokens
         files = launch.files_of(selection, python)
-        # The last token is only predicted.
+        # The last token is only a prediction target, not an input.
         length = self.held_out_tokens + 1
         parts = cut(files.data, matrix.valid_data_path, length, self.folder / "data")
         words = experiment.command(python, files)
@@ -111,8 +111,8 @@ class Trainings:
     def train_start(self) -> RunLog | None:
         """Train the bf16 model from which all configurations continue, and return the result.
 
-        The result is None if there is no such run. Otherwise, its losses identify the weights for
-        the runs that start from them.
+        The result is None if the runs start from scratch or from a given checkpoint. Otherwise, the
+        losses of the run identify the weights in the logs of the runs that start from them.
 
         Raises:
             RuntimeError: if the run fails.
@@ -130,8 +130,8 @@ class Trainings:
     def collect(self) -> Path:
         """Collect the operands for the offline study, and return the folder of the dump.
 
-        They are those of the first iteration after the checkpoint, which is trained first, or of
-        the last one from scratch.
+        If the runs continue from a checkpoint, it is trained first, and the operands are those of
+        the first iteration after it. From scratch, they are those of the last iteration.
 
         Raises:
             RuntimeError: if the run fails.
@@ -246,7 +246,7 @@ def _result(log: Path, head: str, iterations: int, *, evaluated: bool = True) ->
 
 
 def _why_repeated(missing: Sequence[tuple[Path, str]]) -> str:
-    """Return text that says why runs that have ended cannot be used, or an empty string.
+    """Return text that states why runs that have ended cannot be used, or an empty string.
 
     Args:
         missing: logs of the runs that are missing, and the first lines that they should have.
@@ -262,7 +262,7 @@ def _why_repeated(missing: Sequence[tuple[Path, str]]) -> str:
         return ""
     logs = "their logs have" if count > 1 else "its log has"
     return (
-        f" ({count} ended earlier and cannot be used, because {logs} other values, or none, "
+        f" ({count} ended earlier and cannot be used, because {logs} different values, or none, "
         f"for {', '.join(differences)})"
     )
 

@@ -38,7 +38,7 @@ def write_dumps(folder: Path) -> None:
 
 @pytest.fixture
 def small_pictures(monkeypatch):
-    """Draw pictures with few pixels and without a layout, in tests that do not look at them."""
+    """Draw pictures with few pixels and without arranging the axes, for tests that ignore them."""
     from megatron.analysis import quick
     from megatron.analysis.outputs import render
 

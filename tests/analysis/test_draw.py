@@ -149,7 +149,7 @@ def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch
     monkeypatch.setattr(render, "quick_analysis", quick)
     watchdog = threading.Timer(240, give_up)
     watchdog.start()
-    with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
+    with pytest.raises(ValueError, match=r"the system ended a drawing process.*--workers 1"):
         drawing.draw(dump, tmp_path, formats=FORMATS, figures=["gradients", "quick"], workers=2)
     assert watchdog.is_alive(), "the other process did not end by itself"
     watchdog.cancel()
@@ -214,7 +214,7 @@ def test_a_cell_is_the_sqnr_of_its_tensor(figure_data):
 
 
 def test_an_operand_is_quantized_as_in_its_first_gemm(figure_data):
-    """Check that V has blocks along keys, for P V, and the others along the last dimension."""
+    """Check that V has blocks along keys, for PV, and the others along the last dimension."""
     mine = figure_data.uses[figure_data.uses["quantized_format"] == "mxfp8"]
     axes = mine.groupby("place")["axis"].unique()
     assert axes["core value"].tolist() == ["column"]
@@ -292,7 +292,7 @@ def test_what_a_dump_lacks_is_said(tmp_path, capsys):
     options = ["--output-dir", str(tmp_path / "draw"), "--formats", "fp8_e4m3", "--figures", *names]
     assert main(["draw", str(tmp_path / "logs"), *options]) == 0
     said = capsys.readouterr().out
-    assert "no comparisons: there is one type only (mxfp8)" in said
+    assert "no comparisons: there is only one quantization type (mxfp8)" in said
     assert "no hifp8_analysis: hifp8 is not among the formats" in said
     assert "no block_analysis: none of the formats has blocks" in said
     assert not list((tmp_path / "draw").rglob("*.png"))

@@ -47,7 +47,7 @@ def made_up(iterations: int = 40, *, seed: int = 1, drift: float = 1.0) -> pd.Da
 
 
 def changed(table, *, iteration, layer, **values):
-    """Return the table with other numbers of one operand in one iteration."""
+    """Return the table with changed numbers of one operand in one iteration."""
     row = (table.iteration == iteration) & (table.layer_idx == layer)
     return table.assign(**{name: table[name].where(~row, x) for name, x in values.items()})
 

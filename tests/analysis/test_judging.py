@@ -1,4 +1,4 @@
-"""Tests of the tensors that judge formats, of recomputed tensors, and of the ends of runs."""
+"""Tests of judged tensors, of recomputed tensors, and of how runs ended."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ def test_verify_checks_both_passes(dumps):
     ("card", "words"),
     [
         ({"status": "finished"}, "finished"),
-        ({"status": "running"}, "no end in its run card: it was killed, or is still writing"),
-        ({"seed": 1}, "no end in its run card: it was killed, or is still writing"),
+        ({"status": "running"}, "no end in its run card: the run was killed or is in progress"),
+        ({"seed": 1}, "no end in its run card: the run was killed or is in progress"),
         ({"status": "limited", "limit": "1 GiB is reached"}, "ended by a limit: 1 GiB is reached"),
         ({"status": "failed", "error": "No space left"}, "failed: No space left"),
         ({"status": "aborted", "reason": "ValueError: x"}, "training was aborted: ValueError: x"),

@@ -45,7 +45,7 @@ def test_the_table_has_the_records_fields_and_the_ranks_place(tmp_path):
     assert sorted(records["rank"]) == sorted(records["tp"]) == [0] * 14 + [1] * 14
     assert records["world_size"].unique().tolist() == [2]
     assert records["iteration"].dtype == np.int64
-    assert records["pp"].isna().all(), "this dump does not say it"
+    assert records["pp"].isna().all(), "this dump does not record it"
     first = records.iloc[0]
     assert first["shape"] == first["global_shape"] == [64, 2, 64]
     assert records["format"][records["tensor_name"] == "weight"].tolist() == ["mxfp8"] * 2
@@ -67,7 +67,7 @@ def test_a_file_without_metadata_is_described_by_its_name(tmp_path):
     assert bare.quant_type == "mxfp8"
     assert torch.equal(store.load(bare), torch.ones(4))
     assert torch.equal(store.load_global(rank=0), torch.ones(4))
-    with pytest.raises(ValueError, match=r"2 records say of their dims None.*with load\(record\)"):
+    with pytest.raises(ValueError, match=r"dims of its 2 records are None.*with load\(record\)"):
         store.load_global(bare)
     assert store.problems == []
 
@@ -126,7 +126,7 @@ def test_select(tmp_path, conditions, expected):
         ({"laier": 1}, "no condition 'laier'; choose from layer, world, run_id, iteration"),
         ({"tensor_name": "weights"}, "no tensor_name 'weights'; choose from query, key, value"),
         ({"operation": ["forward", "back"]}, "no operation 'back'; choose from forward, backward"),
-        ({"layer": "0"}, "layer_idx is a whole number, not '0'; give a number, a list or a range"),
+        ({"layer": "0"}, "layer_idx is an integer, not '0'; give a number, a list or a range"),
     ],
 )
 def test_a_condition_that_could_never_hold_is_refused(tmp_path, conditions, said):

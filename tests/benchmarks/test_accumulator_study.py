@@ -1,4 +1,4 @@
-"""The page about accumulators: its tables from made-up errors and losses."""
+"""Test the page of benchmarks/accumulator_study.py with made-up errors and losses."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Test benchmarks/accumulators.py: all ways give the same results, and its page has their times."""
+"""Test benchmarks/accumulators.py: implementations agree, and the page states their times."""
 
 import sys
 
@@ -36,7 +36,7 @@ def test_quick_run_compares_every_way(tmp_path, capsys, monkeypatch):
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[2:]] == list(names)
     assert [row[-1] for row in rows[2:]] == ["0", "0"]
-    assert [row[4] == "-" for row in rows[2:]] == [False, True]  # the model in numpy
+    assert [row[4] == "-" for row in rows[2:]] == [False, True]  # the column numpy
     assert all(float(row[3].replace(",", "")) > 0 for row in rows[2:])
 
 

@@ -35,7 +35,7 @@ def test_page_has_the_peers_that_are_here_and_where_they_differ(tmp_path):
     )
     assert "| ml_dtypes | `mxfp4` | nan, infinity |\n" in text
     assert "| ml_dtypes | `mxfp4` | odd_length, first_axis | ValueError: cannot reshape" in text
-    if sys.version_info < (3, 13):  # setup.py says why
+    if sys.version_info < (3, 13):  # setup.py explains why
         assert re.search(r"\| en_dtypes \| `hifp8` .* \| 40960 alone \| Inf \| 2\^15 \|", text)
     assert "not examined" not in text
 
@@ -44,7 +44,7 @@ def test_page_has_the_peers_that_are_here_and_where_they_differ(tmp_path):
     ("options", "words"),
     [
         (("--formats", "mxfp9"), "--formats: unknown format 'mxfp9'"),
-        (("--transformer-engine", "nowhere"), "no folder nowhere for --transformer-engine"),
+        (("--transformer-engine", "nowhere"), "--transformer-engine nowhere is not a folder"),
         (("--peers-python", "nowhere"), "--peers-python "),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test the verdict of benchmarks/divergence.py on made-up results; it does not train."""
+"""Test the verdict of benchmarks/divergence.py on made-up results, without training."""
 
 import math
 import sys

@@ -55,7 +55,7 @@ def test_quick_run_agrees_with_the_peers_that_are_here(tmp_path):
         for axis in ("last", "first")
     }
     assert all(row["differ_randn"] == row["differ_wide"] == "0" for row in by_peer["ml_dtypes"])
-    if sys.version_info < (3, 13):  # setup.py says why
+    if sys.version_info < (3, 13):  # setup.py explains why
         assert [row["differ_randn"] for row in by_peer["en_dtypes"]] == ["0", "0"]
         assert all("values from 40960 on" in row["note"] for row in by_peer["en_dtypes"])
 
@@ -64,7 +64,7 @@ def test_quick_run_agrees_with_the_peers_that_are_here(tmp_path):
     ("options", "said"),
     [
         (("--formats", "mxfp9"), "--formats: unknown format 'mxfp9'"),
-        (("--shape", "0", "8"), "'0' is not a whole number of 1 or more; see --help"),
+        (("--shape", "0", "8"), "'0' is not a positive integer; see --help"),
         (("--axes", "middle"), "invalid choice: 'middle'"),
         (("--peers-python", "nowhere/python"), "nowhere/python does not run"),
     ],

@@ -40,7 +40,8 @@ def test_the_table_has_means_of_windows_and_differences_by_seed():
     table = loss_curves.table(curves(bf16=0.0, mxfp4=0.1)).splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert rows[0] == ["mean loss, iterations", "bf16", "mxfp4"]
-    # A twentieth of 40 iterations is 2: 5.985 is the mean of 5.99 and 5.98, and 0.15 of 0.1 and 0.2
+    # A window has 2 iterations, a twentieth of 40: 5.985 is the mean of 5.99 and 5.98. The means of
+    # mxfp4 are higher by 0.15, the mean of 0.1 and 0.2.
     assert rows[2] == ["1 to 2", "5.9850", "6.1350"]
     assert rows[-3][0] == "39 to 40"
     assert rows[-2][1:] == ["+0.0000 (+0.0000 to +0.0000)", "+0.1500 (+0.1000 to +0.2000)"]

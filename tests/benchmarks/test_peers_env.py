@@ -16,7 +16,7 @@ import peers_env
 
 @pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace `.venv-peers` by a virtual environment of a stand-in for the user's Python."""
+    """Replace `.venv-peers` with a virtual environment of a stand-in for the user's Python."""
     python = separate_python(tmp_path)
     folder = tmp_path / ".venv-peers"
     subprocess.run([python, "-m", "venv", folder], check=True)

@@ -34,17 +34,14 @@ def test_the_ratio_is_taken_round_by_round():
     lines = preprocessing.table(rounds, 100, 3_000_000, 500_000).splitlines()
     assert lines[2] == f"| {ours} | 2.00 | 2.00 | 50 | 1.5 | 0.25 |"
     assert lines[4] == f"| {theirs} | 2.00 | 6.00 | 50 | 1.5 | 0.25 |"
-    assert "on the disk: 3 (2.5 to 3.5); over `map` alone" in lines[-1]
-    assert (
-        "starts from Arrow: 2 (1.5 to 2.5). Documents per CPU second: 8 (6.5 to 9.5); 6"
-        in lines[-1]
-    )
+    assert "on the disk: 3 (2.5 to 3.5); divided by those of `map` alone" in lines[-1]
+    assert "starts from Arrow: 2 (1.5 to 2.5). Per CPU second: 8 (6.5 to 9.5); 6" in lines[-1]
 
 
 def test_two_rounds_have_no_quartiles(capsys):
     with pytest.raises(SystemExit):
         preprocessing.parse(["--rounds", "2"])
-    assert "--rounds is 2; give 3 or more" in capsys.readouterr().err
+    assert "--rounds is 2, but quartiles need at least 3 rounds" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ def test_the_worker_times_pairs_of_steps_and_counts_the_operands():
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     pairs = [list(map(float, words[1:])) for words in lines if words[:1] == ["pair"]]
-    assert len(pairs) == 3, "two pairs warm up"
+    assert len(pairs) == 3, "the first two pairs are the warm-up"
     assert all(seconds > 0 for pair in pairs for seconds in pair)
-    # six operands of each of four linear layers, six of QK and PV each, three of the LM head
+    # Each of the four linear layers, QK and PV have six operands; the LM head has three.
     assert ["operands", str(4 * 6 + 2 * 6 + 3)] in lines

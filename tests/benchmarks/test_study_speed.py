@@ -141,7 +141,7 @@ def test_without_torchao_only_our_side_is_measured():
     [
         (["--hidden-sizes", "100"], "multiples of 64"),
         (["--tokens", "20"], "a multiple of 32"),
-        (["--rounds", "0"], "'0' is not a whole number of 1 or more"),
+        (["--rounds", "0"], "'0' is not a positive integer"),
     ],
 )
 def test_mistakes_are_one_line(options, message, capsys):

@@ -34,10 +34,10 @@ def read_only_disk(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Return a file system of one MiB; mounting needs the right to do so."""
+    """Return a file system of one MiB; mounting it requires permission."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount_or_skip(folder, "size=1m")
     yield folder
-    session.close()  # also after a failure: an open index would hold the mount
+    session.close()  # even after a failure: an open index would hold the mount
     subprocess.run(["umount", str(folder)], check=True)

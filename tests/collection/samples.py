@@ -47,7 +47,7 @@ def record(counter: int) -> TensorRecord:
 
 
 def nothing() -> bool:
-    """Evict nothing, as a writer without a ring."""
+    """Evict nothing, like a writer without a ring."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Make tensors as small as those of tests bypass the page cache, as large ones do."""
+"""Make writes of small tensors, as in the tests, bypass the page cache like those of large ones."""
 
 import mmap
 

@@ -52,7 +52,7 @@ def fill(writer: BackgroundWriter, tensors: int) -> None:
 def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
     writer = BackgroundWriter(disk, HostBuffers(3 * SIZE))
     fill(writer, 3)
-    assert (writer.pending, writer.written) == (3, (0, 0)), "until here nothing has waited"
+    assert (writer.pending, writer.written) == (3, (0, 0)), "nothing has waited so far"
     went_on = threading.Event()
 
     def train() -> None:
@@ -72,12 +72,12 @@ def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
 
 
 def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
-    """The wait ends like a limit: tensors that were accepted are still written."""
+    """The end of the wait acts as a limit: tensors that were accepted are still written."""
     writer = BackgroundWriter(disk, HostBuffers(3 * SIZE), longest=0.3)
     fill(writer, 3)
     began = time.monotonic()
     assert writer.hold(TENSOR, {}, nothing) is None
-    assert writer.hold(TENSOR, {}, nothing) is None, "together, not each"
+    assert writer.hold(TENSOR, {}, nothing) is None, "the limit applies to all waits together"
     writer.wait()
     assert 0.3 <= time.monotonic() - began < 5.0
     assert re.search(r"training has waited [\d.]+ s in one iteration", writer.slow)
@@ -114,7 +114,7 @@ def test_at_the_end_no_rank_waits_long_for_another_that_still_writes(tmp_path, m
     session.end_iteration()
     session.settle()
     assert told[:-1] == [False] * (len(told) - 2) + [True]
-    assert len(told) >= 4, "several turns, then how each rank fared"
+    assert len(told) >= 4, "several turns, then the outcome of each rank"
     assert told[-1]["tensors"] == 1
     session.close()
 
@@ -147,10 +147,10 @@ def test_a_write_that_fails_ends_the_writing_and_nothing_else(disk, caplog, fail
     disk.open.set()
     writer.drain()
     assert writer.error.startswith("collection stopped after 0 tensors: cannot write to ")
-    writer.submit(copy, record(9))  # a layer that has not noticed yet
+    writer.submit(copy, record(9))  # from a layer that has not noticed the failure
     assert writer.hold(TENSOR, {}, nothing) is None
     writer.close()
-    assert caplog.messages == [writer.error], "said once"
+    assert caplog.messages == [writer.error], "reported once"
     assert (writer.pending, writer.memory.used) == (0, 0)
     (event,) = read_events(disk.directory / "index_run_rank00.jsonl")
     assert (event["event"], event["why"]) == ("failed", writer.error)
@@ -218,7 +218,7 @@ def test_what_is_written_of_a_cuda_tensor_is_what_it_was_when_it_was_shown(tmp_p
             assert copy is not None
             assert copy.tensor.is_pinned()
             writer.submit(copy, record(counter))
-            x.zero_()  # at once
+            x.zero_()  # immediately after the submission
             del x, view
     writer.close()
     assert writer.error is None
@@ -233,7 +233,7 @@ def test_patience_counts_from_the_last_write_and_not_from_the_first(disk):
     writer = BackgroundWriter(disk, HostBuffers(2 * SIZE), patience=0.5)
     fill(writer, 1)
     writer.drain()
-    time.sleep(0.6)  # nothing was to be written
+    time.sleep(0.6)  # there is nothing to write
     fill(writer, 8)
     writer.close()
     assert (writer.error, writer.written[0]) == (None, 9)
@@ -272,14 +272,14 @@ def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
 def test_a_thread_that_hangs_with_the_index_holds_up_no_event(disk):
     writer = BackgroundWriter(disk, HostBuffers(2 * SIZE))
     fill(writer, 1)
-    with writer._index:  # as that thread would
+    with writer._index:  # as a hanging thread does
         started = time.monotonic()
         writer.append({"event": "switched"})
         assert time.monotonic() - started < 30
     disk.open.set()
     writer.close()
     (event,) = read_events(disk.directory / "index_run_rank00.jsonl")
-    assert event["event"] == "switched", "it is written once that can be done"
+    assert event["event"] == "switched", "the event is written as soon as possible"
 
 
 def test_while_threads_write_training_does_not_ask_the_disk(tmp_path, monkeypatch, fresh_saver):
@@ -299,4 +299,4 @@ def test_while_threads_write_training_does_not_ask_the_disk(tmp_path, monkeypatc
     session.end_iteration()
     assert session.close() is None
     assert 1 <= sum(asked) < 200
-    assert len(asked) - sum(asked) == 200, "a look after each write"
+    assert len(asked) - sum(asked) == 200, "one query after each write"

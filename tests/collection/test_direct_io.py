@@ -34,7 +34,7 @@ class Disk:
 
     def __init__(self, file, refuses=0, takes=None):
         self._file, self._refuses, self._takes = file, refuses, takes
-        self.writes: list[tuple[int, bool]] = []  #: bytes, and whether past the cache
+        self.writes: list[tuple[int, bool]] = []  #: bytes, and True if past the cache
 
     def __getattr__(self, name):
         return getattr(self._file, name)
@@ -56,7 +56,7 @@ class Disk:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    for name in ("PIECE", "_buffers"):  # so that both are put back
+    for name in ("PIECE", "_buffers"):  # so that both are restored
         monkeypatch.setattr(direct_io, name, getattr(direct_io, name))
     use_small_pieces(PAGES)
 
@@ -115,7 +115,7 @@ def takes_direct(folder) -> bool:
 
 
 def test_a_file_system_that_refuses_when_it_is_asked(tmp_path, monkeypatch):
-    """FUSE and old tmpfs refuse with EINVAL, and are asked once per file."""
+    """FUSE and old tmpfs refuse O_DIRECT with EINVAL; it is tried once per file."""
     asked = []
     ask = fcntl.fcntl
 
@@ -208,14 +208,14 @@ def test_a_disk_that_is_busy_with_one_large_file_is_not_dead(tmp_path, monkeypat
         copy = writer.hold(large, {}, lambda: False)
         assert copy is not None, writer.error
         writer.submit(copy, record(counter))
-    assert time.monotonic() - started > 3, "or else nothing was tried"
+    assert time.monotonic() - started > 3, "the writes take longer than the patience"
     writer.close()
     assert (writer.error, writer.written[0]) == (None, 2)
 
 
 @pytest.fixture
 def real_disk(tmp_path):
-    """Return an ext4 file system that about a hundred files fill; mounting needs the right."""
+    """Return an ext4 file system for about a hundred files; mounting it requires permission."""
     image, folder = tmp_path / "image", tmp_path / "disk"
     with image.open("wb") as file:
         file.truncate(768 * PIECE)

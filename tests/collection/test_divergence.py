@@ -1,4 +1,4 @@
-"""Replay the runs of benchmarks/divergence.py: each planted jump is found, no ordinary run is."""
+"""Replay the runs of benchmarks/divergence.py: only planted jumps are found, and all of them."""
 
 import math
 from pathlib import Path

@@ -52,10 +52,10 @@ def test_memory_is_used_again_and_never_beyond_its_limit():
     again = memory.copy(TENSOR + 1, nothing)
     assert again.tensor.data_ptr() in where
     assert torch.equal(again.tensor, TENSOR + 1)
-    large = memory.copy(torch.ones(3 * 256), nothing)  # spare memory makes way for it
+    large = memory.copy(torch.ones(3 * 256), nothing)  # unused buffers are released for it
     assert large is not None
     assert memory.peak == 4 * SIZE
-    assert memory.copy(torch.ones(5 * 256), lambda: pytest.fail("no waiting helps")) is None
+    assert memory.copy(torch.ones(5 * 256), lambda: pytest.fail("waiting cannot help")) is None
 
 
 def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
@@ -66,9 +66,9 @@ def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
         memory.used += SIZE
         memory._take_back(torch.empty(SIZE, dtype=torch.uint8), (SIZE, pinned))
     assert memory.copy(torch.ones(3 * 256), nothing) is not None
-    assert not given_back, "ordinary memory goes by itself"
+    assert not given_back, "unpinned memory needs no call to be released"
     assert memory.copy(torch.ones(128), nothing) is not None
-    assert given_back, "torch would keep it, beside what takes its place"
+    assert given_back, "torch would keep the memory, in addition to its replacement"
     assert memory.peak <= 4 * SIZE
 
 

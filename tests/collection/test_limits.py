@@ -35,9 +35,9 @@ def collect(folder, tensors: int = 6, **limits):
     for _ in range(tensors):
         save(torch.ones(16, 16, 64))
     session.end_iteration()
-    assert session.finished(), "the iteration counts, so that training ends as it was told to"
+    assert session.finished(), "the iteration counts, so that training ends as requested"
     lines = session.settle()
-    assert session.close() is None, "a limit is no failure"
+    assert session.close() is None, "a limit is not a failure"
     (index,) = folder.glob("index_*.jsonl")
     (card,) = folder.glob("run_*.json")
     found = list(read_index(index))
@@ -46,7 +46,7 @@ def collect(folder, tensors: int = 6, **limits):
 
 
 class WriterThatFinishesMeanwhile:
-    """Writer of which another thread finishes the pending file as soon as the disk is read."""
+    """Writer whose pending file another thread finishes as soon as the free space is queried."""
 
     records = bytes = 0
     pending, pending_bytes = 1, 100
@@ -87,7 +87,7 @@ def test_a_slice_that_leaves_nothing_of_a_tensor_is_said_once(tmp_path, caplog):
     session.settle()
     session.close()
     (said,) = [m for m in caplog.messages if "--collect-slice" in m]
-    assert "leaves nothing of input of decoder.layers.0.mlp.linear_fc1, whose dim" in said
+    assert "selects nothing of input of decoder.layers.0.mlp.linear_fc1, whose dim" in said
     assert "s b h are [2, 3, 4]; rank 0 leaves it out" in said
     (card,) = tmp_path.glob("run_*.json")
     (rank,) = json.loads(card.read_text())["ranks"]
@@ -103,14 +103,14 @@ SIZE = 16 * 16 * 64 * 4
         ({"collect_max_files": 2}, 2, "--collect-max-files lets this rank write 2"),
         ({"collect_max_gib": 3.5 * SIZE / GIB}, 3, "--collect-max-gib lets this rank write 224 K"),
         ({"collect_max_gib": SIZE / GIB}, 0, "--collect-max-gib"),
-        ({"collect_keep_free_gib": 1e9}, 0, "--collect-keep-free-gib keeps 1e.09 GiB"),
+        ({"collect_keep_free_gib": 1e9}, 0, "--collect-keep-free-gib reserves 1e.09 GiB"),
     ],
 )
 def test_a_limit_ends_the_collection_and_everyone_says_so(tmp_path, caplog, limits, written, flag):
     found, events, card, lines = collect(tmp_path, **limits)
     assert len(found) == written
     (line,) = lines
-    assert f"dropped were {6 - written} tensors, {gib((6 - written) * SIZE)}" in line
+    assert f"; {6 - written} tensors, {gib((6 - written) * SIZE)}, were dropped" in line
     (warning,) = [m for m in caplog.messages if "stopped collecting" in m]
     assert "at 64 KiB of input of decoder.layers.0.mlp.linear_fc1, iteration 1" in warning
     assert [event["event"] for event in events] == ["limited", "dropped"]
@@ -138,7 +138,7 @@ def test_the_disk_s_free_space_is_kept_before_it_is_full(small_disk):
     found, _, card, _ = collect(small_disk, tensors=20)
     assert 10 <= len(found) < 16
     assert shutil.disk_usage(small_disk).free >= (1 << 20) // 20
-    assert "--collect-keep-free-gib keeps 51.2 KiB" in card["limit"]
+    assert "--collect-keep-free-gib reserves 51.2 KiB" in card["limit"]
     assert not list(small_disk.glob("*.partial"))
 
 
@@ -198,7 +198,7 @@ def test_the_disk_is_asked_once_a_tensor(tmp_path, monkeypatch):
         ({"LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS_PER_NODE": "8"}, 8, 4),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, 2),
         ({"SLURM_NTASKS_PER_NODE": "8"}, 1, 8),
-        ({"SLURM_NTASKS_PER_NODE": "99"}, 0, 16),  # of the job, not of this run
+        ({"SLURM_NTASKS_PER_NODE": "99"}, 0, 16),  # applies to the job, not to this run
         ({}, 8, 8),
         ({}, 0, 16),
     ],

@@ -30,7 +30,7 @@ def test_every_iteration_is_in_the_index_before_the_ring_is_written(fresh_saver,
     for event in written:
         json.dumps(event, allow_nan=False)
     table = loss_curve(written)
-    assert table["iteration"].tolist() == [5, 6, 8, 9], "nothing is known of iteration 7"
+    assert table["iteration"].tolist() == [5, 6, 8, 9], "nothing is known about iteration 7"
     pd.testing.assert_series_equal(
         table["loss"], pd.Series([2.0, 1.5, math.nan, 3.0]), check_names=False
     )

@@ -46,7 +46,7 @@ def test_no_published_run_is_unusual(file):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_every_planted_divergence_is_found_at_its_jump(name):
-    """A planted weight or batch shows in its own iteration, a learning rate one iteration later.
+    """A planted weight or batch shows in its iteration, and a learning rate one iteration later.
 
     A learning rate of 0.1 takes up to seven iterations to raise the loss by more than its noise.
     """
@@ -179,7 +179,7 @@ def test_a_resumed_run_goes_on_with_values_that_are_not_finite():
 
 @pytest.mark.parametrize("first", [[7.6], [7.6, 7.5], [7.7, 7.4, 7.2]])
 def test_a_loss_worse_than_uniform_guesses_is_found_from_the_second_iteration_on(first):
-    """Random weights start at ln(2048) = 7.62; 1.125 times that is 8.58, and of 7.7, 8.66."""
+    """The limit is 1.125 times ln(2048) = 7.62 or a higher first loss: 8.58, or 8.66 for 7.7."""
     jumps = Jumps(vocabulary=2048)
     assert iterations_found([*first, 8.7], LossSpikeDetector(jumps)) == [len(first) + 1]
     assert iterations_found([*first, 8.5], LossSpikeDetector(jumps)) == []
@@ -187,7 +187,7 @@ def test_a_loss_worse_than_uniform_guesses_is_found_from_the_second_iteration_on
 
 
 def test_a_noisy_start_below_uniform_guesses_is_normal():
-    """Losses of single sequences differ by more than the factor when a trained model goes on."""
+    """Losses of a trained model on single sequences differ by more than the factor."""
     losses = [2.0, 3.9, 1.3, 3.2, 2.4, 1.8, 3.5]
     assert iterations_found(losses, LossSpikeDetector(Jumps(vocabulary=128_000))) == []
 
@@ -228,11 +228,11 @@ def test_a_loss_that_oscillates_around_the_limit_is_one_event():
     ],
 )
 def test_damaged_levels_are_refused(stored):
-    with pytest.raises(ValueError, match="its `levels` are not up to 32 finite numbers"):
+    with pytest.raises(ValueError, match="its `levels` are not lists of at most 32 finite numbers"):
         checked_levels(stored)
 
 
 def test_a_factor_of_zero_switches_a_number_off():
     anomalies = LossSpikeDetector(Jumps(loss=0, grad_norm=4))
     assert iterations_found([(2.0, 1.0)] * 10 + [(1e9, 1.0), (2.0, 5.0)], anomalies) == [12]
-    assert iterations_found([(2.0, 1.0), (math.nan, 1.0)], anomalies) == [2], "it is never usual"
+    assert iterations_found([(2.0, 1.0), (math.nan, 1.0)], anomalies) == [2], "NaN is never usual"

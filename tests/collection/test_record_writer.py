@@ -36,7 +36,7 @@ def test_a_file_whose_line_the_disk_does_not_take_goes_again(tmp_path):
     writer._index = whole
     writer.write(TENSOR, record(3), lock, {})
     lines = [json.loads(line) for line in (tmp_path / "index_run_rank00.jsonl").open()]
-    assert [line["counter"] for line in lines] == [1, 3], "nothing is left of half a line"
+    assert [line["counter"] for line in lines] == [1, 3], "the incomplete line was removed"
     assert {path.name for path in tmp_path.glob("*.pt")} == {line["file"] for line in lines}
     assert writer.records == 2
     writer.close()
@@ -50,12 +50,12 @@ def test_room_for_the_last_run_card_is_there_from_the_start(tmp_path):
     file = room.stat().st_ino
     writer.write_run_card({"status": "failed"}, last=True)
     assert json.loads(card.read_text()) == {"status": "failed"}
-    assert card.stat().st_ino == file, "the same blocks, less what it did not need"
+    assert card.stat().st_ino == file, "the card is in the reserved blocks"
     assert not room.exists()
 
 
 def test_a_finished_file_is_sent_to_the_disk(tmp_path, monkeypatch):
-    """The line is complete, with nothing left in Python's buffer; a file system may refuse."""
+    """The whole file has left Python's buffer by then; a file system may refuse the request."""
     sent = []
 
     def posix_fadvise(file: int, offset: int, length: int, advice: int) -> None:

@@ -1,4 +1,4 @@
-"""Test the ring of the last iterations, which an unusual one writes, and the flag file."""
+"""Test the ring, which writes the last iterations after an unusual one, and the flag file."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def saved_iterations(folder) -> list[int]:
     found = records(folder)
     for record in found:
         tensor = torch.load(folder / record["file"], weights_only=True)["tensor"]
-        assert tensor.unique().tolist() == [record["iteration"]], "memory was not used again early"
+        assert tensor.unique().tolist() == [record["iteration"]], "memory was not reused too early"
     return [record["iteration"] for record in found]
 
 
@@ -49,15 +49,15 @@ def test_what_came_before_a_loss_spike_survives(tmp_path):
     configure(tmp_path, collect_ring=3)
     for _ in range(20):
         assert train() is None
-    assert list(tmp_path.glob("*.pt")) == [], "nothing is written while nothing happens"
+    assert list(tmp_path.glob("*.pt")) == [], "nothing is written without an event"
     said = train(loss=3.0)
     assert said.startswith("loss 3, 1.5 times the level before at iteration 21")
-    assert "the ring is kept (1 of 3)" in said
+    assert "the ring is kept (event 1 of 3)" in said
     assert saved_iterations(tmp_path) == [19, 20, 21]
     assert [r["counter"] for r in records(tmp_path)] == [1, 2, 3], "discarded ones have no number"
     (event,) = events(tmp_path)
     assert (event["event"], event["iterations"]) == ("kept", [19, 20, 21])
-    assert not session.finished(), "training goes on"
+    assert not session.finished(), "training continues"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_iteration_that_memory_has_no_room_for_is_a_limit(tmp_path, caplog):
     assert saved_iterations(tmp_path) == [2, 2, 2], "what memory did hold is not lost"
     (line,) = session.settle()
     assert "--collect-max-host-gib lets this rank hold 288 bytes: rank 0 left out 96 byte" in line
-    assert "iteration 2, micro-batch 0, and the rest; dropped were 2 tensors, 192 bytes" in line
+    assert "iteration 2, micro-batch 0, and the rest; 2 tensors, 192 bytes, were dropped" in line
 
 
 def test_a_ring_recovers_from_an_iteration_that_it_had_no_room_for(tmp_path, caplog):
@@ -136,8 +136,8 @@ def test_a_ring_recovers_from_an_iteration_that_it_had_no_room_for(tmp_path, cap
     session.settle()
     assert session.close() is None
     (card,) = tmp_path.glob("run_*.json")
-    assert json.loads(card.read_text())["status"] == "finished", "those two were never wanted"
-    assert sum("holds the first part" in m for m in caplog.messages) == 1, "it warns once"
+    assert json.loads(card.read_text())["status"] == "finished", "no event kept the incomplete ones"
+    assert sum("holds the first part" in m for m in caplog.messages) == 1, "one warning is logged"
 
 
 def test_what_an_iteration_of_a_kept_ring_lacks_is_told_and_later_ones_are_whole(tmp_path):
@@ -160,16 +160,16 @@ def test_a_ring_that_may_write_no_more_counts_what_it_would_have_written(tmp_pat
     configure(tmp_path, collect_ring=1, collect_max_files=2)
     train(loss=math.nan, tensors=3)
     train()
-    assert "nan at iteration 3: the ring cannot be kept (2 of" in train(loss=math.nan, tensors=4)
+    assert "iteration 3: the ring cannot be kept (event 2 of" in train(loss=math.nan, tensors=4)
     train(tensors=7)
     assert saved_iterations(tmp_path) == [1, 1]
     (line,) = session.settle()
     assert "--collect-max-files lets this rank write 2: rank 0 stopped collecting" in line
-    assert "dropped were 5 tensors" in line, "not those that no event asked for"
+    assert "; 5 tensors, " in line, "tensors without an event do not count"
 
 
 def test_a_signal_is_nothing_to_keep_a_ring_for(tmp_path, caplog):
-    """A scheduler kills a job half a minute after it has asked it to end."""
+    """A scheduler kills a job half a minute after it sends the signal."""
     configure(tmp_path, collect_ring=2)
     for _ in range(5):
         train()
@@ -207,9 +207,9 @@ def test_a_trainer_that_says_nothing_of_its_iterations_is_refused(tmp_path):
         ({"collect_ring": 1, "collect_grad_norm_jump": math.nan}, "-norm-jump is nan; give a"),
         ({"collect_loss_jump": 2.0}, "--collect-loss-jump 2.0 is for a ring .*; add --collect-r"),
         ({"collect_ring": 1, "control_iter": 2}, "leave --control-iter out"),
-        ({"collect_flag_file": "no/such/folder/flag"}, "its folder does not exist; make it"),
-        ({"collect_flag_file": "/"}, "is a folder, which is always there; name a file in it"),
-        ({"collect_max_host_gib": 1e6}, "1e.06 is more than the .* of memory that there is; give"),
+        ({"collect_flag_file": "no/such/folder/flag"}, "its folder does not exist; create"),
+        ({"collect_flag_file": "/"}, "is a folder that already exists; name a file in it"),
+        ({"collect_max_host_gib": 1e6}, "1e.06 is more than this machine's memory of .*; give"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(tmp_path, flags, message):
@@ -224,7 +224,7 @@ def test_a_jump_is_told_from_the_fall_and_the_noise_of_a_loss():
         noise = 0.05 * torch.randn((), generator=generator).item()
         loss = 3.0 + 7.0 * math.exp(-step / 50) + noise
         assert anomalies.look(step, loss, 1.0 + 10 * abs(noise)) is None
-    assert anomalies.look(400, 3.5, 1.0) is None, "a sixth more is not 1.2 times"
+    assert anomalies.look(400, 3.5, 1.0) is None, "a sixth more is below the factor 1.2"
     assert anomalies.look(401, 3.8, 1.0)
     assert anomalies.look(402, 3.8, 1.0) is None, "it is still the same event"
     assert anomalies.look(403, 3.0, 1.0) is None
@@ -235,7 +235,7 @@ def test_a_jump_that_lasts_becomes_usual():
     anomalies = LossSpikeDetector(Jumps(loss=1.5, grad_norm=0.0))
     for step in range(WINDOW):
         anomalies.look(step, 1.0, 1.0)
-    assert anomalies.look(0, 2.0, 1e9), "gradient norms are not looked at"
+    assert anomalies.look(0, 2.0, 1e9), "gradient norms are ignored"
     for step in range(WINDOW):
         anomalies.look(step, 2.0, 1.0)
     assert anomalies.look(0, 2.9, 1.0) is None

@@ -1,4 +1,4 @@
-"""Test the selection's flags, and the errors for values without a meaning."""
+"""Test the flags that select tensors, and the errors for invalid values."""
 
 import itertools
 
@@ -73,13 +73,13 @@ def test_iterations(spec, start, every, selected):
         (("1..3", None, None), "'1..3' is not understood; give iterations and windows such as 7"),
         (("", None, None), "'' is not understood"),
         (("7:2", None, None), "'7:2' is not understood"),
-        (("0-3", None, None), "0-3 holds no iteration; the first is 1"),
-        (("5-3", None, None), "5-3 holds no iteration"),
-        (("1-9:0", None, None), "1-9:0 holds no iteration"),
+        (("0-3", None, None), "0-3 contains no iteration; the first is 1"),
+        (("5-3", None, None), "5-3 contains no iteration"),
+        (("1-9:0", None, None), "1-9:0 contains no iteration"),
         (("1-3,3-5", None, None), "3-5 begins before the end of the previous window; give"),
         (("4-,9", None, None), "9 begins before"),
-        (("1-3", 2, None), "and --collect-start say the same thing twice; give one"),
-        (("1-3", None, 2), "and --collect-every say the same thing twice"),
+        (("1-3", 2, None), "and --collect-start both select iterations; give one"),
+        (("1-3", None, 2), "and --collect-every both select iterations"),
         ((None, 0, None), "--collect-start is 0; give 1 or more"),
         ((None, None, 0), "--collect-every is 0; give 1 or more"),
     ],
@@ -95,8 +95,8 @@ def test_iterations_that_mean_nothing_are_refused(flags, message):
         (None, (None, None, None), 0, 1),
         (None, (None, 100, None), 0, 1),
         (3, (None, 100, 10), 0, 3),
-        (None, ("1-3,8", None, None), 0, 4),  # all that are named
-        (None, ("1-3,8", None, None), 2, 2),  # of a resumed run those that are left
+        (None, ("1-3,8", None, None), 0, 4),  # all iterations of the list
+        (None, ("1-3,8", None, None), 2, 2),  # those that are left in a resumed run
         (None, ("1-3,100-", None, None), 0, 0),
         (2, ("1-3,100-", None, None), 0, 2),
         (0, ("1-3", None, None), 0, 0),
@@ -107,9 +107,9 @@ def test_how_many_iterations_end_the_run(control_iter, flags, done, expected):
 
 
 def test_more_iterations_than_are_named_are_refused():
-    with pytest.raises(ValueError, match=r"--control-iter 5 is never reached: .* names 3 iter"):
+    with pytest.raises(ValueError, match=r"--control-iter 5 is never reached: .* selects 3 iter"):
         how_many(5, Iterations.parse("1-3", None, None), 0)
-    with pytest.raises(ValueError, match="names 3 iter"):
+    with pytest.raises(ValueError, match="selects 3 iter"):
         how_many(5, Iterations.parse("1-3", None, None), 2)
     assert how_many(3, Iterations.parse("1-3", None, None), 2) == 1, "resumed after iteration 2"
 
@@ -135,14 +135,14 @@ def test_windows_that_the_run_never_enters_are_refused(flags, done, trained, ref
 
 
 def test_iterations_after_the_last_are_not_gone_through():
-    with pytest.raises(ValueError, match="names 10 of the iterations 1 to 100"):
+    with pytest.raises(ValueError, match="selects 10 of the iterations 1 to 100"):
         check_in_run(Iterations.parse(None, None, 10), 10**15, 0, 100)
 
 
 def test_fewer_iterations_than_are_to_be_collected_are_refused():
     found = Iterations.parse(None, None, 4)
     check_in_run(found, 3, 0, 9)
-    with pytest.raises(ValueError, match=r"names 3 of the iterations 1 to 10, .*--control-iter 3"):
+    with pytest.raises(ValueError, match=r"selects 3 of the iterations 1 to 10.*--control-iter 3"):
         check_in_run(found, 4, 0, 10)
 
 
@@ -216,7 +216,7 @@ def test_modules_tensors_and_operations_are_added_up(flags, expected):
         ({"collect_modules": ["output_layer"]}, "'output_layer' matches none"),
         (
             {"collect_modules": ["linear_*"], "collect_tensors": ["query", "input"]},
-            "-tensors query: the selected modules have no such tensor; theirs are output gra",
+            "-tensors query: the selected modules have no such tensor; their tensors are output",
         ),
         ({"collect_ranks": "4"}, "--collect-ranks 4: 4 is not within the ranks 0 to 3"),
         ({"collect_micro_batches": -1}, "--collect-micro-batches is -1; give 0 for no limit"),
@@ -224,7 +224,7 @@ def test_modules_tensors_and_operations_are_added_up(flags, expected):
         ({"collect_tensors": [""]}, "--collect-tensors has no value; give some, or leave it out"),
         ({"collect_modules": [" ,"]}, "--collect-modules has no value"),
         ({"collect_slice": ["q=0:5"]}, "'q=0:5' is not understood.* s .sequence."),
-        ({"collect_slice": ["s=5:5"]}, "s=5:5 is empty; STOP is above START"),
+        ({"collect_slice": ["s=5:5"]}, "s=5:5 is empty; STOP must be above START"),
         ({"collect_slice": ["s=0:5:0"]}, "s=0:5:0 is empty"),
         ({"collect_slice": ["s=0:5", "s=6:7"]}, "names the dimension s a second time; give one"),
     ],

@@ -214,7 +214,7 @@ def test_watching_shows_the_gradient_and_changes_nothing(tmp_path):
     y.backward()
     assert torch.equal(x.grad, torch.full_like(x, 8.0))
     saved = torch.load(tmp_path / records(tmp_path)[0]["file"], weights_only=True)["tensor"]
-    assert torch.equal(saved, torch.full_like(x, 3.0)), "what comes from behind this point only"
+    assert torch.equal(saved, torch.full_like(x, 3.0)), "only the gradient of the watched operand"
 
 
 def test_two_runs_in_one_folder_in_the_same_second_overwrite_nothing(tmp_path, monkeypatch):
@@ -255,7 +255,7 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     for _ in range(8):
         save(torch.randn(64, 16, 64))  # 256 KiB each
     session.end_iteration()
-    message = session.close()  # until then, each other thread may be writing one more tensor
+    message = session.close()  # until it returns, every other thread may write one more tensor
     found = records(small_disk)
     assert 0 < len(found) < 8
     for record in found:
@@ -266,7 +266,7 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     assert len(found) - (THREADS - 1) <= said <= len(found)
     assert not list(small_disk.glob("*.partial"))
     (card,) = small_disk.glob("run_*.json")
-    assert json.loads(card.read_text())["status"] == "failed", "room was kept for it"
+    assert json.loads(card.read_text())["status"] == "failed", "space was reserved for the card"
     assert [event["event"] for event in events(small_disk)] == ["failed"]
 
 
@@ -287,7 +287,7 @@ def test_the_run_card_says_how_the_run_ended(tmp_path):
 def test_a_rank_without_selected_modules_may_collect_nothing(
     tmp_path, monkeypatch, layer, elsewhere, fails
 ):
-    """A pipeline stage may have no selected layer if another one has; that one must save."""
+    """A stage may have no selected layer if another stage has one; a stage with one must save."""
     monkeypatch.setattr(collector, "from_all_ranks", lambda value: [value, elsewhere])
     session.configure(save_tensors=True, save_dir=str(tmp_path), collect_layers="0")
     session.begin_iteration()

@@ -124,7 +124,7 @@ def test_shards_are_joined_as_if_they_were_one_tensor():
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """A function that starts the statistics of a run."""
+    """Return a function that starts the statistics of a run."""
     monkeypatch.setattr(clock, "micro_batch", None)
 
     def begin(run="20260101_000000_aa", iteration=0, every=1):
@@ -241,7 +241,7 @@ def test_a_number_of_iterations_that_is_not_positive_is_refused():
     ],
 )
 def test_a_run_that_would_measure_nothing_is_refused(tmp_path, every, done, train_iters, measures):
-    """Test `session.configure`, which knows the iteration of a resumed run."""
+    """Test `session.configure`, which gets the iteration of a resumed run."""
     flags = {"save_dir": str(tmp_path), "tensor_statistics": every}
     message = f"--tensor-statistics {every} measures none of the iterations"
     expected = nullcontext() if measures else pytest.raises(ValueError, match=message)

@@ -1,7 +1,7 @@
 """Compare layers of the model under torch.compile with eager mode, in a process of their own.
 
-The result is a JSON object on stdout. For each format and layer it says whether the bits are equal
-and how many graphs there were, or holds the error.
+The result is a JSON object on stdout. For each format and layer, it holds the error, or whether the
+results are bit-identical and how many graphs there were.
 
     compiled_worker.py "FORMAT LAYER/MODE..." ...     MODE: whole (one graph), parts (graph breaks)
 """

@@ -43,7 +43,7 @@ def tensors(dtype, value_dim=DIM):
 
 
 def own_part(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the two chunks of this rank, without the code under test."""
+    """Return the two chunks of this rank, selected without the code under test."""
     chunks = x.chunk(2 * size)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]).detach().requires_grad_()
 
@@ -102,7 +102,7 @@ def in_float64(case: str, rank: int, size: int) -> dict[str, float]:
     module = layer(size, mask="no_mask" if case == "no mask" else "causal", **options)
     set_formats(module, None)
     if value_dim != DIM:
-        module.hidden_size_per_partition = value_dim * HEADS  # as multi-latent attention says it
+        module.hidden_size_per_partition = value_dim * HEADS  # as multi-latent attention sets it
     (q, k, v), do = tensors(torch.float64, value_dim)
     hidden = hidden_of(case)
     given = None
@@ -118,7 +118,7 @@ def in_float64(case: str, rank: int, size: int) -> dict[str, float]:
 
 
 def quantized(name: str, rank: int, size: int) -> dict[str, float]:
-    """Compare with the layer of one rank and the same format, in float32."""
+    """Return the errors relative to a layer on one rank with the same format, in float32."""
     alone = layer(size)
     alone.context = None
     (q, k, v), do = tensors(torch.float32)

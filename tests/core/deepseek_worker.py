@@ -75,7 +75,7 @@ def patch_the_wheel() -> None:
     rope, reduce = multi_latent_attention.apply_rotary_pos_emb, mappings._reduce
 
     def with_summed_gradient(tensor, *args, **kwargs):
-        """Sum the gradient of the key's only head, of which each rank has its own heads' part."""
+        """Sum the gradient of the only key head over the ranks; each has the part of its heads."""
         if tensor.shape[-2] == 1:
             tensor = mappings.copy_to_tensor_model_parallel_region(tensor)
         return rope(tensor, *args, **kwargs)
@@ -87,7 +87,7 @@ def patch_the_wheel() -> None:
     resolve = getattr(latent, "_resolve_qk_norm_config", None)
 
     def as_specified(self, submodules):
-        """Take the specified layers; without compressed queries, 0.19 accepts fused norms alone."""
+        """Use the specified layers; without compressed queries, 0.19 accepts only fused norms."""
         if self.config.q_lora_rank is not None:
             return resolve(self, submodules)
         used = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")

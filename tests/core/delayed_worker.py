@@ -26,7 +26,7 @@ ITERATIONS = 2
 
 
 def logged(log: list) -> None:
-    """Write what the amax histories do into `log`."""
+    """Record in `log` each use of an amax by a matmul."""
     from megatron.collection.training_clock import clock
     from megatron.core.low_precision.delayed_scaling import DelayedScaling
 

@@ -1,4 +1,4 @@
-"""Check a folder of tensors for what must hold however its runs ended."""
+"""Check that a folder of tensors is consistent, however its runs ended."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def assert_sound(folder: Path, known: dict[str, str] | None = None) -> dict[str,
         counters = [line["counter"] for line in lines if "event" not in line]
         assert len(set(counters)) == len(counters)
         named += [line["file"] for line in lines if "event" not in line]
-    assert len(set(named)) == len(named), "a file stands in one index only"
+    assert len(set(named)) == len(named), "each file is listed in only one index"
     assert set(named) <= hashes.keys(), "no index line without its file"
     if hashes:
         store = TensorStore(folder)

@@ -1,4 +1,4 @@
-"""Tiny models of megatron-core other than a GPT of this project's trainer, each with a batch.
+"""Tiny models of megatron-core that other trainers might build, each with a batch.
 
 `BUILDERS` maps the name of a model to a function that returns the model and a function that
 computes a loss. The models are GPT, T5, BERT, ViT, a hybrid of Mamba and attention, a bare stack of

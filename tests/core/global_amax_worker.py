@@ -33,7 +33,7 @@ LAYOUTS = {
 CASES = [(name, "nvfp4") for name in LAYOUTS]
 CASES += [(name, "fp8_e4m3") for name in ("tp2", "cp2", "tp2 ep2")]
 PLAIN = ("tp2", "cp2")  #: layouts in which the plain formats run, too
-#: dims of the operands A, B and C of each matmul, as the wheel divides them
+#: dims of the operands A, B and C of each matmul, as megatron-core shards them
 DIMS = {
     "column": ("s b h", "o[tp] h", "s b o[tp]"),
     "row": ("s b h[tp]", "o h[tp]", "s b o"),
@@ -51,7 +51,7 @@ ATTENTION = [
 
 
 class Layout:
-    """One parallel layout, with the place of this rank in it."""
+    """One parallel layout, and the position of this rank in it."""
 
     def __init__(self, name: str) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -70,7 +70,7 @@ class Layout:
         replicas = max(self.tp * self.cp // (self.etp * self.ep), 1)
         replica = rank % (self.tp * self.cp) // (self.etp * self.ep)
         rows = torch.arange(TOKENS).chunk(replicas)
-        #: rows of the tokens of an expert that are on this rank; all of one expert's are on one
+        #: rows of an expert's tokens that are on this rank; those of expert 1 are all on one rank
         self.tokens = rows[replica]
         if self.expert == 1 and replicas > 1:
             self.tokens = torch.arange(TOKENS if replica == 1 else 0)
@@ -120,7 +120,7 @@ def inputs(data_rank: int, expert: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> torch.Tensor:
-        # The largest of values with such heavy tails differ by much between the parts of a tensor.
+        # With such heavy tails, the largest values differ strongly between the parts of a tensor.
         return torch.randn(*shape, generator=generator) ** 3
 
     whole = {f"{name} w": normal(WIDTH, WIDTH) for name in ("column", "row")}
@@ -166,7 +166,7 @@ class Spy:
 
 
 def linear(layout: Layout, name: str):
-    """Return the layer of this rank, a column- or row-parallel one, and of an expert or not."""
+    """Return the linear layer of this rank: column- or row-parallel, and of an expert or not."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     config = layout.config()
@@ -242,10 +242,10 @@ def differing(layout, seen, expected) -> list[str]:
 
 
 def refusal() -> str:
-    """Return the message if an expert's tokens are those of one and a half micro-batches."""
+    """Return the error if an expert's tokens come from one and a half micro-batches."""
     from megatron.core.low_precision.global_amax import global_amax
 
-    ranks = [[0, 1, 2], [2, 3]]  # that share a micro-batch, and that exchange tokens
+    ranks = [[0, 1, 2], [2, 3]]  # ranks that share a micro-batch, and ranks that exchange tokens
     with mock.patch("torch.distributed.get_process_group_ranks", side_effect=ranks):
         return message(lambda: global_amax(torch.ones(2, 2), "t h", is_expert=True))
 

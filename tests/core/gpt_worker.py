@@ -163,7 +163,7 @@ def start_processes() -> None:
     os.environ.setdefault("RANK", "0")
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
-    else:  # without torchrun; no port that a process beside this one could have taken
+    else:  # without torchrun; no port is needed, which another process could have taken
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     atexit.register(leave)
@@ -185,7 +185,7 @@ def start(options: argparse.Namespace) -> None:
 
 
 def leave() -> None:
-    """Destroy the groups, also after an exception: gloo may abort a process that has not."""
+    """Destroy the groups, even after an exception; otherwise, gloo may abort the process."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

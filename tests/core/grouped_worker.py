@@ -85,7 +85,7 @@ def weight_of(number: int, name: str, rows: int, columns: int) -> torch.Tensor:
 
 
 def weights(mlp: torch.nn.Module, of: str) -> dict[str, torch.Tensor]:
-    """Return views of all weights of the experts of this rank, or of their gradients, [O, H]."""
+    """Return [O, H] views of all weights of this rank's experts, or of their gradients."""
     tensors, first = {}, mlp.local_expert_indices[0]
     for name, grouped in (("linear_fc1", "weight1"), ("linear_fc2", "weight2")):
         for number in range(mlp.num_local_experts):
@@ -105,7 +105,7 @@ def weights(mlp: torch.nn.Module, of: str) -> dict[str, torch.Tensor]:
 
 
 def fill(mlp: torch.nn.Module, etp: int) -> None:
-    """Give the experts and the router weights that do not depend on how they are stored."""
+    """Set the weights of the experts and the router, independently of how they are stored."""
     rank = parallel_state.get_expert_tensor_parallel_rank()
     for name, weight in weights(mlp, "data").items():
         number, layer = name.split(".")

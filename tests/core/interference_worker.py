@@ -113,7 +113,7 @@ def build(own: argparse.Namespace, options: argparse.Namespace) -> list[torch.nn
         return [deepseek_worker.build(options)]
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    # overlapping changes nothing but when the backward pass of a bucket's last gradient reduces it
+    # overlap only changes when a bucket is reduced: as soon as its last gradient is computed
     distributed = own.distributed_optimizer
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed,

@@ -95,7 +95,7 @@ def raise_one(folder: str, since: str, seconds: float, numbers: list[int]) -> di
         first = time.monotonic() - born
     time.sleep(seconds)
     for number in numbers:
-        os.kill(child, number)  # a child that is done is still there until it is waited for
+        os.kill(child, number)  # a child that has ended can be signaled until it is waited for
     _, status = os.waitpid(child, 0)
     os.close(begun)
     return {
@@ -107,8 +107,8 @@ def raise_one(folder: str, since: str, seconds: float, numbers: list[int]) -> di
 
 def main() -> None:
     use_small_pieces()
-    torch.full((8, 2, 64), 1.0)  # what torch makes at first use is there before the first fork
-    assert threading.active_count() == 1, "a fork has no threads"
+    torch.full((8, 2, 64), 1.0)  # torch initializes what it needs before the first fork
+    assert threading.active_count() == 1, "a fork would lack the other threads"
     signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)  # until a child can answer them
     for line in sys.stdin:
         folder, since, seconds, *numbers = json.loads(line)

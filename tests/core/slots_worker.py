@@ -19,7 +19,7 @@ import torch
 
 FORMATS = ("mxfp4", "hifp8")
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
-OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}  #: straight-through's operand
+OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}  #: straight-through operand
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -32,7 +32,7 @@ class Chain:
     def __init__(self, operation: str, formats: dict, seen: list):
         self.operation, self.formats, self.seen = operation, formats, list(seen)
         self.quantized = {}
-        self.off = 0.0  #: how far the layer's operand was from the chain's
+        self.off = 0.0  #: largest relative difference between operands of layer and chain
 
     def __call__(self, operation: str, slot: str, x: torch.Tensor) -> torch.Tensor:
         if operation != self.operation:
@@ -42,7 +42,7 @@ class Chain:
         if slot not in self.formats:
             return x
         operand, quantized = self.seen.pop(0)
-        # exp(s - rowmax) is P over its row's largest: that is 1 over the row's sum.
+        # exp(s - rowmax) is P divided by the largest P of its row, which is 1 / (the row sum).
         largest = x.amax(-1, keepdim=True) if self.formats.get("unnormalized") else 1.0
         self.off = max(self.off, relative(operand, x / largest))
         self.quantized[slot] = quantized.double() * largest

@@ -59,7 +59,7 @@ def test_records_name_the_accumulators_and_results_follow_from_their_operands(du
 
 
 def test_another_accumulator_is_found_out(dump, tmp_path):
-    """Without their promotion, the products of a linear layer have other bits."""
+    """Sums with fewer bits lead to different products of a linear layer."""
     _, folder = dump
     store = TensorStore(folder)
     row = next(store.select(tensor_name="output", module="linear_qkv").itertuples())
@@ -79,7 +79,8 @@ def test_another_accumulator_is_found_out(dump, tmp_path):
         assert {outcome.wrong for outcome in outcomes.values()} == {wrong}
         assert {outcome.exact for outcome in outcomes.values()} == {not wrong}
     assert (
-        "values differ from the products that fda:l32:f5:m5:rz:p128 sums" in outcomes["output"].text
+        "values differ from the sums of products in fda:l32:f5:m5:rz:p128"
+        in outcomes["output"].text
     )
 
 

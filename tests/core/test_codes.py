@@ -1,6 +1,4 @@
-"""Test the codes and scales that a real run stores on request: they equal the operands of the
-matmuls.
-"""
+"""Test that the codes and scales that a real run stores equal the operands of the matmuls."""
 
 import json
 import re
@@ -56,7 +54,7 @@ def test_every_slot_of_every_matmul_is_there(rounded_to_nearest):
         found = records[records["layer_type"] == layer_type]
         assert set(found["tensor_name"]) == set(names) - {"attention_scores"}
     weights = rounded_to_nearest.select(tensor_name=["fprop_weight_codes", "dgrad_weight_codes"])
-    assert set(weights["micro_batch"]) == {0}, "a weight's are the same in every micro-batch"
+    assert set(weights["micro_batch"]) == {0}, "codes of weights are the same in all micro-batches"
     assert len(weights) == 2 * 4 * 2
 
 
@@ -152,7 +150,7 @@ def test_random_bits_are_those_of_the_matmul(tmp_path):
     assert count(verdict.checked, "results of linear layers, bit for bit") == 3 * 8
     for record in pick(records, tensor_name="fprop_input_codes"):
         content = torch.load(dump / record["file"], weights_only=True)
-        assert set(content["scales"]) == {"blocks", "tensor"}, "of nvfp4"
+        assert set(content["scales"]) == {"blocks", "tensor"}, "nvfp4 has both"
         of_values = content["tensor"].nbytes + content["scales"]["blocks"].nbytes + 4
         assert of_values < record["bytes"] <= of_values + OVERHEAD
         assert content["tensor"].nbytes == 64 * 64 // 2 or record["module"].endswith("fc2")
@@ -190,7 +188,7 @@ def test_verify_recomputes_forward_copies_random_signs_and_means(tmp_path, how):
     assert x["format"] == "nvfp4:sr+H16:random | nvfp4+mean+H16:random+dequantized"
     assert weight["format"] == "nvfp4+H16:random | mxfp8+dequantized"
     formats = [record["format"] for record in pick(records, tensor_name="fprop_weight_codes")]
-    assert len(set(formats)) == len(formats) == 8, "signs of its own in every micro-batch"
+    assert len(set(formats)) == len(formats) == 8, "each micro-batch has its own signs"
     assert all(re.fullmatch(r"nvfp4\+H16:\d+", name) for name in formats)
     assert len(pick(records, tensor_name="dgrad_weight_codes")) == 8
 

@@ -79,7 +79,7 @@ def test_every_tensor_of_every_layer_and_micro_batch_is_there(single):
         found = {r["tensor_name"] for r in pick(records, layer_type=layer_type)}
         assert found == set(names) - set(ON_REQUEST)
     counts = Counter((r["iteration"], r["micro_batch"], r["layer_idx"]) for r in records)
-    of = {0: PER_LAYER, 1: PER_LAYER - WEIGHTS}  # the weights stand with the first micro-batch
+    of = {0: PER_LAYER, 1: PER_LAYER - WEIGHTS}  # the weights are saved with the first micro-batch
     assert counts == {(i, m, n): of[m] for i in (1, 2) for m in (0, 1) for n in (0, 1)}
     modules = {r["module"].rpartition(".")[2] for r in pick(records, layer_type="linear")}
     assert modules == set(LINEARS), "the LM head is not collected"
@@ -221,7 +221,7 @@ def test_tensor_parallel_shards_carry_their_coordinates(tmp_path, sequence_paral
             whole = shards[0]["tensor"] + shards[1]["tensor"]
         else:
             whole = shards[0]["tensor"]
-            assert torch.equal(whole, shards[1]["tensor"]), f"{module} {name} are no replicas"
+            assert torch.equal(whole, shards[1]["tensor"]), f"{module} {name} are not replicas"
         assert list(whole.shape) == shards[0]["global_shape"] == shards[1]["global_shape"]
 
 
@@ -257,7 +257,7 @@ def test_recomputed_forwards_are_marked_and_equal_the_first(tmp_path):
     assert {(r["layer_idx"], r["micro_batch"]) for r in again} == {
         (i, m) for i in (0, 1) for m in (0, 1)
     }
-    assert not pick(again, tensor_name="weight"), "it is stored already"
+    assert not pick(again, tensor_name="weight"), "weights are already stored"
     for r in again:
         same = {key: r[key] for key in ("module", "micro_batch", "tensor_name", "operation")}
         assert torch.equal(r["tensor"], one(records, recomputed=False, **same))
@@ -266,7 +266,7 @@ def test_recomputed_forwards_are_marked_and_equal_the_first(tmp_path):
 
 
 def test_by_default_one_micro_batch_of_one_iteration(tmp_path):
-    """The environment alone switches it on if the trainer never calls `configure`."""
+    """The environment alone starts the collection if the trainer never calls `configure`."""
     dump = tmp_path / "dump"
     env = environment(PYTHONPATH=REPO, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=dump)
     options = ("--micro-batches", "3", "--iterations", "3")

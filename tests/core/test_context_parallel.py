@@ -27,7 +27,7 @@ def report(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", ["causal", "window", "given", "no mask", "value dim"])
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(report, case, size):
-    """Grouped queries agree in float64; the ranks sum gradients in another order."""
+    """Grouped queries agree in float64; the ranks sum gradients in a different order."""
     errors = report[f"{case} cp{size}"]
     assert errors.keys() == {"o", "dq", "dk", "dv"}
     assert all(error < 1e-14 for error in errors.values()), errors
@@ -90,7 +90,7 @@ def test_shards_put_together_by_their_dims_are_the_tensors_of_one_rank(
         assert all(r["global_shape"] == expected["global_shape"] for r in shards)
         found = put_together(shards)
         assert found.shape == expected["tensor"].shape
-        if ranks == 2:  # over tensor-parallel ranks other weights are drawn
+        if ranks == 2:  # tensor-parallel ranks draw different weights
             torch.testing.assert_close(found, expected["tensor"], rtol=1e-4, atol=1e-6)
 
 
@@ -116,5 +116,5 @@ def one_group(parts: list[dict], group: str) -> torch.Tensor:
             return torch.cat([h[0] for h in halves] + [h[1] for h in reversed(halves)], axis)
     if partial == f"partial[{group}]":
         return sum(tensors)
-    assert all(torch.equal(tensor, tensors[0]) for tensor in tensors), "no replicas"
+    assert all(torch.equal(tensor, tensors[0]) for tensor in tensors), "these are not replicas"
     return tensors[0]

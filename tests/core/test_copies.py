@@ -237,7 +237,7 @@ print(json.dumps({"equal": torch.equal(expected, result), "names": names}))
 
 @pytest.mark.parametrize("calls", [1, 10])
 def test_a_copy_of_a_model_that_has_not_run_leaves_its_lm_head_in_high_precision(calls):
-    """The copy is evaluated when the hook has returned often enough, or more often."""
+    """The copy is evaluated before or after the number of hook calls exceeds `PATIENCE`."""
     found = report(UNNAMED, calls, CUSTOM_QUANT_TYPE="mxfp4")
     assert found["equal"]
     assert [name.rpartition(".")[2] for name in found["names"]] == ["0", "1", "output_layer"]

@@ -1,6 +1,4 @@
-"""Test MLA and experts, as in DeepSeek-V2, on the local layers: exact without a format, and with a
-format quantized and collected everywhere.
-"""
+"""Test MLA and experts, as in DeepSeek-V2: exact without a format, and quantized and collected."""
 
 import json
 from pathlib import Path
@@ -70,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "options"), CASES)
 def test_loss_gradients_and_random_state_equal_the_mended_wheel(tmp_path, ranks, options):
-    """Off means off. The wheel alone cannot run this model; the worker fixes it separately."""
+    """Off means off. Unpatched megatron-core cannot run this model, so the worker patches it."""
     plain = reports(tmp_path / "plain", environment(), ranks, *options, "--plain")
     off = reports(tmp_path / "off", environment(PYTHONPATH=REPO), ranks, *options)
     on = reports(tmp_path / "on", collecting(tmp_path / "dump"), ranks, *options)
@@ -80,7 +78,7 @@ def test_loss_gradients_and_random_state_equal_the_mended_wheel(tmp_path, ranks,
             assert Path(b[file]).is_relative_to(REPO / "megatron")
         assert a["grads"]
         for key in ("losses", "grads", "rng", "tracker"):
-            assert a[key] == b[key], f"{key} differ although nothing is on"
+            assert a[key] == b[key], f"{key} differ although there is no format or collection"
             assert b[key] == c[key], f"{key} differ when tensors are collected"
     assert list((tmp_path / "dump").glob("*.pt")), "the collecting run collected nothing"
 

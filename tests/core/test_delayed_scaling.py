@@ -29,7 +29,7 @@ def reports(tmp_path_factory):
 
 
 def passes_of(log):
-    """Return by operand the passes that multiplied it: (index, own amax, given amax, again)."""
+    """Return passes by operand: (iteration, micro-batch, own amax, given amax, recomputed)."""
     passes, iteration = defaultdict(list), -1
     for entry in log:
         if entry == ["iteration"]:
@@ -42,7 +42,7 @@ def passes_of(log):
 
 
 def simulated(records):
-    """Return the amax before each update, and after the last one, of a list of recorded amaxes."""
+    """Return the amax before each update, and after the last one, from the recorded amaxes."""
     amaxes = [0.0]
     for step in range(len(records)):
         amaxes.append(max(records[max(0, step + 1 - LENGTH) : step + 1]))
@@ -74,7 +74,7 @@ def test_each_operand_has_the_amax_of_the_passes_before_it_on_both_ranks(reports
             evaluated = [p[3] for p in passes if p[0] == 1]
             assert evaluated == [expected[before]] * len(evaluated)
             assert bool(evaluated) == key[2].startswith("fprop")
-            # A recomputed pass uses the amax of the first one of its micro-batch.
+            # A recomputed pass uses the amax of the first pass of its micro-batch.
             used = {(p[0], p[1]): p[3] for p in first}
             again = [p for p in passes if p[4]]
             assert all(p[3] == used[p[0], p[1]] for p in again)
@@ -82,7 +82,7 @@ def test_each_operand_has_the_amax_of_the_passes_before_it_on_both_ranks(reports
 
 
 def test_pipelines_run_other_micro_batches_before_a_recomputation(reports):
-    """Otherwise the test above could not tell a recomputation with the latest amax."""
+    """Otherwise, the test above would not detect a recomputation that uses the latest amax."""
     for report in reports[:1]:
         passes = passes_of(report["pipeline"])[
             "decoder.layers.0.mlp.linear_fc1", "linear", "fprop_a"

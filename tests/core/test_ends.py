@@ -17,7 +17,7 @@ from tests.subprocesses import REPO, environment
 WORKER = Path(__file__).with_name("nursery_worker.py")
 TENSORS = 4 * 2 * 8  #: tensors that a child writes
 TIMES = 30
-PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which is 300
+PROMPT = 20.0  #: seconds in which a run must end, much less than the 300 s allowed for a disk
 
 
 class Nursery:
@@ -37,23 +37,23 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def end(self, times: int, *numbers: int) -> Iterator[dict]:
-        """Return children that signals ended: a third at any instant, the others while writing."""
+        """Yield children that signals ended: a third at any instant, the others while writing."""
         ended = 0
         for attempt in range(5 * times):
             since, length = [("first", self._writing), ("birth", self._life)][attempt % 3 == 0]
             at = self._random.uniform(0.0, length)
             found = self._raise_one(since, at, *numbers) | {"at": at}
-            if found["status"] != 0:  # else it was done before
+            if found["status"] != 0:  # otherwise, it had already ended
                 ended += 1
                 yield found
             if ended == times:
                 return
-        pytest.fail(f"{ended} of {5 * times} processes lived until they were to end")
+        pytest.fail(f"{ended} of {5 * times} processes were still running when a signal was sent")
 
 
 @pytest.fixture(scope="module")
 def worker():
-    """Return the process of which all tests fork children."""
+    """Return the process that forks the children for all tests."""
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(
             subprocess.Popen(
@@ -85,7 +85,7 @@ def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path):
         cut_short += 0 < len(known) - len(before) < TENSORS
         for path in new(tmp_path, cards):
             unfinished += json.loads(path.read_text())["status"] == "running"
-    assert cut_short >= TIMES // 5, "many were killed while they wrote, also on a busy machine"
+    assert cut_short >= TIMES // 5, "many were killed while they wrote, even on a busy machine"
     assert unfinished >= cut_short
 
 

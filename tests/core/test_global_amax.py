@@ -47,9 +47,9 @@ def test_a_shard_s_own_amax_gives_other_codes(reports, layout, name):
     operands = {each.removesuffix(" codes") for each in differing if each.endswith(" codes")}
     divided_by_both = {"column dgrad_c", "row fprop_a", "qk fprop_a", "pv dgrad_c", "qk wgrad_c"}
     assert operands >= divided_by_both
-    assert ("column fprop_b" in operands) == (layout == "tp2"), "a weight"
-    assert ("column fprop_a" in operands) == (layout == "cp2"), "tokens"
-    assert ("expert column fprop_a" in operands) == (layout == "cp2"), "tokens of an expert"
+    assert ("column fprop_b" in operands) == (layout == "tp2"), "tp shards weights"
+    assert ("column fprop_a" in operands) == (layout == "cp2"), "cp shards tokens"
+    assert ("expert column fprop_a" in operands) == (layout == "cp2"), "cp shards tokens of experts"
 
 
 def test_an_exchange_of_tokens_that_cuts_a_micro_batch_is_refused(reports):
@@ -71,7 +71,7 @@ def test_verify_recomputes_each_rank_s_results_with_the_recorded_amax(tmp_path):
     for name, slots in (("grad_weight", 6), ("grad_key", 12)):
         amaxes = [record["amax"] for record in pick(records, tensor_name=name)]
         assert {len(amax) for amax in amaxes} == {slots}
-        assert amaxes[: len(amaxes) // 2] == amaxes[len(amaxes) // 2 :], "the ranks'"
+        assert amaxes[: len(amaxes) // 2] == amaxes[len(amaxes) // 2 :], "both ranks have the same"
     for index in dump.glob("index_*.jsonl"):
         lines = [json.loads(line) for line in index.read_text().splitlines()]
         without = [json.dumps(line | {"amax": None}) for line in lines]

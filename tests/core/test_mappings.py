@@ -1,4 +1,4 @@
-"""Test communication between two gloo ranks where the wheel is wrong or refuses."""
+"""Test communication between two gloo ranks where megatron-core itself is wrong or fails."""
 
 import json
 from pathlib import Path

@@ -26,9 +26,9 @@ LAYOUTS = {
     "distributed-optimizer": (2, ("--distributed-optimizer",)),
     "recompute": (1, ("--recompute",)),
 }
-#: One that communicates in every matmul, and one whose backward passes belong to earlier forwards;
-#: and the type with few kinds of collection, so that each kind occurs with each of both layouts,
-#: and with each of both types.
+#: A layout that communicates in every matmul, and one whose backward passes belong to earlier
+#: forward passes. Each value is the type that runs with few kinds of collection, so that each kind
+#: runs in both layouts and with both types.
 FAST = {"tensor-sequence": "none", "pipeline": "mxfp8:sr"}
 KINDS = {"everything", "ring", "flag", "first_rank", "limited", "little_memory", "vanished"}
 FEW = {"everything", "ring"}
@@ -76,7 +76,7 @@ def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layou
 
 
 def assert_the_measure_is_sharp(found: dict, *, last_stage: bool) -> None:
-    """The compared values differ between two iterations and between two formats."""
+    """Check that the compared values differ between two iterations and between two formats."""
     plain, quantized = (of_type["off"]["steps"] for of_type in found.values())
     for steps in (plain, quantized):
         first, second = steps

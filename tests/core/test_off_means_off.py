@@ -1,6 +1,4 @@
-"""Without a format, and whether or not tensors are collected, training is bit-identical to the
-plain wheel.
-"""
+"""Test that training without a format is bit-identical to plain megatron-core, collected or not."""
 
 from pathlib import Path
 
@@ -34,7 +32,7 @@ def test_loss_gradients_and_random_state_equal_the_plain_wheel(tmp_path, dtype, 
         assert not Path(a["layers"]).is_relative_to(REPO / "megatron")
         assert Path(b["layers"]).is_relative_to(REPO / "megatron")
         for key in ("losses", "grads", "rng", "tracker"):
-            assert a[key] == b[key], f"{key} differ although nothing is on"
+            assert a[key] == b[key], f"{key} differ although there is no format or collection"
             assert b[key] == c[key], f"{key} differ when tensors are collected"
         assert a["grads"]
     assert list(dump.glob("*.pt")), "the collecting run collected nothing"

@@ -65,7 +65,7 @@ def test_from_another_folder_without_it_the_wheel_is_untouched(tmp_path):
 
 
 def test_found_twice(tmp_path):
-    """A link finds the tree twice; Python 3.10 also finds it as `/path/of/tree` and as `.`."""
+    """Through a link, the tree is found twice; Python 3.10 also finds `/path/of/tree` and `.`."""
     (tmp_path / "link").symlink_to(REPO)
     for twice in ((REPO, tmp_path / "link"), (tmp_path / "wheel", REPO, tmp_path / "link")):
         env = environment(PYTHONPATH=os.pathsep.join(map(str, twice)))
@@ -114,7 +114,7 @@ def test_another_megatron_core_is_refused(tmp_path):
     code = "import megatron.core"
     result = forks.run("-c", code, cwd=tmp_path, env=env, libraries_only=True)
     assert result.returncode != 0
-    assert f"megatron-core 0.15.3 is behind this tree, in {other}" in result.stderr
+    assert f"megatron-core 0.15.3 is installed in {other}" in result.stderr
     assert f"overlay {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}; run" in result.stderr
     assert "pip install megatron-core==0.16.1" in result.stderr
 
@@ -175,7 +175,7 @@ def names_of(version: str) -> tuple[dict[str, list[str]], list[tuple[str, str]]]
 
 
 def test_the_wheel_has_every_listed_name():
-    """A name marked with other releases is one that the installed release lacks."""
+    """Names that are marked for other releases only must be missing from the installed release."""
     has, lacks = names_of(installed_release())
     code = (
         "import importlib, operator\n"

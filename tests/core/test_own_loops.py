@@ -62,8 +62,8 @@ def test_random_numbers_follow_the_stated_iteration_and_the_micro_batch():
     assert results["iterations_differ"]
     assert results["recomputed True"]
     assert results["recomputed False"]
-    assert "training_iteration(1) follows iteration 1; give integers that rise" in results["again"]
-    assert "is inside of another one" in results["inside"]
+    assert "training_iteration(1) follows iteration 1; give integers that incr" in results["again"]
+    assert "is inside another one" in results["inside"]
 
 
 RECIPE = """
@@ -203,7 +203,7 @@ if sys.argv[3] == "teacher":
     ],
 )
 def test_a_model_that_is_only_evaluated_is_checked_too(change, model, message, way):
-    """A teacher may consist of any layers, if another model trains."""
+    """A teacher may consist of any layers if another model is trained."""
     done = run(EVALUATED, change, model, way, CUSTOM_QUANT_TYPE="mxfp8")
     failed = message is not None and way != "teacher"
     assert done.returncode == int(failed), done.stderr
@@ -304,7 +304,7 @@ if "failing" in sys.argv:
     ],
 )
 def test_a_program_that_builds_a_model_and_runs_none_fails(word, variables, message):
-    """A fork may run the model in place of the program; most forks read data."""
+    """A fork that runs the model counts; other forks, such as those that read data, do not."""
     done = run(BUILT, word, **variables)
     assert done.returncode == (0 if message is None else 1), done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("[ERROR]")]
@@ -340,7 +340,7 @@ sys.exit(child.exitcode)
 
 @pytest.mark.parametrize("end", ["raised", "handled"])
 def test_a_process_of_multiprocessing_ends_with_an_error_too(end):
-    """Such a process runs no functions of `atexit` before Python 3.13.
+    """Before Python 3.13, a child process of multiprocessing does not run functions of `atexit`.
 
     Since then, it runs them when its error is gone, so the error is also the last line.
     """
@@ -349,7 +349,7 @@ def test_a_process_of_multiprocessing_ends_with_an_error_too(end):
     assert ("Traceback" in done.stderr) == (end == "raised")
     errors = [line for line in done.stderr.splitlines() if line.startswith("[ERROR]")]
     newer = sys.version_info >= (3, 13)
-    handled = "" if newer else "the program has handled this error and went on: "
+    handled = "" if newer else "the program handled this error and continued: "
     assert len(errors) == int(newer or end == "handled"), done.stderr
     assert all(f"{handled}format mxfp8 does not reach" in line for line in errors)
 
@@ -371,7 +371,7 @@ with training_iteration(1):
 
 
 def test_a_collection_that_cannot_write_fails_at_the_end(tmp_path):
-    """Nothing but the environment requests it, so no trainer closes it."""
+    """Only the environment requests the collection, so no trainer closes it."""
     done = run(FULL, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert f"cannot write to {tmp_path}: [Errno 27]" in done.stderr
@@ -439,7 +439,7 @@ print(json.dumps(results))
 def test_a_model_that_changed_after_it_was_built_is_compared_with_the_audit():
     results = report(CHANGED, CUSTOM_QUANT_TYPE="mxfp8")
     attention = "decoder.layers.1.self_attention.core_attention (OwnAttention)"
-    assert f"format mxfp8 is in the audit of {attention}, but" in results["own_attention"]
+    assert f"format mxfp8 applies to {attention}, but" in results["own_attention"]
     assert "decoder.layers.0.mlp.linear_fc1 (OwnLinear), but" in results["own_linear"]
     assert (
         "does not reach decoder.layers.1.self_attention.linear_proj, a Linear"
@@ -469,7 +469,7 @@ assert len(results) == 3, results
 def test_a_program_that_handles_a_refusal_is_refused_again_and_fails(change):
     done = run(HANDLED, change, CUSTOM_QUANT_TYPE="mxfp8")
     assert done.returncode == 1, done.stderr
-    assert "[ERROR] the program has handled this error and went on: format mxfp8" in done.stderr
+    assert "[ERROR] the program handled this error and continued: format mxfp8" in done.stderr
 
 
 FUNCTIONAL = """
@@ -573,7 +573,7 @@ def test_ranks_with_different_formats_are_refused(tmp_path):
 
 
 def test_ranks_with_different_formats_are_refused_also_without_iterations(tmp_path):
-    """In such a loop, no rank waits for the others."""
+    """In a loop without iterations, no rank waits for the others."""
     script = tmp_path / "script.py"
     train = (
         "import time\n"
@@ -635,7 +635,7 @@ def test_everything_that_sets_formats_is_compared_and_an_error_cannot_be_ignored
     script.write_text(START + DIFFERENT)
     done = forks.run(script, *map(json.dumps, settings), ranks=2, env=environment(PYTHONPATH=REPO))
     assert done.returncode == int(message is not None), done.stderr
-    error = "[ERROR] the program has handled this error and went on: the ranks have different"
+    error = "[ERROR] the program handled this error and continued: the ranks have different"
     assert (error in done.stderr) == (message is not None)
     assert message is None or message in done.stderr
 
@@ -681,7 +681,7 @@ if sys.argv[3:]:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"collect_iterations": "1,9"}, "the run ended at iteration 2 with 1"),
+        ({"collect_iterations": "1,9"}, "the run had collected 1 when it ended at iteration 2"),
         ({"collect_iterations": "9"}, "nothing was collected in 2 iteration(s) up to 2: none"),
         ({"control_iter": 3}, "3 iteration(s) were to be collected"),
         ({"control_iter": 3, "iteration": 9}, "3 iteration(s) were to be collected"),

@@ -33,13 +33,13 @@ CASES = {
     "linear-on-attention": (
         f"  m: {{config: linear_mxfp8, pattern: '*.core_attention', {M}}}\n",
         ALL,
-        r"line 2: matcher 'm' has the config 'linear_mxfp8', which says something of linear, but "
-        r"is for modules with pv and qk, as decoder.layers.0.self_attention.core_attention;",
+        r"line 2: matcher 'm' has the config 'linear_mxfp8', which sets linear, but "
+        r"applies to modules with pv and qk, such as decoder.layers.0.self_attention.core_atten",
     ),
     "attention-on-linear": (
         f"  m: {{config: FA_mxfp8, pattern: '*.linear_*', {M}}}\n",
         ALL,
-        r"says something of qk, but is for modules with linear,",
+        r"sets qk, but applies to modules with linear, such as",
     ),
     "behind-two-halves": (
         f"  a: {{config: bf16, pattern: '*', iterations: 1-2, {M}}}\n"
@@ -57,12 +57,12 @@ CASES = {
     "layer-that-is-not-there": (
         f"  m: {{config: mxfp8, pattern: '*', layers: '0,99', {M}}}\n",
         ALL,
-        r"line 2: matcher 'm' is for layer 99 too, and the last layer of the model is 3",
+        r"line 2: matcher 'm' is for layer 99, but the last layer of the model is 3",
     ),
     "overruled-by-a-flag": (
         f"  m: {{config: mxfp8, pattern: '*.linear_*', {M}}}\n",
         "qk pv",
-        r"line 2: matcher 'm' decides for linear only, of which a flag has decided already",
+        r"line 2: matcher 'm' applies only to linear, whose formats a flag already sets",
     ),
     "off-where-nothing-else-is": (
         f"  m: {{config: bf16, pattern: '*.linear_*', {M}}}\n"

@@ -73,7 +73,7 @@ def test_a_recipe_next_to_a_format_is_refused():
 
 
 def test_a_model_that_would_bypass_the_formats_is_refused():
-    """Another trainer is refused by the layers; ours refuses the flags."""
+    """Other trainers are stopped by the coverage check; our trainer already refuses the flags."""
     code = BUILD + (
         "from megatron.core.low_precision.coverage_check import check_coverage\n"
         "check_coverage(model, collecting=False)\n"
@@ -84,7 +84,7 @@ def test_a_model_that_would_bypass_the_formats_is_refused():
         result = snippet(code % bypass, CUSTOM_QUANT_TYPE="mxfp8")
         name, _, value = bypass.partition(" = ")
         assert f"format mxfp8 does not reach a model with {name}={value}" in result.stderr
-    assert snippet(code % bypass).returncode == 0, "nothing was asked for"
+    assert snippet(code % bypass).returncode == 0, "no format was requested"
 
 
 def test_a_schedule_without_a_start_is_refused(tmp_path):
@@ -100,7 +100,7 @@ def test_a_schedule_without_a_start_is_refused(tmp_path):
     said = "tensor_saver.configure(dict(iteration=4), iteration=4)\n"
     assert snippet(code % said, QUANT_RECIPE=str(path)).returncode == 0
     result = snippet(code % "", QUANT_RECIPE=str(path))
-    assert "has iterations, and this trainer has not said which one it begins" in result.stderr
+    assert "depends on the iteration, but this trainer has not set the current one" in result.stderr
 
 
 def test_the_lm_head_stays_in_high_precision():
@@ -216,4 +216,4 @@ def test_a_switch_that_differs_between_ranks_is_refused(tmp_path):
     )
     first, second = both_ranks(tmp_path, code)
     assert first == second
-    assert "switched on on rank(s) 1 of 2 only" in first
+    assert "saving tensors is enabled only on rank(s) 1 of 2;" in first

@@ -1,6 +1,6 @@
 """Test arguments and outputs of megatron-core that only some of its releases have.
 
-CONTRIBUTING.md says how to run all tests with another release than the recommended one.
+CONTRIBUTING.md explains how to run all tests with a release other than the recommended one.
 """
 
 import pytest

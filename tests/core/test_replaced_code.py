@@ -105,13 +105,13 @@ def test_a_layer_whose_code_is_replaced_is_refused_however_it_multiplies(how, tm
     fc1, attention = "0.mlp.linear_fc1", "0.self_attention.core_attention"
     classes = {"function": "OwnFunction", "elementwise": "Elementwise", "plain": "ColumnParallel"}
     for name, kind in classes.items():
-        assert f"is in the audit of decoder.layers.{fc1} ({kind}" in results[name], name
+        assert f" applies to decoder.layers.{fc1} ({kind}" in results[name], name
     assert f"decoder.layers.{attention} (OwnAttention), but other code has" in results["attention"]
     assert results["nothing"] is None
     assert results["two"] is None
-    assert "is in the audit of decoder.layers.1.mlp.linear_fc1" in results["later"]
+    assert " applies to decoder.layers.1.mlp.linear_fc1" in results["later"]
     assert results["again"] is None
-    assert "is in the audit of decoder.layers.0.self_attention.linear_qkv" in results["class"]
+    assert " applies to decoder.layers.0.self_attention.linear_qkv" in results["class"]
     assert "modules of the model GPTModel were replaced before iteration 3" in results["log"]
 
 
@@ -425,7 +425,7 @@ def test_an_iteration_that_fails_may_be_repeated_but_is_not_a_whole_collection(h
         folder = tmp_path / how / "".join(more)
         done = run(RETRIED, how, folder, *more)
         assert done.returncode == 1, done.stderr
-        assert "iteration 1 ended with an exception that the program handled, so its" in done.stderr
+        assert "iteration 1 ended with an exception that the program handled, so the" in done.stderr
         (card,) = folder.glob("run_*.json")
         assert json.loads(card.read_text())["status"] == "failed"
 

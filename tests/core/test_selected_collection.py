@@ -41,7 +41,7 @@ def same_training(tmp_path, *options: str, ranks: int = 1, **flags) -> list[dict
 
 
 def test_one_rank_of_a_tensor_parallel_pair_collects_and_training_goes_on_alike(tmp_path):
-    """Under sequence parallelism an observed matmul runs other collective operations.
+    """Under sequence parallelism, an observed matmul runs different collective operations.
 
     If only the rank that writes observed it, the two would wait for each other.
     """
@@ -68,7 +68,7 @@ def test_a_rank_that_has_reached_its_limit_holds_up_no_other(tmp_path):
 
 @pytest.mark.parametrize("layout", [(), ("--tp", "2", "--sequence-parallel"), ("--cp", "2")])
 def test_scores_and_probabilities_are_what_the_softmax_and_pv_see(tmp_path, layout):
-    """Without a format, our attention then replaces the wheel's, with identical bits."""
+    """If scores are collected, our attention replaces megatron-core's, with identical results."""
     names = ["attention_scores", "attention_probs", "query", "key", "value", "output"]
     flags = {"collect_tensors": names, "collect_modules": ["core_attention"]}
     flags["collect_layers"] = "1"
@@ -87,7 +87,7 @@ def test_scores_and_probabilities_are_what_the_softmax_and_pv_see(tmp_path, layo
         assert scores["global_shape"] == [2, 4, 32, 32]
         assert (scores["phase"], probs["phase"]) == ("post", "pre")
         mine = found["query"]["tensor"].permute(1, 2, 0, 3)
-        if "--cp" not in layout:  # there the keys of the other rank are in it too
+        if "--cp" not in layout:  # with --cp, the keys of the other rank are also used
             heads = [
                 found[name]["tensor"].permute(1, 2, 0, 3).repeat_interleave(2, dim=1)
                 for name in ("key", "value")

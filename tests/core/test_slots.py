@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("slots_worker.py")
 #: the results that each slot may change: everything downstream of its GEMM
 DOWNSTREAM = {
     "linear": {"fprop": ["y"], "dgrad": ["dx"], "wgrad": ["dw"]},
-    # S makes P, which is an operand of everything but itself; dQ and dK are ends.
+    # P follows from S and affects all results; dQ and dK affect no other result.
     "qk": {"fprop": ["o", "dq", "dk", "dv"], "dgrad": ["dq"], "wgrad": ["dk"]},
     "pv": {"fprop": ["o"], "dgrad": ["dq", "dk"], "wgrad": ["dv"]},
 }
@@ -30,8 +30,8 @@ def report():
 @pytest.mark.parametrize("operation", ["linear", "qk", "pv"])
 def test_a_slot_s_gemm_is_that_of_the_quantized_operand(report, operation, slot, name):
     found = report[f"{operation} {slot} {name}"]
-    assert found["quantized"] == 1, "one operand, and only that"
-    assert found["operand"] < 1e-6, "it is not the operand that the float64 chain has there"
+    assert found["quantized"] == 1, "exactly one operand is quantized"
+    assert found["operand"] < 1e-6, "the operand differs from that of the float64 chain"
     # float32 sums of at most 64 terms, through a softmax
     assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
     assert found["changed"] == DOWNSTREAM[operation][slot.partition("_")[0]]
@@ -41,7 +41,7 @@ def test_a_slot_s_gemm_is_that_of_the_quantized_operand(report, operation, slot,
 @pytest.mark.parametrize("operation", ["linear", "qk", "pv"])
 def test_a_straight_through_backward_pass_has_the_forward_operands(report, operation, name):
     found = report[f"{operation} straight_through {name}"]
-    assert found["quantized"] == 2, "the two of the forward pass"
+    assert found["quantized"] == 2, "only the two operands of the forward pass are quantized"
     assert found["operand"] < 1e-6
     assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
     assert len(found["changed"]) == len(found["errors"])
@@ -51,7 +51,7 @@ def test_a_straight_through_backward_pass_has_the_forward_operands(report, opera
 def test_unnormalized_probabilities_are_quantized_before_their_sum_divides(report, name):
     found, normalized = report[f"pv unnormalized {name}"], report[f"pv fprop_a {name}"]
     assert found["quantized"] == 1
-    assert found["operand"] < 1e-6, "it is not exp(s - rowmax)"
+    assert found["operand"] < 1e-6, "the operand is not exp(s - rowmax)"
     assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
     assert found["changed"] == ["o"]
     assert found["errors"] != normalized["errors"]

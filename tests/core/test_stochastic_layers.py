@@ -52,7 +52,7 @@ def test_a_seed_follows_from_run_layer_operation_iteration_and_micro_batch():
     report = json.loads(done.stdout.splitlines()[-1])
     all_seeds = report["places"] + report["evaluation"] + report["other"]
     assert len(set(all_seeds)) == len(all_seeds) == 12 + 4 + 4
-    assert report["again"] == report["places"][-4:], "they depend on torch's generator"
+    assert report["again"] == report["places"][-4:], "the seeds depend on torch's generator"
     assert report["same_loss"]
     assert report["same_state"], "evaluation draws from torch's generator"
 
@@ -103,5 +103,5 @@ def test_tensor_parallel_ranks_have_the_same_seeds(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = (json.loads(Path(f"{out}{rank}").read_text()) for rank in (0, 1))
     assert first == second
-    matmuls = 2 * (4 + 2)  # of two layers: four linear ones, QK^T and PV
+    matmuls = 2 * (4 + 2)  # two layers, each with four linear layers, QK^T and PV
     assert len(set(first)) == len(first) == 2 * matmuls

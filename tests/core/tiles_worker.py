@@ -1,4 +1,4 @@
-"""Compare attention layers of the model that run in tiles with layers that have whole matrices.
+"""Compare attention layers of the model that run in tiles with layers that use whole matrices.
 
 The tests run it in a process of its own. It prints a JSON object.
 """
@@ -62,7 +62,7 @@ def tensors(value_dim=DIM, dtype=torch.float32):
 
 def results(module, mask=None, value_dim=DIM):
     if value_dim != DIM:
-        module.hidden_size_per_partition = value_dim * HEADS  # as multi-latent attention says it
+        module.hidden_size_per_partition = value_dim * HEADS  # as multi-latent attention sets it
     qkv, do = tensors(value_dim)
     output = module(*qkv, mask)
     return output.detach(), *torch.autograd.grad(output, qkv, do)
@@ -117,7 +117,7 @@ class Lines(logging.Handler):
 
 
 def defaults():
-    """Return what layers without a request for tiles do when whole matrices are large."""
+    """Return what layers do by default when whole matrices are large."""
     from megatron.core.low_precision import matmul_audit
     from megatron.core.transformer import attention_tiles
     from megatron.fake_quant import get_format
@@ -172,7 +172,7 @@ def _shorter(qkv):
 
 
 def recomputation():
-    """Return whether a layer whose forward pass is repeated has the results of one that is not."""
+    """Return whether a layer has the same results if its forward pass is repeated."""
     from megatron.core import tensor_parallel
     from megatron.fake_quant.tiles.tiling import Tiling
 

@@ -11,7 +11,7 @@ from megatron.fake_quant.accumulate.unit_operand import UnitOperand
 from megatron.fake_quant.elements import Cast
 from megatron.fake_quant.rounding import round_to
 
-#: Every design, with all parts of a spelled-out name.
+#: Every simulated design, and spelled-out names that together use all parts of a name.
 ACCUMULATOR_NAMES = (
     *(name for name, unit in ACCUMULATORS.items() if unit.simulated),
     "fda:l4:f3:m2:rne",
@@ -20,7 +20,7 @@ ACCUMULATOR_NAMES = (
     "fda:l16:f12:e5m10:rne:p32:pe6m9",
     "fda:l1:fx:e4m3:rz:p24:pe5m2",
 )
-#: Element types with an Inf, and those without a NaN.
+#: Element types that have an Inf, and element types that have no NaN.
 WITH_INFINITY = ("e5m2", "bfloat16", "float16", "float32")
 WITHOUT_NAN = ("e3m2", "e2m3", "e2m1")
 #: Largest binary exponents of the scaled rows, 6 for types that are not listed.
@@ -95,7 +95,7 @@ def _scales(accumulator: Accumulator, shape: tuple[int, int], seed: int) -> Tens
 
 
 def first_sums(shape: tuple[int, ...]) -> Tensor:
-    """Return numbers with which sums may begin: all float32 bits, tiny, zero, NaN and Inf."""
+    """Return numbers with which sums may begin: random, tiny and zero ones, NaN and Inf."""
     generator = torch.Generator().manual_seed(9)
     exponents = torch.randint(-8, 9, shape, generator=generator)
     start = torch.ldexp(torch.randn(shape, generator=generator), exponents)
@@ -119,5 +119,5 @@ def by_reference(
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bits of float32 values, the same ones for every NaN."""
+    """Return the bits of float32 values, with the same bits for every NaN."""
     return x.masked_fill(x.isnan(), torch.nan).view(torch.int32)

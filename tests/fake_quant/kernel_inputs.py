@@ -145,12 +145,13 @@ def views(kind: str, x: Tensor) -> dict[str, Tensor]:
 
 
 _HALF_NANS = [torch.full((size,), torch.nan).half().view(torch.int16)[0] for size in (1, 64)]
-#: Up to torch 2.6 at least, the NaN of a number in float16 depends on the size of the tensor.
+#: In some releases of torch (2.6 is one), the bits of a NaN that is converted to float16 depend on
+#: the size of the tensor.
 HALF_NANS_DIFFER = bool(_HALF_NANS[0] != _HALF_NANS[1])
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bits of a tensor, with one NaN if this torch has several for the same number."""
+    """Return the bits of a tensor, with the same bits for every NaN if `HALF_NANS_DIFFER`."""
     if x.dtype == torch.float16 and HALF_NANS_DIFFER:
         x = torch.where(x.isnan(), torch.nan, x)
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)

@@ -36,8 +36,8 @@ def to_float64(x: NDArray[np.floating]) -> Array:
 
 
 def code_points(element: str) -> Array:
-    """Return the finite numbers >= 0 of an element, ascending, as their codes are."""
-    if element.startswith("int"):  # all but the sign, in steps of which 1 is half of the range
+    """Return the finite numbers >= 0 of an element, in ascending order, like their codes."""
+    if element.startswith("int"):  # all bits but the sign count steps; 1 is half of the range
         half = 2 ** (int(element[3:]) - 2)
         return np.arange(2 * half) / half
     if element in ML_DTYPES:
@@ -64,7 +64,7 @@ def round_to_table(magnitude: Array, table: Array, *, ties: str) -> Array:
 
 
 def round_stochastically(magnitude: Array, table: Array, random: NDArray[np.int64]) -> Array:
-    """Return one of two neighbors: the upper one if the way from below exceeds `random` / 2^24."""
+    """Return the upper neighbor if the lower one is more than `random` / 2^24 steps away."""
     index = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, len(table) - 2)
     below, above = table[index], table[index + 1]
     way = np.minimum((magnitude - below) / (above - below), 1)
@@ -80,7 +80,7 @@ def round_element(x: Array, element: str, random: NDArray[np.int64] | None = Non
     if random is not None:
         rounded = round_stochastically(np.abs(x), code_points(element), random)
         return np.copysign(rounded, x)
-    # Without mantissa bits every significand is 1, and `get_element` says where ties go.
+    # Without mantissa bits, every significand is 1, so ties go up (see `get_element`).
     ties = "even" if element[-2:] != "m0" else "up"
     table = code_points(element)
     rounded = round_to_table(np.abs(x), table, ties=ties)
@@ -139,10 +139,10 @@ def hifloat8_codes() -> Array:
 def fake_quantize_hifloat8(
     x: NDArray[np.floating], *, overflow: str, random: NDArray[np.int64] | None = None
 ) -> Array:
-    """Return the nearest value of the table of codes, ties away from zero, zero without a sign."""
+    """Return the nearest value of the table of codes, ties away from zero; zero is unsigned."""
     x = to_float64(x)
     codes = hifloat8_codes()
-    # Inf has the code of 1.5 * 2^15: half-way to it from 32768 is 1.25 * 2^15.
+    # The code of Inf stands for 1.5 * 2^15; half-way from 32768 to that is 1.25 * 2^15.
     table = np.append(np.sort(codes[np.isfinite(codes) & (codes >= 0)]), 1.5 * 2**15)
     if random is None:
         magnitude = round_to_table(np.abs(x), table, ties="up")
@@ -153,11 +153,11 @@ def fake_quantize_hifloat8(
 
 
 def fake_quantize_hifloat8_hybrid(x: NDArray[np.generic], *, overflow: str) -> Array:
-    """Return the paper's HR of `x` in its own dtype: float32, float16 or ml_dtypes.bfloat16."""
+    """Round `x` (float32, float16 or ml_dtypes.bfloat16) by the paper's HR for this dtype."""
     bits = x.view(f"u{x.itemsize}")
     wide = np.abs(to_float64(x))
     codes = hifloat8_codes()
-    # Inf has the place of 1.5 * 2^15.
+    # The code of Inf stands for 1.5 * 2^15.
     table = np.append(np.sort(codes[np.isfinite(codes) & (codes >= 0)]), 1.5 * 2**15)
     index = np.clip(np.searchsorted(table, wide, side="right") - 1, 0, len(table) - 2)
     below, above = table[index], table[index + 1]

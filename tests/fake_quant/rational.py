@@ -93,7 +93,7 @@ NF4 = [
 
 
 def nearest(x: F, numbers: list[F], ties: str = "even") -> F:
-    """Return the nearest of the numbers with the sign of `x`; beyond the last one, the last."""
+    """Return the nearest of ascending numbers with the sign of `x`; saturate at the last one."""
     magnitude = min(abs(x), numbers[-1])
     above = bisect.bisect_left(numbers, magnitude)
     if numbers[above] != magnitude:
@@ -196,7 +196,7 @@ def square(x: F) -> F:
 
 
 def divided(scales: list[F], *, outer: bool) -> Callable[[Block, F], list[F]]:
-    """Return E2M1 elements that are divided by their scales, in the order of AMD's ALTO.
+    """Return E2M1 elements that are divided by their scales, with the operations of AMD's ALTO.
 
     `scales` are the numbers of the block scales; without an outer scale, `outer` is False.
     """
@@ -271,7 +271,7 @@ def if4(block: Block, of_tensor: F) -> list[F]:
 
 
 def _squared_error(values: Block, block: Block) -> F:
-    """Return the sum of the squares of values / 2688 - x; values 8 places apart are added first."""
+    """Return the sum of (values / 2688 - x)^2; squares 8 positions apart are added first."""
     differences = [float32(float32(v / 2688) - x) for v, x in zip(values, block, strict=True)]
     squares = [float32(difference * difference) for difference in differences]
     sums = [float32(a + b) for a, b in zip(squares[:8], squares[8:], strict=True)]
@@ -282,7 +282,7 @@ def _squared_error(values: Block, block: Block) -> F:
 
 
 def mixfp4(block: Block, of_tensor: F) -> list[F]:
-    """Return MixFP4: E2M1 elements, or integers under a scale of their own if no worse."""
+    """Return MixFP4: E2M1 elements, or integers with their own scale if the error is not larger."""
     encode = quotient(6 * 448, of_tensor)
     decode = float32(1 / encode)
     candidates = []

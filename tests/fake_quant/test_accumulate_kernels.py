@@ -53,7 +53,7 @@ def test_rows_of_every_kind_have_the_bits_of_the_definition(name):
 
 @names
 def test_sums_may_begin_with_any_float32_number(name):
-    """A continued sum; the kernel may exchange the operands, as for the second product."""
+    """Sums continue given numbers, even if the operands are exchanged, as in the last product."""
     unit = get_accumulator(name)
     a, b = (
         side._replace(
@@ -75,7 +75,7 @@ def test_sums_may_begin_with_any_float32_number(name):
 
 @names
 def test_every_tile_and_panel_has_the_bits_of_the_reference(name):
-    """Sizes that do not divide tiles, panels and promotion intervals; batches; no scales."""
+    """Sizes are not multiples of tiles, panels or promotion intervals; there are no scales."""
     unit = get_accumulator(name)
     depth = 3 * (unit.promote_every or unit.step) + 3
     generator = torch.Generator().manual_seed(5)

@@ -173,7 +173,7 @@ def test_ue5m3_scales_under_a_tensor_scale(kind):
 
 
 def searched(blocks: Float32, bound: float, mode: str) -> tuple[Float32, NDArray[np.bool_]]:
-    """Return the scales that a search finds, and where it takes the one that maps to 4."""
+    """Return the scales that a search finds, and True where they map the maximum to 4, not to 6."""
     maxima = outer_maxima(blocks, 0, None)
     encode = encoding(maxima, 6 * bound)
     base = np.abs(blocks).max(axis=1) / np.float32(6) * encode
@@ -236,7 +236,7 @@ def test_the_chosen_scale_is_the_better_one_in_exact_arithmetic(mode):
 
 
 def test_a_tie_of_a_search_goes_to_six():
-    """Both scales represent 6 and 4 times 2^-k exactly: 6 and 4 are 4 and 2.67 under 1.5."""
+    """Under both scales, the error is zero: all values are 0, or 1536 = 6 * 256 = 4 * 384."""
     x = torch.zeros(1, 16)
     for scale in quantize(x, "nvfp4:4over6-mae").scales.block().flatten().tolist():
         assert scale == 0
@@ -358,7 +358,7 @@ def test_headroom_of_powers_of_two_scales_values_down_and_up_again(name):
 
 
 def test_nothing_clips_under_a_headroom_of_16_17():
-    """A scale in E4M3 is at most 1 / 17 too small: then the maximum lands at 6, and not beyond."""
+    """A scale in E4M3 is at most 1 / 17 too small, so that the maximum lands at 6 at most."""
     x = torch.randn(256, 256, generator=seeded())
     for name, clips in (("nvfp4", True), ("nvfp4:head16/17", False)):
         amax = x.unflatten(-1, (-1, 16)).abs().amax(-1)

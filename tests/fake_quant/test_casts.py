@@ -15,7 +15,7 @@ from .inputs import assert_same, every_bfloat16, every_float16, random_bit_patte
     [
         ("bf16", 1 + 2**-8, 1.0),  # half-way from 1 to 1 + 2^-7, to even
         ("bf16", 1 + 3 * 2**-8, 1 + 2**-6),
-        ("bf16", 3.4e38, torch.inf),  # past 2^128 - 2^119, the last that rounds down
+        ("bf16", 3.4e38, torch.inf),  # above the overflow threshold, 2^128 - 2^119
         ("bf16", 2**-134, 0.0),  # half of the smallest subnormal
         ("bf16", 3 * 2**-134, 2**-132),
         ("fp16", 1 + 2**-11, 1.0),

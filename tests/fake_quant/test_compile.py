@@ -123,7 +123,7 @@ def test_seeds_change_without_compiling_again():
         expected = fake_quantize(x, "mxfp4:sr", seed=seed)
         assert torch.equal(function(x, seed), expected)
         assert torch.equal(fake_quantize(x, "mxfp4:sr", seed=torch.tensor(seed)), expected)
-    assert counter.frame_count <= 3, "the first number, a second one, and all others"
+    assert counter.frame_count <= 3, "compiled for the first number, the second one, and all others"
 
 
 @traces_all
@@ -217,7 +217,7 @@ def step(matmul, a: Tensor, b: Tensor, **autocast) -> list[Tensor]:
     return [c.detach(), a.grad, b.grad]
 
 
-# The CPU kernels are loaded by now, so that few rows take the same code as many.
+# The CPU kernels are loaded by now, so that a few rows run the same code as many rows.
 @traces_all
 @pytest.mark.parametrize(
     ("rows", "name"), [(32, "mxfp8"), (32, "mean split"), *((256, name) for name in GEMMS)]
@@ -368,7 +368,7 @@ def test_what_is_traced_computes_and_holds_no_values(name, shape, trace):
 
 
 class Everything(nn.Module):
-    """A module that calls all public functions; `get_format` does not know its last format."""
+    """A module that calls all public functions, the last one with an unregistered format."""
 
     own = Format("mine", E2M1, TensorScaling(5.0))
 
@@ -448,7 +448,7 @@ def test_a_format_from_a_pickle_has_no_known_name():
     fmt = get_format("mxfp4")
     for copied in (copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt))):
         assert (copied, copied.known_name) == (fmt, None)
-    old = object.__new__(Format)  # pickled before formats had a known name
+    old = object.__new__(Format)  # as pickled before `known_name` existed
     old.__setstate__([fmt.name, fmt.element, fmt.scaling, fmt.rounding, fmt.square_weights])
     assert (old, to_text(old)) == (fmt, "mxfp4")
 

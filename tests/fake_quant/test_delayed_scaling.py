@@ -89,7 +89,7 @@ def test_what_is_recorded_between_two_updates_is_the_largest_magnitude():
     assert histories.amax.tolist() == [3, 0]
     assert histories.recorded.tolist() == [0, 0]
     histories.update()
-    assert histories.history[0].tolist() == [3, 0, 0, 0]  # an amax of 0 is no step
+    assert histories.history[0].tolist() == [3, 0, 0, 0]  # an amax of 0 adds no entry
 
 
 def test_a_recipe_may_change_the_length_of_a_history():

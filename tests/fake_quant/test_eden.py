@@ -69,7 +69,7 @@ def test_scales_are_the_corrected_ones_rounded_to_a_neighbor_at_random():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_group_is_128_neighbors_along_the_axis(axis):
-    """A change of one value leaves the scales of the other groups."""
+    """A change of one value leaves the scales of the other groups unchanged."""
     x = normal(256, 256)
     x[0, 0] = x.abs().max()
     changed = x.clone()

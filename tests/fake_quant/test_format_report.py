@@ -130,7 +130,7 @@ def test_every_variant_has_a_row_and_a_page():
                 ("whole", "an Inf"): "makes its block NaN",
             },
         ),
-        # As IEEE: exponent field of ones.
+        # As in IEEE 754, Inf and NaN have an exponent field of ones.
         (
             "fp8_e5m2",
             {
@@ -141,7 +141,7 @@ def test_every_variant_has_a_row_and_a_page():
                 ("whole", "a NaN"): "stays NaN",
             },
         ),
-        # OCP lets -2 unused.
+        # OCP leaves -2 unused.
         ("mxint8", {("element", "never produced"): "0x80 (-2)", ("element", "zeros"): "0x00"}),
         # arXiv 2509.25149 appendix B: 6 * 448 = 2688.
         (
@@ -259,7 +259,7 @@ def test_binades_hold_the_code_points(name):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("element", [*MX.values(), "int8"])
 def test_where_the_block_s_largest_value_lands(element, rule):
-    """Under the oracle's scales every amax lies between the two numbers, and some close to each."""
+    """Under the oracle's scales, amaxes lie between the two numbers, and some are near each."""
     page = said(f"mx:{element}:b32:{rule}")
     low, high = map(float, page["scale", f"{rule} *"].rpartition("lands in ")[2].split(" to "))
     amax = np.float32(1) + np.arange(1 << 16, dtype=np.float32) / (1 << 16)
@@ -308,7 +308,7 @@ def test_lines_of_tables(name, line):
 def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, said):
     text = " ".join(describe(get_format(name)).split())
     assert ("The sources disagree from 32768 to 49152. This format follows" in text) == said
-    if said:  # what it says of this code is so
+    if said:  # the code does what is described
         x = torch.tensor([33024.0, 40704.0, 40960.0, 49151.0], dtype=torch.bfloat16)
         assert fake_quantize(x, name).tolist() == [32768, 32768, math.inf, math.inf]
         x = torch.tensor([32768.0, 40959.0])  # in float32, the low mantissa bits decide
@@ -346,9 +346,9 @@ def test_scales_that_no_matmul_can_apply_to_a_sum_are_named():
     [
         ("nvfp4:2d", "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it"),
         ("nvfp4:outer-row", "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine"),
-        ("nvfp4:outer-1x64", "E4M3 scales as of NVFP4, arXiv 2509.25149 appendix B, in the order"),
-        ("nv:e2m1:b3x5:e4m3", "E4M3 scales as of NVFP4, arXiv 2509.25149 appendix B, in the order"),
-        ("nv:e2m1:row:e4m3:4over6-mae", "E4M3 scales as of NVFP4 with 4/6, arXiv 2512.02010, in"),
+        ("nvfp4:outer-1x64", "E4M3 scales as in NVFP4, arXiv 2509.25149 appendix B, in the order"),
+        ("nv:e2m1:b3x5:e4m3", "E4M3 scales as in NVFP4, arXiv 2509.25149 appendix B, in the order"),
+        ("nv:e2m1:row:e4m3:4over6-mae", "E4M3 scales as in NVFP4 with 4/6, arXiv 2512.02010, in"),
         ("nvfp4:4over6-mae", "NVFP4 with 4/6, arXiv 2512.02010, as Transformer Engine computes it"),
         ("fp8_block:2d", "FP8 blocks, arXiv 2412.19437 section 3.3, as Transformer Engine"),
         ("nv:e4m3:b3x5:fp32", "float32 scales, in the order of Transformer Engine's FP8 blocks"),
@@ -356,7 +356,7 @@ def test_scales_that_no_matmul_can_apply_to_a_sum_are_named():
         ("fp8_rowwise", "FP8 with float32 scales per row, as torchao computes it"),
         ("nv:e2m3:row:fp32", "float32 scales, in the order of Transformer Engine's FP8 blocks"),
         ("amdfp4", "AMD-FP4, unsigned E5M3 scales, in the order of AMD's ALTO"),
-        ("nv:e2m1:b3x5:ue5m3", "unsigned E5M3 scales as of AMD-FP4, in the order of AMD's ALTO"),
+        ("nv:e2m1:b3x5:ue5m3", "unsigned E5M3 scales as in AMD-FP4, in the order of AMD's ALTO"),
     ],
 )
 def test_only_the_formats_that_a_package_has_are_called_its_own(name, source):

@@ -150,7 +150,7 @@ def test_block_scales_need_an_element_that_is_described_by_its_fields():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_no_function_that_is_inexact_near_powers_of_two(path):
-    """log2(2^k - 1 ulp) is k in float32: the peers that use it are wrong there (test_mx.py)."""
+    """log2(2^k - 1 ulp) is k in float32, so packages that use log2 err there (test_mx.py)."""
     # The softmax of attention in tiles needs exp, as any softmax does; no format uses it.
     softmax = path in (FOLDER / "tiles" / "forward.py", FOLDER / "tiles" / "backward.py")
     banned = {

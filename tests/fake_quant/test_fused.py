@@ -44,7 +44,7 @@ def test_the_bits_are_the_reference_s(name, dtype):
 
 @pytest.mark.parametrize("name", ["nvfp4:outer-1x64:sr", "nvfp4:outer-row"])
 def test_outer_scales_of_many_groups_have_the_reference_s_bits(name, monkeypatch):
-    """Groups are quantized a few at a time; the last group is shorter, and bands have an Inf."""
+    """Groups, some with an Inf or a NaN, are quantized a few at a time; the last one is shorter."""
     monkeypatch.setattr(numba_launch, "_NEAR", 1 << 14)
     x = torch.randn(2, 1100, 33, generator=torch.Generator().manual_seed(4))
     x = torch.ldexp(x, torch.arange(1100).remainder(40).view(1, -1, 1))
@@ -157,7 +157,7 @@ def test_several_threads_may_call_at_once(threads):
 def test_torch_s_own_threads_do_the_work(threads):
     """Other threads would compete with torch's, which wait for work in a loop."""
     if "backend: OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
-        pytest.skip("this torch has other threads")
+        pytest.skip("needs a torch with OpenMP threads, on Linux")
     threads(2)
     met, two = set(), Barrier(2, timeout=60)
 

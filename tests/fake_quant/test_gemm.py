@@ -272,7 +272,7 @@ def test_transformed_operands_are_quantized_along_the_reduction_axis():
     _, _, db = run(a, b, dc, formats)
     qdc = fake_quantize(rotated_by_hand(dc, 0).float(), fmt, 0).double()
     qa = fake_quantize(rotated_by_hand(a, 0).float(), fmt, 0).double()
-    # A sum that rounds to the other side of a tie may change an element: few do.
+    # A sum that is rounded to the other side of a tie changes an element, but such sums are rare.
     close = torch.isclose(db.double(), qdc.mT @ qa, rtol=1e-4, atol=1e-4)
     assert close.float().mean() > 0.95
 

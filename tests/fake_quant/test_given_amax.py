@@ -46,7 +46,7 @@ def assert_same(found, expected):
 
 
 def demanding(name):
-    """Return a format as named, except that it demands an amax."""
+    """Return the named format, changed so that it requires an amax from the caller."""
     fmt = get_format(name)
     return replace(fmt, name="demanding", scaling=replace(fmt.scaling, amax="global"))
 

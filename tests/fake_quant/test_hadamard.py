@@ -94,7 +94,7 @@ def test_sums_are_rounded_to_float32_from_the_first_to_the_last(size, signs):
         total = total + x.numpy()[:, i : i + 1] * matrix[i]
     expected = total * np.float32(1 / np.sqrt(size))
     assert_same(transform.apply(x), expected + 0.0)
-    large = x.repeat(1 + (1 << 16) // x.numel(), 1)  # a fused kernel does these
+    large = x.repeat(1 + (1 << 16) // x.numel(), 1)  # a fused kernel computes these
     assert_same(transform.apply(large)[-64:], expected + 0.0)
 
 
@@ -199,7 +199,7 @@ def test_the_signs_of_nvfp4_are_transformer_engine_s():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transform_is_transformer_engine_s(dtype):
-    """It transforms the transposed tensor, for wgrad."""
+    """Transformer Engine transforms the transposed tensor, for wgrad."""
     x = references.tensor("normal", dtype)
     found = Hadamard(16, "nvfp4").apply(x, axis=0).t()
     assert_same(found.float(), references.expected("normal", dtype, "rht/values"))

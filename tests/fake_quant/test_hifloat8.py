@@ -157,7 +157,7 @@ def test_it_is_idempotent_odd_and_monotone(fmt):
 
 
 def test_it_does_not_scale_with_powers_of_two():
-    """Its precision tapers: 1.125 has a code, 16 * 1.125 has none."""
+    """The precision of HiFloat8 tapers: 1.125 has a code, but 16 * 1.125 has none."""
     x = torch.tensor(1.125)
     assert fake_quantize(x, "hifp8") == 1.125
     assert fake_quantize(16 * x, "hifp8") == 20.0

@@ -31,9 +31,9 @@ ULP = 2.0**-19  #: distance to the next float32 number at 16
         ("float32", 15.5, 16.0),
         ("float32", 15.4375, 15.0),
         ("bfloat16", 0.1328125, 0.140625),  # E = -3
-        # SR14 from 16 on, where the step is 4. T are the 14 low bits of the mantissa, in units of
-        # 2^-19 (ULP), F the way to the next number in units of 2^-14: what is exact has F = T = 0,
-        # and moves.
+        # SR14 applies from 16 on, where the step is 4. T is the low 14 bits of the mantissa, in
+        # units of 2^-19 (ULP). F is the distance to the lower number, in units of 2^-14 steps.
+        # Values with F >= T go up, including exact ones, for which F = T = 0.
         ("float32", 16.0, 20.0),
         ("float32", 24.0, 28.0),
         ("float32", 2.0**-4, 2.0**-4 * 1.25),
@@ -44,7 +44,7 @@ ULP = 2.0**-19  #: distance to the next float32 number at 16
         ("float32", 17 + 4128 * ULP, 20.0),  # F = T
         ("float32", 20 - ULP, 20.0),  # F and T all ones
         ("float32", 28.0, 32.0),  # a carry into the next binade
-        # E = -23 begins with F = 2^13: half-way.
+        # At E = -23, F begins at 2^13, half-way.
         ("float32", 2.0**-23, 2.0**-22),
         ("float32", 2.0**-23 * (1 + 2**13 * 2**-23), 2.0**-22),  # T 8192, F 8192 + 8
         ("float32", 2.0**-23 * (1 + 8201 * 2**-23), 0.0),  # T 8201, F 8192 + 8
@@ -60,7 +60,7 @@ ULP = 2.0**-19  #: distance to the next float32 number at 16
         ("float16", 17.0, 20.0),
         ("float16", 17 + 1 / 64, 16.0),
         ("float16", 19 + 1 / 64, 20.0),
-        # Subnormals of float16 are multiples of 2^-24, and their last bit is that one.
+        # Subnormals of float16 are multiples of 2^-24, which is the value of their last bit.
         ("float16", 1 * 2.0**-24, 0.0),
         ("float16", 2 * 2.0**-24, 2.0**-22),  # F 2, T 1
         ("float16", 3 * 2.0**-24, 2.0**-22),  # F 3, T 3
@@ -68,7 +68,7 @@ ULP = 2.0**-19  #: distance to the next float32 number at 16
         ("float16", 6 * 2.0**-24, 2.0**-21),  # F 2, T 1
         ("float16", 7 * 2.0**-24, 2.0**-21),  # F 3, T 3
         ("float16", 10 * 2.0**-24, 2.0**-20),  # 1.25 * 2^-21: F 1, T 1
-        # The end of the range is where it is without :hr.
+        # The range ends at the same value as without :hr.
         ("bfloat16", 32768.0, 32768.0),
         ("bfloat16", 28672.0, 32768.0),  # F 2 of the way from 24576, even
     ],
@@ -83,7 +83,7 @@ def test_named_corner_cases(dtype, x, expected):
 
 
 def test_overflow():
-    """Overflow starts at 40960, as in nearest; below it, SR14 may round up from 32768 on."""
+    """Overflow starts at 40960, as without :hr; SR14 may already round up from 32768 on."""
     x = torch.tensor([40960.0, 1e30, torch.inf, 32768.0, -32768.0])
     assert fake_quantize(x, "hifp8:hr").tolist() == [32768.0] * 4 + [-32768.0]
     assert fake_quantize(x, "hifp8:hr:inf").tolist() == [torch.inf] * 4 + [-torch.inf]

@@ -77,7 +77,7 @@ def test_formats_without_variants():
         ("HiF8:INF:hr", "hifp8:hr:inf"),
         ("hif4:sr", "hifp4:sr"),
         ("mxfp8:sr:2d:rceil", "mxfp8:rceil:2d:sr"),
-        ("hifp8:pow2:t15", None),  # there is no scale yet
+        ("hifp8:pow2:t15", None),  # pow2 must follow the target
         ("hifp8:t15.0:pow2", "hifp8:t15:pow2"),
         ("mxfp8:floor", "mxfp8"),
         ("mx:e3m4:b16:rceil:sr", "mx:e3m4:b16:rceil:sr"),
@@ -88,7 +88,7 @@ def test_formats_without_variants():
         ("NVFP4:Global:sr:2d", "nvfp4:2d:sr:global"),
         ("hifp8:global:t15:pow2", "hifp8:t15:pow2:global"),
         ("amdfp4:global:outer-tensor", "amdfp4:outer-tensor:global"),
-        ("hifp8:t15:recent:margin1", "hifp8:t7.5:recent"),  # a target is a number
+        ("hifp8:t15:recent:margin1", "hifp8:t7.5:recent"),  # a margin of 1 halves the target
         ("nv:e4m3:tensor:fp32:outer-none", "fp8_e4m3"),
         ("nv:e5m2:tensor:fp32:delayed:sr", "fp8_e5m2:sr:delayed"),
         ("fp8_e4m3:head1/2:top448", "fp8_e4m3:top224"),
@@ -147,7 +147,7 @@ WITH_NUMBER = {
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.parametrize("variant", [*EVERY, "3d", "up", "tx", "t", "t-1", ""])
 def test_a_variant_applies_or_is_refused(name, variant):
-    """A variant that applies changes numbers; the error for another lists the accepted ones."""
+    """A variant that applies changes numbers; the error for any other lists the accepted ones."""
     if variant in ACCEPTED[name]:
         fmt = get_format(f"{name}:{variant}")
         amax = torch.tensor(1.0) if fmt.amax_source != "own" else None
@@ -223,7 +223,7 @@ def test_a_target_of_zero_is_refused(target):
             (HiFloat8(), BlockScaling(16, scale="e4m3", outer="tensor")),
             "puts block scales on HiFloat8",
         ),
-        ((Cast(torch.bfloat16), TensorScaling(1.0)), "a cast of torch's: it has no scale"),
+        ((Cast(torch.bfloat16), TensorScaling(1.0)), "a plain torch cast, which has no scale"),
         ((Cast(torch.float16), None, "stochastic"), "and rounds to nearest"),
     ],
 )

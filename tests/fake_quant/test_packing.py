@@ -107,13 +107,13 @@ def test_other_errors_are_those_of_fake_quantize():
         quantize(torch.ones(32), "mxfp5")
 
 
-# How many bytes, and in which order.
+# The number of bytes, and their order.
 
 
 @pytest.mark.parametrize(
     ("name", "codes", "scales", "nbytes"),
     [
-        # A [6, 70] tensor: blocks of 32 are 3 a row, of 16 are 5, of 64 are 2.
+        # Each row of a [6, 70] tensor has 3 blocks of 32, 5 of 16, or 2 of 64.
         ("mxfp8", (6, 70), (6, 3), 420 + 18),
         ("mxfp6_e3m2", (6, 70), (6, 3), 420 + 18),
         ("mxfp4", (6, 35), (6, 3), 210 + 18),
@@ -167,7 +167,7 @@ def test_nibbles_are_packed_and_unpacked(count):
         assert (packed[:, -1] < 16).all()
 
 
-# Codes of others.
+# Codes of other packages.
 
 
 @pytest.mark.parametrize("name", oracle.ML_DTYPES)
@@ -255,7 +255,7 @@ def test_autocast_changes_no_bit_of_codes_and_scales(name, width):
     plain = quantize(x, name, generator=seeded())
     rotated = Hadamard(16, "nvfp4").apply(x)
     with torch.autocast(device, dtype=width):
-        assert (x @ x.t()).dtype == width, "it is in force"
+        assert (x @ x.t()).dtype == width, "autocast is in effect"
         found = quantize(x, name, generator=seeded())
         values = fake_quantize(x, name, generator=seeded())
         assert torch.equal(Hadamard(16, "nvfp4").apply(x), rotated)

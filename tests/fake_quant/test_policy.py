@@ -146,7 +146,7 @@ def test_without_configure_the_environment_speaks(monkeypatch):
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "FA_mxfp4")
     assert policy.current().quant_type == "FA_mxfp4"
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
-    assert policy.current().quant_type == "FA_mxfp4", "a run's policy does not change under way"
+    assert policy.current().quant_type == "FA_mxfp4", "the policy does not change during a run"
 
 
 def test_the_check_for_shell_scripts(capsys):
@@ -223,6 +223,6 @@ def test_a_variable_with_the_beginning_of_ours_is_refused():
     "name", ["custom_quant_type", "linear", "qk", "pv", "recipe", "accumulate"]
 )
 def test_an_empty_flag_is_refused(name):
-    """It usually comes from a shell variable that is not set."""
+    """An empty value usually comes from a shell variable that is not set."""
     with pytest.raises(ValueError, match="is empty; give a value, or leave the flag out"):
         resolve({name: " "}, {})

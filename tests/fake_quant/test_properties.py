@@ -77,7 +77,7 @@ def test_it_is_odd(name, x):
 
 
 def test_nf4_is_not_odd():
-    """Its table has seven negative and eight positive numbers."""
+    """The table of NF4 has seven negative and eight positive numbers."""
     y = fake_quantize(torch.tensor([1.0, 0.8, -1.0, -0.8]), "nf4")
     assert y[1] != -y[3]
 
@@ -96,7 +96,7 @@ def test_it_is_idempotent(name, x):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        # The scale is no power of two: the second maximum is an ulp beside the first.
+        # The scale is not a power of two, so the maximum changes by an ulp.
         ("fp8_e4m3", [1.375, 1.0]),
         ("fp8_e5m2", [1.375, 1.0]),
         ("hifp8:t15", [10.875, 1.0]),
@@ -104,7 +104,7 @@ def test_it_is_idempotent(name, x):
         # 0.25 becomes 6 * 0.0390625 = 0.234. A seventh of that, 0.0335, is rounded to the scale
         # 2^-5, whose largest number, 7 * 2^-5 = 0.219, is less than 0.234.
         ("hifp4", [0.25, 0.125]),
-        # The low bits that decided are gone.
+        # The low bits that decided the rounding are zero in the result.
         ("hifp8:hr", [17.0]),
     ],
 )
@@ -165,7 +165,7 @@ def test_hifloat4_is_not_monotone_beyond():
 
 EQUIVARIANT = [
     name for name in NEAREST if name not in (*CASTS, "hifp8", "hifp8:inf", "amdfp4")
-]  # they have no scale, or in AMD-FP4, one that ends at 2^-17
+]  # the excluded ones have no scale; that of AMD-FP4 ends at 2^-17
 
 
 @pytest.mark.parametrize("name", EQUIVARIANT)

@@ -49,7 +49,7 @@ def test_the_axis_matters(name):
     assert not torch.equal(fake_quantize(x, name, axis=0), fake_quantize(x, name, axis=1))
 
 
-@pytest.mark.parametrize("name", BLOCKED[:-1])  # in nvfp4 a tensor scale joins the vectors
+@pytest.mark.parametrize("name", BLOCKED[:-1])  # the vectors of nvfp4 share a tensor scale
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", [(66, 2, 1, 3), (3, 2, 2, 65), (5, 33, 2, 7), (1, 1, 1, 1)])
 def test_any_axis_is_a_loop_over_its_vectors(name, axis, shape):
@@ -135,7 +135,7 @@ def test_flushing_subnormals_changes_nothing_above_them(name):
     assert torch.equal(flushed, fake_quantize(x, name))
 
 
-# Shapes, dtypes and what stays as it was.
+# Shapes, dtypes, and tensors that must not change.
 
 
 @names
@@ -188,7 +188,7 @@ def test_a_half_precision_tensor_gives_what_its_float32_copy_gives(name):
     """
     for x in (every_bfloat16(), every_float16()):
         if name == "fp16" and x.dtype == torch.bfloat16:
-            continue  # overflows in another place, see the test of casts
+            continue  # overflows at a different value, see the test of casts
         finite = x[x.isfinite()]
         y, y32 = fake_quantize(finite, name), fake_quantize(finite.float(), name)
         assert torch.equal(y, y32.to(x.dtype))
@@ -208,7 +208,7 @@ def test_float16_subnormals_have_room_for_what_the_formats_make_of_them():
 
 
 def test_what_rounds_up_past_the_end_of_float16_is_inf():
-    """65504 has scale 2^8 under RCEIL and is 255.9 in it, which is 256 in E4M3, or 65536."""
+    """65504 has scale 2^8 under RCEIL; 65504 / 2^8 = 255.9 becomes 256 in E4M3, which is 65536."""
     x = torch.tensor([65504.0, 1.0], dtype=torch.float16)
     assert fake_quantize(x, "mx:e4m3:b32:rceil").tolist() == [torch.inf, 1.0]
     assert fake_quantize(x.float(), "mx:e4m3:b32:rceil").tolist() == [65536.0, 1.0]
@@ -283,9 +283,9 @@ def test_a_seed_out_of_range_is_refused_on_every_path(seed, device):
         fake_quantize(x, "mxfp8:sr", seed=seed)
 
 
-#: Formats that are equal for x and for x times a power of two, except at the ends of float32. Macro
-#: blocks and 4/6, which are not, are compared with rational arithmetic in test_vectors.py.
-#: True for those with results beyond float32.
+#: Formats whose results scale with powers of two, except at the ends of float32; True if results
+#: can be beyond float32. Macro blocks and 4/6, whose results do not scale, are compared with
+#: rational arithmetic in test_vectors.py.
 NEAR_THE_TOP = {
     "mxfp8": False,
     "mxfp8:rceil": True,

@@ -203,7 +203,7 @@ def test_the_first_matcher_that_fits_counts_and_a_type_will_do_for_a_config(load
     )
     assert in_force(recipe, module="output_layer", layer=-1) is None
     assert names(in_force(recipe))["wgrad_a"] == "mxfp8:rceil"
-    assert in_force(recipe, "qk") is None  # linear_ says it of the linear layers only
+    assert in_force(recipe, "qk") is None  # linear_ affects only linear layers
     other = "decoder.layers.1.mlp.linear_fc2"
     assert names(in_force(recipe, module=other))["fprop_a"] == "hifp8"
 
@@ -325,7 +325,7 @@ def test_the_lm_head_needs_a_recipe():
     assert not policy.plan("linear", "output_layer", -1, 2, is_lm_head=True).of_all_times()
 
 
-# Errors, each with the line.
+# Errors, each with the line number.
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_the_lm_head_needs_a_recipe():
             "configs:\n  c:\n    linear: {fprop: {weight: {format: mxfp4, split: mean}}}\n"
             + MATCHER % "c",
             "line 3: split of weight of fprop .* mean over tokens, and the rows of this operand "
-            "are not tokens; remove it",
+            "are not tokens; remove the split",
         ),
         (
             "configs:\n  c:\n    linear: {fprop: {input: {split: mean}}}\n" + MATCHER % "c",
@@ -460,7 +460,7 @@ def test_the_lm_head_needs_a_recipe():
             "configs:\n  c:\n    qk: {format: mxfp8, tile: 32}\n" + MATCHER % "c",
             "line 3: qk of config 'c' has the key 'tile'; it takes format, backward, fprop",
         ),
-        # Nothing behind a colon is no way to say bf16.
+        # An empty value does not mean bf16.
         ("description: x\n", "line 1: recipe has no enabled matcher, so it has no effect"),
         ("matchers:\n", "line 1: recipe has no enabled matcher"),
         (
@@ -493,7 +493,7 @@ def test_the_lm_head_needs_a_recipe():
         (
             "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, "
             "iterations: 9-3}\n",
-            "line 2: matcher 'm' has iterations: 9-3; they count from 1",
+            "line 2: matcher 'm' has iterations: 9-3; iterations count from 1",
         ),
     ],
 )
@@ -544,7 +544,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_recipe(tmp_path / "absent.yaml")
 
 
-# The ready ones.
+# The recipes in examples/recipes.
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

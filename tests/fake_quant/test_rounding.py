@@ -53,8 +53,8 @@ def test_fields_are_those_of_the_specification(name, row):
         ("e2m1", 2.5, 2.0),  # 2 (4) or 3 (5)
         ("e2m1", 3.5, 4.0),  # 3 (5) or 4 (6); nvidia-modelopt gives 3
         ("e2m1", 5.0, 4.0),  # 4 (6) or 6 (7)
-        ("e2m1", 7.0, 6.0),  # 8 is no number of E2M1: saturates
-        # E4M3 has 8 steps a binade: 17 is half-way from 16 (mantissa 0) to 18, 19 from 18 to 20.
+        ("e2m1", 7.0, 6.0),  # 8 is not a number of E2M1: saturates
+        # E4M3 has 8 steps per binade; 17 is half-way from 16 (mantissa 0) to 18, 19 from 18 to 20.
         ("e4m3", 17.0, 16.0),
         ("e4m3", 19.0, 20.0),
         ("e4m3", 464.0, 448.0),  # half-way to 480, which is the NaN code: ml_dtypes gives NaN
@@ -66,7 +66,7 @@ def test_fields_are_those_of_the_specification(name, row):
             15.5 * 2**-10,
             2**-6,
         ),  # half-way from the largest subnormal 7 * 2^-9 to 2^-6, even
-        # E5M2 has 4 steps a binade; from 61440, half-way to 65536, torch's own cast gives Inf.
+        # E5M2 has 4 steps per binade; from 61440, half-way to 65536, torch's own cast gives Inf.
         ("e5m2", 61440.0, 57344.0),
         ("e5m2", 9.0, 8.0),
         ("e5m2", 11.0, 12.0),

@@ -110,7 +110,7 @@ def test_the_bias_is_that_of_long_measurements(name, gain):
 
 
 def test_the_page_lists_the_bias_of_every_format():
-    """A row of the page has several formats with one gain, or one gain for each of them."""
+    """A row of the page lists formats that share one gain, or one gain for each format."""
     page = (REPO / "docs/formats.md").read_text()
     table = page.partition("| formats with `:sr` | gain |")[2].partition("\n\n")[0]
     listed = {}

@@ -44,7 +44,7 @@ def stochastic(x: torch.Tensor, name: str, seed: int = SEED, axis: int = -1) -> 
     return fake_quantize(x, name, axis, generator=torch.Generator().manual_seed(seed))
 
 
-# By Philox: the whole of it, value by value.
+# Results, compared value by value, with random bits from Philox.
 
 
 def expected(x: np.ndarray, name: str, random: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def test_float32_of_every_kind_is_rounded_by_its_own_random_bits(name):
 
 @pytest.mark.parametrize("name", ["mxfp4:sr", "hifp4:sr", "nvfp4:sr", "mxfp8:2d:sr"])
 def test_the_bits_belong_to_the_place_in_the_tensor_not_in_the_block(name):
-    """Along another axis, blocks differ and each value keeps its random number."""
+    """Along a different axis, blocks differ, but each value keeps its random number."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(12)).bfloat16().float()
     random = random_integers((64, 128), seed_of(SEED))
     if "2d" in name:
@@ -120,7 +120,7 @@ def test_the_bits_belong_to_the_place_in_the_tensor_not_in_the_block(name):
         assert_same(found.t(), expected(x.t().contiguous().numpy(), name, random.T.copy()))
 
 
-# What follows from it, as users see it.
+# Properties that users rely on.
 
 
 @names

@@ -1,4 +1,4 @@
-"""Stochastic rounding goes up as often as it should, by counts and by a test that can fail."""
+"""Test that stochastic rounding is unbiased, by counts and by a statistic that detects a bias."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def stochastic(x: torch.Tensor, name: str) -> torch.Tensor:
     return fake_quantize(x, name, generator=torch.Generator().manual_seed(20250101))
 
 
-# By every random number there is: 2^24 of them, in one tensor.
+# Counts over all 2^24 random numbers, in one tensor.
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_it_goes_up_with_the_probability_of_the_way_to_the_next_number(element, 
     assert int((y == below).sum()) == (1 << 24) - ups
 
 
-# A statistic that needs no knowledge of the bits, and what it can see.
+# A statistic that does not depend on the random bits, and the biases that it detects.
 
 
 def bias(y: np.ndarray, x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple[float, float]:
@@ -81,7 +81,7 @@ def bias(y: np.ndarray, x: np.ndarray, below: np.ndarray, above: np.ndarray) -> 
 
 
 LIMITS = (4.0, 5.0)
-#: A largest value at which the scale is 1 (in nvfp4 448), and HiFloat8's last step of 1.
+#: A largest value at which the scale is 1 (448 in nvfp4); HiFloat8's step is 1 up to 15.
 GRID_TOPS = {
     "mxfp4:sr": 6.0,
     "mxfp8:sr": 448.0,
@@ -126,7 +126,7 @@ def test_means_have_no_bias(name):
 
 @pytest.mark.parametrize("name", GRID_TOPS)
 def test_a_biased_rounding_would_be_seen(name):
-    """The biases are nearest, 1 % of a step too often up, and one random number for two draws."""
+    """Detect rounding to nearest, a bias of 1 % of a step, and random numbers used twice."""
     x, below, above = draws(name)
     nearest = fake_quantize(repeated(x, GRID_TOPS[name]), name.replace(":sr", ""))
     assert bias(nearest[:, :-1].double().numpy(), x, below, above)[1] > LIMITS[1]

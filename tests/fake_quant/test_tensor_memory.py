@@ -117,7 +117,7 @@ def test_only_so_much_memory_is_kept(kept):
     assert sizes == [2048, 2048]
     tensor_memory.empty_like(torch.zeros(768))
     sizes = [kept.nbytes for kept in tensor_memory._kept._all]
-    assert sizes == [3072], "free memory of another size makes room"
+    assert sizes == [3072], "free memory of a different size is released"
 
 
 def test_threads_get_memory_of_their_own(kept):

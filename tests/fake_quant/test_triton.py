@@ -182,7 +182,7 @@ def test_where_triton_cannot_launch_the_reference_does_the_work_and_says_so(on_c
 
 
 def test_an_older_triton_is_not_used_and_a_warning_says_so(on_cuda, monkeypatch):
-    """Its divisions flush subnormals to zero, or its launcher takes other arguments."""
+    """Older releases flush subnormals in divisions, or their launchers take different arguments."""
     monkeypatch.setattr("triton.__version__", "3.5.1")
     with pytest.warns(
         UserWarning, match=r"Triton 3\.5\.1 is older than 3\.6.*several times slower"

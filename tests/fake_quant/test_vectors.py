@@ -26,7 +26,7 @@ from tests.file_systems import mount_or_skip
 
 
 class Definition(NamedTuple):
-    """Format in rational arithmetic."""
+    """Definition of a format in rational arithmetic."""
 
     #: function of a block and of the maximum of the values that share its outer scale
     convert: Callable[[rational.Block, Fraction], list[Fraction]]
@@ -350,7 +350,7 @@ def overlap(folder):
         (
             changed_manifest(vectors={"edges": {"dtype": "float32", "axis": 1, "shape": [1]}}),
             1,
-            "and manifest.json states another one",
+            "and manifest.json states a different one",
         ),
         (
             lambda folder: (folder / "manifest.json").write_text(
@@ -410,7 +410,7 @@ def test_folders_that_are_no_kit_are_refused(tmp_path, capsys):
         ((tmp_path / "no" / "kit",), "make it first"),
         ((other, "--check"), "has no conformance kit, because manifest.json is missing; write one"),
         ((tmp_path / "broken", "--check"), "not JSON"),
-        ((tmp_path / "newer", "--check"), "a kit of version 2, where this code reads 1"),
+        ((tmp_path / "newer", "--check"), "a kit of version 2, but this code reads version 1"),
         ((tmp_path / "kit", "--only", "mxfp4:sr"), "rounds at random, so it has no fixed vectors"),
         ((tmp_path / "kit", "--only", "mxfp9"), "unknown format 'mxfp9'"),
     ):

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter faster, without a change to what it computes.
+"""Make Triton's interpreter faster, without changing its results.
 
 Almost all of its time is spent on Python objects around numpy's operations.
 """
@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 @functools.cache
 def shapes(sizes: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """Return a shape as in types of blocks, as in tensors, and its number of values."""
+    """Return a shape as block types store it, as tensors store it, and its number of values."""
     numel = tl.core.validate_block_shape(sizes)
     return tl.tuple(sizes), tl.tuple([tl.constexpr(size) for size in sizes]), numel
 

@@ -65,12 +65,12 @@ COMPILED = (
 )
 #: Formats that are compiled with the tiles and warps of a GPU.
 WHOLE = ("mxfp8", "nvfp4", "hifp8")
-#: Tiles for the other ones: a thread has a quarter of the values, so that its code, which repeats
-#: itself, is a quarter as long.
+#: Tiles for all other formats: each thread has a quarter of the values, so that the unrolled code
+#: is a quarter as long.
 SHORT = {"TILE": 1 << 12, "_PER_WARP": 1 << 10, "_REPEATS": 1}
 APART = "|apart"  #: mark of formats whose scale is kept apart; see `unrounded.py`
 LAUNCHED = ("mxfp8", "nvfp4:sr", "hifp8", "nvfp4:outer-row")
-#: Flushing of subnormals, fusion, operations that round otherwise than IEEE's.
+#: Instructions that flush subnormals, are fused, or round differently from IEEE 754.
 FORBIDDEN = r"\S*\.ftz\S*|fma\.\S*|mad\.\S*f32|\S*\.(?:full|approx)\S*|(?:add|sub|mul|div)\.f32"
 
 
@@ -217,7 +217,7 @@ class Driver:
 
     def launcher_cls(self, *_: Any) -> Any:
         def launch(*arguments: Any) -> None:
-            # Without Triton's own metadata and hooks.
+            # Leave out Triton's own metadata and hooks.
             asked = (*arguments[:6], *arguments[9:])
             named = (f"{a.dtype}{list(a.shape)}" if isinstance(a, Tensor) else a for a in asked)
             self.launches.append([str(argument) for argument in named])
@@ -267,7 +267,7 @@ def launched(name: str, device: Driver) -> list[list[list[str]]]:
 def main() -> None:
     result: dict[str, Any]
     if sys.argv[1] == "compare":
-        np.seterr(all="ignore")  # values that are computed and not chosen
+        np.seterr(all="ignore")  # some computed values are not selected
         hasten()
         result = {name: differences(name) for name in sys.argv[2:]}
         result["accumulators"] = triton_accumulators.differences()

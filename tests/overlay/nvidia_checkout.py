@@ -1,7 +1,7 @@
 """Run the training scripts of a checkout of Megatron-LM.
 
-The environment variable MEGATRON_LM_CHECKOUT names the checkout. Without it, the tests that need
-one are skipped.
+The environment variable MEGATRON_LM_CHECKOUT holds the path of the checkout. If it is not set, the
+tests that need a checkout are skipped.
 """
 
 import os
@@ -14,7 +14,7 @@ from tests.subprocesses import REPO, environment, free_port, run
 
 CHECKOUT = os.environ.get("MEGATRON_LM_CHECKOUT", "")
 PLAIN = Path(__file__).with_name("plain_worker.py")
-#: Training that is as small as possible; every script needs a model and data as well.
+#: Flags of the smallest possible training; every script also needs flags for its model and data.
 TRAINING = shlex.split("""
     --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
     --lr-decay-iters 10 --eval-iters 1 --eval-interval 1000 --log-interval 1 --bf16
@@ -40,9 +40,9 @@ def pretrain(
     plain: bool = False,
     cpu: list[str] = CPU,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of the checkout; `flags` are those of the launcher.
+    """Run a script of the checkout; `flags` are flags of the launcher.
 
-    With `plain`, the script runs on the plain wheel instead of under the launcher.
+    With `plain`, the script runs with plain megatron-core instead of under the launcher.
     """
     env = environment(PYTHONDONTWRITEBYTECODE="1", PYTHONWARNINGS="ignore")
     launcher: list[str | Path] = [sys.executable]

@@ -3,10 +3,10 @@
     python tests/overlay/nvidia_unit_tests.py CHECKOUT --results DIR [PATH...]
 
 CHECKOUT is a checkout of Megatron-LM, and the optional paths in it select tests (default: all in
-tests/unit_tests). The tests run on one CPU process, once with the checkout's own megatron-core and
-once with the overlay on top of it. No format is set and nothing is collected. Many tests need GPUs,
-several ranks or packages that are not installed; these fail both times. At least `six` and
-`pytest-mock` should be installed, or in a folder in PYTHONPATH.
+tests/unit_tests). The tests run in one process on the CPU, once with the checkout's own
+megatron-core and once with the overlay on top of it. No format is set and nothing is collected.
+Many tests need GPUs, several ranks or packages that are not installed; these fail both times. At
+least `six` and `pytest-mock` should be installed, or in a folder in PYTHONPATH.
 
 DIR gets the outcome of each test. If the command is interrupted and started again, it continues
 with the next test file. At the end, it prints the numbers and, as "lost", all tests that pass on
@@ -26,7 +26,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("unit_test_worker.py")
 PLAIN = Path(__file__).with_name("plain_worker.py")
-#: how the worker is started, by the name of the megatron-core
+#: Python arguments that start the worker, by the variant of megatron-core.
 LAUNCHERS = {"plain": [str(PLAIN)], "overlay": ["-m", "megatron.overlay"]}
 
 
@@ -57,7 +57,7 @@ def run_tests(core: str, checkout: Path, results: Path, paths: list[str]) -> Non
     places = [str(checkout)] if core == "plain" else [str(REPO), str(checkout)]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([*places, *os.environ.get("PYTHONPATH", "").split(":")]),
-        "PYTHONDONTWRITEBYTECODE": "1",  # nothing is written into the checkout
+        "PYTHONDONTWRITEBYTECODE": "1",  # so that nothing is written into the checkout
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": tempfile.mkdtemp(dir=results),
     }

@@ -1,4 +1,4 @@
-"""Run a script with the plain wheel and the names of the CPU backend, without the overlay.
+"""Run a script with plain megatron-core and the CPU backend, without the overlay.
 
     python tests/overlay/plain_worker.py SCRIPT ARGUMENTS
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from megatron import __path__ as folders
 
 REPO = Path(__file__).resolve().parents[2]
-LOADED = "cpu_backend_of_the_tests"  #: name under which `tests/fork_server.py` may have loaded it
+#: Module name of the CPU backend, which `tests/fork_server.py` may already have loaded.
+LOADED = "cpu_backend_of_the_tests"
 
 
 def backend():
@@ -30,7 +31,7 @@ def backend():
 
 
 class Helpers:
-    """Finder of the wheel's compiled helpers, which a source checkout lacks."""
+    """Import finder for the installed megatron-core's compiled helpers, absent from a checkout."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

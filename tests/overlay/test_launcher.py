@@ -1,4 +1,4 @@
-"""An unmodified script of another tree runs under the launcher as a plain Python script does.
+"""Test that an unmodified script of another tree runs under the launcher as it does by itself.
 
 The folder `tree` holds the script and its own `megatron.training`, as Megatron-LM's checkout does.
 """
@@ -93,7 +93,7 @@ def test_statistics_are_saved_with_the_losses_of_the_script(tmp_path):
 
 @pytest.mark.parametrize("iterations", ["1", "2"])
 def test_a_ring_without_losses_is_refused(tmp_path, iterations):
-    """The trainer does not call the function of Megatron-LM that gets the losses."""
+    """The trainer does not call `training_log`, from which the launcher gets the losses."""
     flags = ["--save-tensors", tmp_path / "dump", "--collect-ring", "2"]
     result = overlay("--do", "unlogged", "--train-iters", iterations, flags=flags)
     assert result.returncode == 1
@@ -103,7 +103,7 @@ def test_a_ring_without_losses_is_refused(tmp_path, iterations):
 
 
 def test_only_code_of_the_trees_sees_a_cuda_device():
-    """The parent of an installed megatron-core holds torch, which would then look for a GPU."""
+    """The parent of an installed `megatron` also contains torch, which must not see the device."""
     installed = Path("/env/lib/python3.12/site-packages/megatron")
     sources = Sources((Path("/home/Megatron-LM/megatron"), installed))
     assert sources.trees() == [Path("/home/Megatron-LM"), installed]
@@ -167,7 +167,7 @@ def test_a_process_that_is_killed_before_its_collection_is_complete_is_an_error(
 
 
 def test_a_process_of_a_fork_server_has_the_same_set_up():
-    """It imports megatron-core only if the script does so."""
+    """The process imports megatron-core only if the script does."""
     result = overlay(flags=["--quant", "mxfp4"], script=TREE / "light.py")
     assert result.stdout.splitlines() == ["__mp_main__ mxfp4 False"]
     assert result.returncode == 1, "neither process has run a model"
@@ -219,7 +219,7 @@ def test_tensors_that_no_iteration_wrote_are_an_error(tmp_path):
 
 
 def test_a_relative_folder_is_in_the_folder_where_the_run_was_started(tmp_path):
-    """The script changes its folder before it trains."""
+    """The script changes the current folder before it trains."""
     relative = os.path.relpath(tmp_path / "dump", TREE)
     assert len(iterations(overlay("--do", "move", flags=["--save-tensors", relative]))) == 2
     assert len(TensorStore(tmp_path / "dump").select()) > 0
@@ -252,7 +252,7 @@ def test_a_selection_that_the_model_lacks_ends_without_a_traceback(tmp_path):
 
 
 def test_a_script_may_configure_the_collection_itself(tmp_path):
-    """Then the flags of the collection are refused, and a run without them is not."""
+    """The launcher's collection flags are then refused, and a run without them succeeds."""
     words = ["--do", "configure", "--save", tmp_path / "dump"]
     assert len(iterations(overlay(*words, flags=["--quant", "mxfp8"]))) == 2
     assert len(TensorStore(tmp_path / "dump").select()) > 0
@@ -280,7 +280,7 @@ def test_flags_that_a_cpu_needs_are_named_at_once():
 
 
 def test_a_checkout_with_its_own_core_is_the_base(tmp_path):
-    """It lacks the compiled helpers; those of the wheel are used, and nothing is compiled."""
+    """The checkout lacks compiled helpers, so those of the installed megatron-core are used."""
     import megatron.core
 
     base = tmp_path / "megatron" / "core"
@@ -317,7 +317,7 @@ def test_a_checkout_with_an_unsupported_core_is_refused(tmp_path):
     script.touch()
     result = overlay(script=script, libraries_only=True)
     assert result.returncode == 2
-    assert f"megatron-core 0.9.0 is behind this tree, in {core}" in result.stderr
+    assert f"megatron-core 0.9.0 is installed in {core}" in result.stderr
     assert f"or check out a supported release in {core}" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -1,8 +1,9 @@
-"""NVIDIA's own pretrain_gpt.py, unmodified, trains under the launcher.
+"""Test that NVIDIA's own pretrain_gpt.py, unmodified, trains under the launcher.
 
     MEGATRON_LM_CHECKOUT=/path/to/Megatron-LM bash tests/run_tests.sh --slow tests/overlay
 
-The checkout is tag core_v0.16.1; its Python packages, such as `six`, must be installed.
+The checkout must be at tag core_v0.16.1, and the packages that it needs, such as `six`, must be
+installed.
 """
 
 import json
@@ -24,7 +25,7 @@ LAYOUTS = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_CHECKOUT names no checkout"),
+    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_CHECKOUT is not set"),
 ]
 
 

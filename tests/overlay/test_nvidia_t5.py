@@ -1,10 +1,10 @@
-"""NVIDIA's own training script for T5, unmodified, is quantized and collected under the launcher.
+"""Test that NVIDIA's own T5 training, unmodified, is quantized and collected under the launcher.
 
     MEGATRON_LM_CHECKOUT=/path/to/Megatron-LM bash tests/run_tests.sh --slow tests/overlay
 
-The checkout is tag core_v0.16.1; its Python packages, such as `six`, must be installed. NVIDIA's
-script for BERT imports Transformer Engine, and its script for Mamba needs the CUDA kernels of
-`mamba_ssm`: neither runs on a CPU, with or without the launcher.
+The checkout must be at tag core_v0.16.1, and the packages that it needs, such as `six`, must be
+installed. NVIDIA's script for BERT imports Transformer Engine, and its script for Mamba needs the
+CUDA kernels of `mamba_ssm`: neither runs on a CPU, with or without the launcher.
 """
 
 import shlex
@@ -29,7 +29,7 @@ MODEL = shlex.split("""
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_CHECKOUT names no checkout"),
+    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_CHECKOUT is not set"),
 ]
 
 

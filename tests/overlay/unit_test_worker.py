@@ -3,9 +3,9 @@
     unit_test_worker.py RESULTS PATH...
 
 `tests/overlay/nvidia_unit_tests.py` starts this program in the root of the checkout. Each test file
-runs in a fork of its own, because some files set up process groups when they are imported.
+runs in a separate fork, because some files set up process groups when they are imported.
 A test that ends its process or takes too long counts as `killed`, and the tests after it run in a
-new fork. RESULTS gets one line per file; files that it names are not run again.
+new fork. RESULTS gets one line per file; files that it already lists are not run again.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ PRELOADED = (
     "megatron.training.arguments",
     "megatron.training.training",
 )
-IMPORT, END = "import", "end"  #: names that a file reports besides its tests
+IMPORT, END = "import", "end"  #: names that are reported besides those of the tests
 
 
 class Reporter:
-    """Plugin of pytest that writes the outcome of each test to a pipe."""
+    """A pytest plugin that writes the outcome of each test to a pipe."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
@@ -46,7 +46,7 @@ class Reporter:
 
     def pytest_collection_finish(self) -> None:
         conftest = sys.modules.get("tests.unit_tests.conftest")
-        if conftest is not None:  # it downloads data sets
+        if conftest is not None:  # conftest.py downloads data sets
             conftest.download_and_extract_asset = _refuse_download
 
     def pytest_collectreport(self, report) -> None:
@@ -112,7 +112,7 @@ def _run_fork(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _refuse_download(**_options) -> None:
-    raise ImportError("no data sets are downloaded")
+    raise ImportError("the download of data sets is disabled")
 
 
 def _reason(report) -> str:
@@ -129,7 +129,7 @@ def main(results: Path, paths: list[str]) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     utils = importlib.import_module("megatron.core.utils")
-    if utils.get_te_version() is None:  # the tests compare it with releases
+    if utils.get_te_version() is None:  # the tests compare this version with releases
         utils.get_te_version = lambda: Version("0")
     for path in paths:
         files = sorted(Path(path).rglob("test_*.py")) if Path(path).is_dir() else [Path(path)]

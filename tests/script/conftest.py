@@ -1,4 +1,4 @@
-"""Make the modules of script/ importable, as they are for the scripts there."""
+"""Make the modules of script/ importable, as they are for the scripts in that folder."""
 
 import shlex
 import struct
@@ -36,7 +36,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def linked_pip(made_once):
-    """Return a site-packages folder with pip, which virtual environments of tests link."""
+    """Return a site-packages folder with pip, to which virtual environments of tests link."""
     (packages,) = made_once("pip", install_pip).glob("lib/python3*/site-packages")
     return packages
 

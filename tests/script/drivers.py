@@ -31,7 +31,7 @@ def bash(script, *arguments, cwd=REPO, **variables):
 def dry(script, *arguments, **variables):
     """Return the commands that a driver would run, as lists of words.
 
-    A driver is started once for equal words, unless one is a Path, whose content a test may change.
+    The output for equal words is cached, unless one of them is a Path, whose content may change.
     """
     if any(isinstance(each, Path) for each in (*arguments, *variables.values())):
         output = _dry(script, arguments, variables)

@@ -2,7 +2,7 @@
 
     python fake_training.py DIR BEHAVIOR [ITERATIONS [PID_FILE]]
 
-Standard library only, so that it starts at once.
+The program imports only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def collect(folder: Path, iterations: int, *, card: bool = True) -> None:
 
 
 def note(pid_file: Path, *pids: int) -> None:
-    """Tell the test the numbers of all processes in a single write."""
+    """Write the IDs of all processes, for the test, and rename the file when it is complete."""
     partial = pid_file.with_suffix(".partial")
     partial.write_text(" ".join(map(str, pids)))
     partial.rename(pid_file)
@@ -94,7 +94,7 @@ def main() -> int:
             why = {"why": "--collect-max-files lets this rank write 6"}
             lines.write(json.dumps({"event": "limited"} | why) + "\n")
             lines.write(json.dumps({"event": "dropped", "tensors": 7, "bytes": 3100} | why) + "\n")
-    if behaviour == "ring":  # one was written, and at the end one was not
+    if behaviour == "ring":  # one ring was written, and the one at the end was not
         (index,) = folder.glob("index_*.jsonl")
         with index.open("a") as lines:
             for event, why in (("kept", "loss nan at iteration 7"), ("let_go", "SIGTERM")):
@@ -110,7 +110,7 @@ def main() -> int:
     if behaviour == "stall":
         note(pid_file, os.getpid())
         time.sleep(600)
-    if behaviour == "queue":  # at the end it writes the waiting tensors for two seconds
+    if behaviour == "queue":  # writes waiting tensors for two seconds before it ends
         try:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             note(pid_file, os.getpid())

@@ -1,10 +1,10 @@
-"""Build models from command lines without memory for their weights, and print what they are.
+"""Build models from command lines without memory for their weights, and describe them.
 
     python tests/script/parameters_worker.py COMMANDS
 
 The file COMMANDS holds a JSON object that gives, for each name, a vocabulary size and the flags of
 `pretrain_gpt.py` for one process. Standard output is a JSON object that gives, for each name, the
-number of parameters, those of a decoder layer by name, and the numbers of the layers with experts.
+padded vocabulary size, the number of parameters, and the names of the weights.
 """
 
 import json

@@ -51,7 +51,7 @@ def result(folder: Path, prefix: str) -> list[bytes]:
 
 
 def stop_after(monkeypatch, batches: int, error: BaseException) -> None:
-    """Make the tokenizer raise an error once, after so many batches."""
+    """Make the tokenizer raise an error once, after `batches` batches."""
     encode, count = Encoder.encode, iter(range(batches + 1))
 
     def failing(self, batch):

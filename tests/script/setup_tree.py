@@ -68,7 +68,7 @@ class Tree:
         self.python("python3")
 
     def pin(self, release: str) -> None:
-        """Let .venv contain this release of lab-runtime."""
+        """Pin the release of lab-runtime that .venv should have."""
         constraints = f"lab-runtime=={release}\nlab-lint==1.0\n"
         (self.root / "script/constraints.txt").write_text(constraints)
 
@@ -133,14 +133,14 @@ def install_pip(folder: Path) -> None:
 
 
 def separate_python(folder: Path, *, linked_pip: Path | None = None) -> Path:
-    """Make a Python installation whose packages are its own, as a stand-in for the user's.
+    """Make a Python installation with its own packages, as a stand-in for the user's Python.
 
-    pip would install into its site-packages, or its dist-packages if it is a Python of Debian. Its
-    standard library is that of the running Python. Skips the test where a copied interpreter
-    does not take the new folder for its home: then a faulty pip call would reach a real Python.
+    A faulty pip call would install into its site-packages (on Debian, dist-packages). Its standard
+    library is that of the running Python. The test is skipped if the copied interpreter does not
+    use the new folder as its home, because a faulty pip call would then reach a real Python.
 
     Args:
-        folder: the folder to make it in.
+        folder: folder in which to make the installation.
         linked_pip: folder of packages that its `ensurepip` links; None: the real `ensurepip`.
     """
     library = Path(sysconfig.get_path("stdlib"))

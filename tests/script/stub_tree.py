@@ -14,9 +14,9 @@ TRAINING = "examples/llama/train_llama32_1b_h100_fp8.sh"
 
 
 def stub_tree(root: Path, behavior: str) -> Path:
-    """Copy the drivers to `root`. Their training is `fake_training.py` with this behavior.
+    """Copy the drivers to `root`, with `fake_training.py` and this behavior as their training.
 
-    The fake training writes its process numbers to `pids` in the folder of the tensors.
+    The fake training writes its process IDs to `pids` in the folder of the tensors.
     """
     root.mkdir(parents=True)
     for name in DRIVERS:
@@ -35,9 +35,9 @@ def stub_tree(root: Path, behavior: str) -> Path:
 
 
 def stub_drawing(tree: Path) -> None:
-    """Let the drawing of a stub tree hang, with a child process in a session of its own.
+    """Make the drawing program of a stub tree hang, with a child process in its own session.
 
-    It writes their process numbers to `pids` in the folder of the tensors.
+    The program writes both process IDs to `pids` in the folder of the tensors.
     """
     (tree / "script" / "visualization" / "tensor_visualizer.py").write_text(
         "import subprocess, sys, time\n"

@@ -99,7 +99,7 @@ def test_a_number_of_iterations_after_two_dashes_is_expected_by_the_driver():
 def test_a_count_of_nothing_is_refused(flag):
     done = bash(COLLECT, "single", "mxfp8", flag, "0", DRY_RUN="1")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"[ERROR] {flag} is '0'; give a whole number of at least 1")
+    assert done.stderr.startswith(f"[ERROR] {flag} is '0'; give an integer of at least 1")
 
 
 @pytest.mark.parametrize("mode", ["visualize", "both"])

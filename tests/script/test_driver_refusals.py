@@ -24,20 +24,20 @@ def test_help_is_the_header(script):
         (
             COLLECT,
             ["single", "mxfp8", "--control-iter", "-1"],
-            "--control-iter is '-1'; give a whole number",
+            "--control-iter is '-1'; give an integer",
         ),
         (
             COLLECT,
             ["single", "--control-iter", "1.5"],
-            "--control-iter is '1.5'; give a whole number",
+            "--control-iter is '1.5'; give an integer",
         ),
         (
             DRAW,
             ["both", "mxfp8", "--control-iter", "-1"],
-            "--control-iter is '-1'; give a whole number",
+            "--control-iter is '-1'; give an integer",
         ),
         (COLLECT, ["single", "--collect-micro-batches", "x"], "--collect-micro-batches is 'x'"),
-        (COLLECT, ["single", "--nproc", "0"], "--nproc is '0'; give a whole number of at least 1"),
+        (COLLECT, ["single", "--nproc", "0"], "--nproc is '0'; give an integer of at least 1"),
         (COLLECT, ["single", "--stall-timeout", "soon"], "--stall-timeout is 'soon'"),
         (
             COLLECT,
@@ -67,19 +67,19 @@ def test_help_is_the_header(script):
             COLLECT,
             ["single", "mxfp8", "--", "--qk-quant=mxfp4"],
             "--qk-quant after -- would collect into the folder of another type; set the variable "
-            "QK_QUANT_TYPE to the format instead, and give no type",
+            "QK_QUANT_TYPE to the format instead, without a type",
         ),
         (
             DRAW,
             ["both", "mxfp8", "--", "--tensor-save-dir", "x"],
-            "--tensor-save-dir after --; give --tensor-path DIR before --",
+            "--tensor-save-dir was given after --; give --tensor-path DIR before --",
         ),
         (COLLECT, ["batch", "--", "--save", "x"], "--save after -- is one folder for all types of"),
         (COLLECT, ["batch", "--", "--save_hf=x"], "--save-hf after -- is one folder for all types"),
-        (COLLECT, ["single", "--", "--control-iter", "x"], "--control-iter is 'x'; give a whole"),
+        (COLLECT, ["single", "--", "--control-iter", "x"], "--control-iter is 'x'; give an int"),
         (DRAW, ["visualize", "--nproc", "2"], "visualize trains nothing: '--nproc' belongs to"),
         (DRAW, ["both", "--run", "latest"], "--run belongs to visualize"),
-        (TRAIN, ["a", "b", "c", "d", "bf16", "e"], "6 arguments, but there are five"),
+        (TRAIN, ["a", "b", "c", "d", "bf16", "e"], "6 arguments, but at most five are allowed"),
         (TRAIN, ["--preset", "70b"], "--preset is '70b'; it is tiny"),
     ],
 )
@@ -101,7 +101,7 @@ def test_an_unknown_type_is_refused_before_anything_starts(tmp_path, script, mod
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data-path", "no/such"], "[ERROR] no data at no/such (it takes no/such.bin and"),
+        (["--data-path", "no/such"], "[ERROR] no data at no/such (no/such.bin and"),
         (["--data-path", "no/such"], "in --data-path; and no tokenizer at "),
         (
             ["--tokenizer-path", "no/tok"],
@@ -152,4 +152,4 @@ def test_nothing_to_visualize(tmp_path):
     for name in ("bf16", "mxfp4", "x\x1b[31m"):
         (tmp_path / name).mkdir()
     done = bash(DRAW, "visualize", "mxfp8", "--tensor-dir", tmp_path)
-    assert "/mxfp8; the folders there are bf16, mxfp4; collect first with " in done.stderr
+    assert f"/mxfp8; the folders in {tmp_path} are bf16, mxfp4; collect first with " in done.stderr

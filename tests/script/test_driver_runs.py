@@ -20,7 +20,7 @@ from tests.subprocesses import REPO, environment, run
 
 
 def test_an_audit_is_no_collection_that_failed(tmp_path):
-    """Return the recipe that the page on recipes shows."""
+    """The recipe that docs/recipes.md shows is audited."""
     [text] = re.findall(r"```yaml\n(.*?)```", (REPO / "docs" / "recipes.md").read_text(), re.S)
     recipe = tmp_path / "my_recipe.yaml"
     recipe.write_text(text)

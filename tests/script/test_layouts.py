@@ -41,7 +41,7 @@ def test_cluster_options_pass_through(dry, monkeypatch):
 
 
 def test_one_machine_may_have_a_number_all_the_same(dry, monkeypatch):
-    """A job script may get one machine, and the environment may number machines."""
+    """The options and variables for several machines are ignored on a single machine."""
     words, _ = dry(*CELL, *TINY, "--nnodes", "1", "--node-rank", "0", "--master-addr", "a")
     assert "--node-rank" not in words
     monkeypatch.setenv("NODE_RANK", "3")
@@ -103,7 +103,7 @@ def test_a_default_batch_grows_to_fit_the_ranks(dry):
             ("--nnodes", "1", "--node-rank", "1"),
             "--node-rank 1 belongs to a run on several machines, but --nnodes is 1",
         ),
-        (("--nproc-per-node", "0"), "argument --nproc-per-node: '0' is not a whole number"),
+        (("--nproc-per-node", "0"), "argument --nproc-per-node: '0' is not an integer"),
     ],
 )
 def test_mistakes_are_refused_with_what_would_do(refused, words, message):

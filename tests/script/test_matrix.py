@@ -74,7 +74,7 @@ def test_the_scripts_are_the_generated_ones():
     assert len(wanted) == 60
     assert scripts.generated() == sorted(wanted)
     for path, text in wanted.items():
-        assert path.read_text() == text, f"{path.name} differs; --write-scripts makes it anew"
+        assert path.read_text() == text, f"{path.name} differs; generate it with --write-scripts"
         assert path.stat().st_mode & 0o111, f"{path.name} cannot be executed"
 
 

@@ -46,7 +46,7 @@ def train(folder, model, dataset, quantization):
 
 
 def check(training, quantization):
-    """Both iterations have a loss, and every matmul runs in the format that the name gives."""
+    """Check that both iterations have a loss and every matmul has the format of the name."""
     assert list(training.losses) == [1, 2]
     assert all(7 < loss < 8.5 for loss in training.losses.values()), "ln 2048 is 7.6"
     assert "--seed 7" in training.errors

@@ -212,7 +212,7 @@ def test_the_index_is_that_of_megatron_cores_builder(tmp_path, monkeypatch):
 LONG = ("0" * 59 + "7 ") * 2000 + "7"  # much text but few tokens, which take time
 PEAKS = """
 import parquet, resource, sys, preprocess, readers
-readers.BATCH_BYTES, parquet.ROWS = 1 << 16, 4  # that the smaller input has many batches
+readers.BATCH_BYTES, parquet.ROWS = 1 << 16, 4  # so that the smaller input has many batches, too
 def peak(name):
     arguments = ["--input", name, "--output-prefix", name + "_out", "--workers", "1"]
     assert preprocess.main([*arguments, *sys.argv[1:]]) == 0

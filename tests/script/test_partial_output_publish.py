@@ -42,7 +42,7 @@ def test_a_file_added_to_a_run_that_only_has_to_publish(tmp_path, monkeypatch, c
 
 
 def test_of_two_starts_the_later_replaces_nothing(tmp_path, monkeypatch, capsys):
-    """The first run publishes after the second has checked the output and before it locks."""
+    """The first run publishes after the second run's check and before the second run locks."""
     make_inputs(tmp_path)
     check, first = preprocess.check, []
 

@@ -1,4 +1,4 @@
-"""prepare_wikipedia.sh and prepare_dolma.sh tokenize corpora as published, and downloads."""
+"""Test that prepare_wikipedia.sh and prepare_dolma.sh tokenize published and downloaded data."""
 
 import bz2
 import functools
@@ -61,7 +61,7 @@ def wikiextractor(folder: Path) -> None:
 
 
 def wikitext(folder: Path) -> None:
-    """Write text of wikitext's form, with numbers in place of words for the NullTokenizer."""
+    """Write text in the form of wikitext, with numbers in place of words for the NullTokenizer."""
     folder.mkdir()
     (folder / "test.txt").write_text("1\n\n2 3\n\n4\n")
 

@@ -141,7 +141,7 @@ BAD += b'{"text": "\\ud800"}\n{"text": "\xff"}\n' + b"[" * 100000 + b'\n{"text":
 REASONS = [
     "2: not JSON (Expecting value at column",
     "3: not a JSON object",
-    "4: no text under the key 'text' (there are 'words', 'id'); name the key in --json-keys",
+    "4: no text under the key 'text' (available keys: 'words', 'id'); name the key in --json-keys",
     "5: the value under the key 'text' is a number, not a string",
     "6: half of a surrogate pair",
     "7: not UTF-8",
@@ -225,7 +225,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
 JSONL = ["--input-format", "jsonl"]
 
 
-# Errors are tested in this process, because each would take seconds in another one.
+# Errors are tested in this process, because each would take seconds in a separate process.
 
 
 def fails(tmp_path, capsys, *options: str) -> str:
@@ -248,13 +248,13 @@ def fails(tmp_path, capsys, *options: str) -> str:
         (b"x", ["--json-keys", "a", "b"], "is text, which has no keys, but --json-keys names 2"),
         (b"x", ["--tokenizer-model", "/missing"], "the tokenizer /missing does not exist; give"),
         (b"x", ["--tokenizer-type", "Mine"], "unknown tokenizer type 'Mine'; choose one of Sent"),
-        (b"x", [], "no tokenizer is named; give --tokenizer-model"),
+        (b"x", [], "no tokenizer is given; give --tokenizer-model"),
         (b" \n\n", ["NULL"], "in.txt holds no document; leave it out, or get it again"),
         (b"1\n\n2 x", ["NULL", "--strict"], "in.txt:3: invalid literal for int()"),
         (b"1\n\n11", ["NULL", "--strict"], "in.txt:3: a token id is not within the vocabulary of"),
         (b"1\n\xff", ["NULL"], "in.txt:1: not UTF-8"),
         (b"[1]", ["NULL", *JSONL], "in.txt:1: not a JSON object; give one"),
-        (b"{}", ["NULL", *JSONL], "in.txt:1: no text under the key 'text' (there are no keys)"),
+        (b"{}", ["NULL", *JSONL], "in.txt:1: no text under the key 'text' (available keys: none)"),
         (b'{"id": 1}\n' * 3, ["NULL", *JSONL], "none of the first 3 documents of"),
         (b'{"text": ""}', ["NULL", *JSONL], "no text under the key 'text' in the 1 input files"),
         (b"<doc id=1>", ["NULL"], "in.txt has <doc> elements; run wikiextractor with --json"),

@@ -20,7 +20,7 @@ NAME = "x $(touch PWN) `touch PWN` 'y' \"z\" $HOME; touch PWN & *"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Create a folder of that name with the drivers, a tokenizer and data."""
+    """Create a folder with the name NAME that contains the drivers, a tokenizer and data."""
     folder = tmp_path_factory.mktemp("printed") / NAME
     stub_tree(folder / "tree", "ok")
     for name in ("tok.model", "text_document.bin", "text_document.idx"):

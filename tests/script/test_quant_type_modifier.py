@@ -163,7 +163,7 @@ def writer(path, operation, times):
 
 
 def test_processes_that_write_at_once_lose_nothing(settings):
-    """Each process sets an operation of its own; a reader always finds a complete file."""
+    """Each process sets a different operation; a reader always finds a complete file."""
     before = '{"pv": "mxint8"}'
     settings.write_text(before)
     processes = [writer(settings, operation, 100) for operation in ("linear", "qk")]

@@ -80,7 +80,7 @@ def test_files_that_were_removed_are_mentioned(tmp_path):
         path.unlink()
     done = visualize("--tensor_dir", tmp_path / "logs", "--output_dir", tmp_path / "draw")
     assert done.returncode == 0
-    assert "2 files that an index names are not there" in done.stdout
+    assert "2 files listed in an index are missing" in done.stdout
     text = (tmp_path / "draw" / "tensor_stats.txt").read_text()
     assert "2 files that " in text
 

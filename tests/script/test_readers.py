@@ -30,7 +30,7 @@ DOCUMENTS = [" ".join(random.choices(WORDS, k=1 + i % 40)) for i in range(400)]
 
 
 def zstd_frames(content: bytes) -> bytes:
-    """Compress to two frames with an empty one between, as parallel compressors do."""
+    """Compress to two frames with an empty frame between them, as parallel compressors do."""
     half = len(content) // 2
     return b"".join(zstandard.compress(part) for part in (content[:half], b"", content[half:]))
 
@@ -198,7 +198,7 @@ def test_the_columns_of_parquet(tmp_path):
     pq.write_table(pa.table(columns), path)
     (batch,) = read_file(path, settings(path, json_keys=("title", "text")))
     assert list(batch) == [(1, (b"A", b"a")), (2, (b"B", None))]
-    with pytest.raises(ValueError, match=r"no column 'body' \(there are id, text, title\)"):
+    with pytest.raises(ValueError, match=r"no column 'body' \(the columns are id, text, title\)"):
         list(read_file(path, settings(path, json_keys=("body",))))
     with pytest.raises(ValueError, match="the column 'id' holds int64, not text"):
         list(read_file(path, settings(path, json_keys=("id",))))

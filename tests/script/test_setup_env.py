@@ -21,7 +21,7 @@ from tests.subprocesses import REPO, environment, free_port, run
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory, linked_pip: Path) -> Path:
-    """Return the Python of a virtual environment, as the tests' own, whose base only links pip."""
+    """Return the Python of a virtual environment whose base has an `ensurepip` that links pip."""
     folder = tmp_path_factory.mktemp("python")
     try:
         base = separate_python(folder, linked_pip=linked_pip)
@@ -44,7 +44,7 @@ def tree(tree_with_ensurepip: Tree, python: Path) -> Tree:
 
 
 def fastest(tree: Tree, **changes: str) -> float:
-    """Return the seconds of the fastest of three calls; other tests may delay the others."""
+    """Return the time of the fastest of three calls, in seconds; other tests may delay a call."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -72,7 +72,7 @@ def test_lab_python_takes_the_place_of_python3(tree):
 
 
 def installed_in(folder: Path, **releases: str) -> str:
-    """Let packages appear installed to a Python with `folder` in its PYTHONPATH; return it."""
+    """Make packages look installed in `folder`, for use in PYTHONPATH; return the folder."""
     for name, release in releases.items():
         info = folder / f"{name}-{release}.dist-info"
         info.mkdir(parents=True)
@@ -92,12 +92,12 @@ def test_other_releases_within_the_ranges_are_used_as_they_are(tree, tmp_path):
 @pytest.mark.parametrize(
     ("release", "options", "reason"),
     [
-        ("0.9", (), "because it has lab-runtime 0.9 (>=1.0 is needed); install it there"),
-        ("1.0", ("--dev",), "because it lacks lab-lint==1.0; install it there"),
+        ("0.9", (), "because it has lab-runtime 0.9 (>=1.0 is needed); install the required"),
+        ("1.0", ("--dev",), "because it lacks lab-lint==1.0; install the required"),
     ],
 )
 def test_a_line_names_the_packages_that_do_not_fit(tree, tmp_path, release, options, reason):
-    (tree.root / ".venv.lock").mkdir()  # nothing can be made: the line is all that is wanted
+    (tree.root / ".venv.lock").mkdir()  # prevents making .venv; only the line is needed
     user = installed_in(tmp_path / "user", lab_runtime=release)
     result = tree.call(*options, PYTHONPATH=user)
     (note,) = [line for line in result.stderr.splitlines() if "[NOTE]" in line]
@@ -310,7 +310,7 @@ def test_two_calls_at_once_build_once(tree):
 
 
 def test_a_tree_that_cannot_be_written(tree):
-    (tree.root / ".venv.lock").mkdir()  # also root cannot open a folder as a file
+    (tree.root / ".venv.lock").mkdir()  # even root cannot open a folder as a file
     check_error(tree.call(), "cannot write")
 
 

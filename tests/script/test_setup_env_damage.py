@@ -186,7 +186,7 @@ def test_a_link_to_an_empty_folder_on_another_disk(tree):
 
 
 def test_an_interruption_does_not_clear_an_environment_of_the_user(tree):
-    """The environment was completed once, has new pins to install, and that install fails."""
+    """The environment was completed once, and the installation of new pins fails."""
     run([tree.user_python, "-m", "venv", "--without-pip", tree.root / ".venv"])
     (tree.root / ".venv/mine").touch()
     tree.check_made(tree.call())
@@ -198,7 +198,7 @@ def test_an_interruption_does_not_clear_an_environment_of_the_user(tree):
 
 
 def test_a_failed_start_of_the_making_is_cleared_by_the_next_call(tree):
-    """After `python -m venv` dies midway, the script deletes the remains, which are its own."""
+    """After `python -m venv` dies midway, the script deletes what it had made itself."""
     tree.python(
         "python3",
         'case " $* " in *" -m venv "*) echo "No space left" >&2; exit 1;; esac; '

@@ -14,7 +14,7 @@ from tests.subprocesses import REPO
 from tests.training.corpus import make_corpus
 
 SCRIPT = REPO / "script" / "study.py"
-#: a model of one layer, and a learning rate with which one of the runs diverges
+#: flags of a model of one layer
 MODEL = (
     *("--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "64"),
     *("--num-attention-heads", "2", "--num-query-groups", "1", "--vocab-size", "127"),

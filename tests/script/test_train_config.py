@@ -63,7 +63,7 @@ def test_the_note_on_the_default_corpus_names_what_is_missing(tmp_path, capsys):
         Path(prefix + suffix).touch()
     resolve_data(request, sys.executable, dry_run=True)
     said = capsys.readouterr().err
-    assert f"and no tokenizer at {wanted.tokenizer} for those in {prefix} (name both" in said
+    assert f"and no tokenizer at {wanted.tokenizer} for the data in {prefix} (name both" in said
     assert "none in" not in said
 
 
@@ -209,7 +209,7 @@ def test_settings_leave_the_formats_to_the_environment(dry):
 
 @pytest.fixture
 def formats_unsaid(monkeypatch, tmp_path):
-    """Unset all sources of formats: no variable, and an empty settings file, which is returned."""
+    """Unset the variables that set formats, and return the path of an empty settings file."""
     for name in ("CUSTOM", "LINEAR", "QK", "PV"):
         monkeypatch.delenv(f"{name}_QUANT_TYPE", raising=False)
     monkeypatch.delenv("QUANT_RECIPE", raising=False)
@@ -247,7 +247,7 @@ def test_a_python_without_torch_can_still_show_a_command(dry, monkeypatch, tmp_p
     bare.write_text("#!/bin/sh\nexit 1\n")
     bare.chmod(0o755)
     monkeypatch.setenv("LAB_PYTHON", str(bare))
-    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "nvfp4")  # a type that only training knows
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "nvfp4")  # a type that only training can resolve
     words, said = dry(*CELL[:-1], "settings")
     assert value(words, "--save").endswith("_settings")
     assert "a run replaces 'settings' by the effective formats" in said
@@ -297,7 +297,7 @@ def test_a_run_becomes_the_command_that_a_dry_run_prints(dry, files, monkeypatch
     [(program, words, variables)] = started
     assert [program, *words] == [words[0], *expected]
     assert variables["PYTHONPATH"] == f"{REPO}{os.pathsep}mine"
-    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "what the user says wins"
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's value wins"
 
 
 @pytest.mark.parametrize("no", ["0", "", "false", "No"])

@@ -1,4 +1,4 @@
-"""The trained model of the default job: its name, its training, and which jobs continue from it."""
+"""Test the default job's trained model: its name, its training, and jobs that continue from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def trainings(tmp_path, files, monkeypatch):
-    """Let the program train in a temporary folder, without a training; return what it started."""
+    """Replace training with a fake in a temporary folder; return the list of its commands."""
     started = []
 
     class Fake:
@@ -179,4 +179,4 @@ def test_iterations_for_another_job_are_refused():
     assert "--start-iterations 9 belongs to the default job, but --preset is given" in done.stderr
     done = bash(COLLECT, "single", "mxfp8", "--dry-run", START_ITERATIONS="many")
     assert done.returncode == 2
-    assert "environment variable START_ITERATIONS: 'many' is not a whole number" in done.stderr
+    assert "environment variable START_ITERATIONS: 'many' is not an integer" in done.stderr

@@ -1,4 +1,4 @@
-"""Test the command that arguments, flags and environment of examples/llama make."""
+"""Test how the arguments, flags and environment of examples/llama determine the command."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_dtypes():
     assert done.returncode == 2
     assert (
         done.stderr
-        == "[ERROR] DTYPE is 'int8'; it is bf16, fp16, fp32 or fp8 (bf16 with simulated mxfp8)\n"
+        == "[ERROR] DTYPE is 'int8'; give bf16, fp16, fp32 or fp8 (bf16 with simulated mxfp8)\n"
     )
 
 

@@ -38,7 +38,7 @@ def run_quickly(corpus):
 
 @pytest.fixture(scope="session")
 def checkpoints(run_quickly, tmp_path_factory) -> Path:
-    """A folder with the checkpoints of iterations 2 and 4 of such a run in fp32."""
+    """A folder with the checkpoints of iterations 2 and 4 of a `run_quickly` run in fp32."""
     folder = tmp_path_factory.mktemp("quick") / "ck"
     succeeded(run_quickly("--save", folder, "--save-interval", "2"))
     return folder

@@ -41,7 +41,7 @@ MIXTURE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
     *("--moe-token-dispatcher-type", "alltoall"),
 )
-#: a recipe without wgrad, which sums over the tokens of an expert; those depend on the layout
+#: a recipe without wgrad, because it sums over an expert's tokens, which depend on the layout
 RECIPE = """
 configs:
   no_tokens:
@@ -55,7 +55,7 @@ matchers:
 
 
 def layouts_of(name: str) -> list[str]:
-    """Return the layouts in which a model must give the losses of one rank."""
+    """Return the layouts in which a model must have the same losses as on one rank."""
     if name in EXPERTS:
         return ["experts", "data-of-experts"]
     if name in STOCHASTIC:
@@ -64,7 +64,7 @@ def layouts_of(name: str) -> list[str]:
 
 
 def size_of(name: str) -> tuple[str, ...]:
-    """Return the flags of a model's size."""
+    """Return the flags that set the size of a model."""
     return MIXTURE if name in EXPERTS else MODEL
 
 
@@ -88,7 +88,7 @@ class GoldenRuns:
         return folder
 
     def flags(self, name: str) -> tuple[str | Path, ...]:
-        """Return the flags of a model on one rank without those of its size."""
+        """Return the flags of a model on one rank, except those that set its size."""
         formats: tuple[str | Path, ...] = ("--custom-quant-type", name)
         if name in EXPERTS:
             formats = ("--quant-recipe", self.recipe)

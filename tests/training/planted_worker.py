@@ -1,4 +1,4 @@
-"""A worker that runs `pretrain_gpt.py` with a fault of benchmarks/divergence.py.
+"""A worker that runs `pretrain_gpt.py` with a fault that benchmarks/divergence.py defines.
 
 python tests/training/planted_worker.py KIND ITERATION STRENGTH CURVE FLAGS...
 """

@@ -65,7 +65,7 @@ def test_the_plan_is_what_the_run_writes(tmp_path, ranks, options):
     planned = train(*flags, "--collect-plan", ranks=ranks, model=SMALL)
     assert planned.status == 0, planned.errors
     assert not folder.exists(), "a plan writes nothing"
-    assert not planned.lines, "and trains nothing"
+    assert not planned.lines, "a plan trains nothing"
     too_many = "> --collect-micro-batches 9 takes all micro-batches: 4 per iteration"
     assert (too_many in planned.output) == ("--collect-micro-batches 9" in options)
     done = train(*flags, ranks=ranks, model=SMALL)

@@ -22,7 +22,7 @@ LAYOUT = pytest.mark.parametrize("layout", ["one", pytest.param("tensor", marks=
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A function that returns the losses of a layout without a collection, trained only once."""
+    """A function that returns the losses of a layout without a collection; results are cached."""
 
     @functools.cache
     def losses_of(layout: str) -> list[tuple[float, float]]:
@@ -49,7 +49,7 @@ def assert_stopped(ended: Ended, ranks: int, expected: list[tuple[float, float]]
     """Assert that every rank stopped collecting and continued to train."""
     assert losses(ended) == expected, "training is the same to the last digit"
     assert set(ended.statuses) == {1}, ended.errors[-3000:]
-    assert ended.said(STOPPED) == ranks, "each rank says so once"
+    assert ended.said(STOPPED) == ranks, "each rank reports it once"
     assert ended.reported(STOPPED) == 1, "the run ends with the reason"
     assert "Traceback" not in ended.errors
 
@@ -88,7 +88,7 @@ READ_ONLY = (
 )
 @LAYOUT
 def test_a_folder_that_is_lost_during_the_run(plain, disk, tmp_path, layout, command):
-    """The disk is slow, so that the queue is never empty. `disk` skips the test without mount."""
+    """The disk is slow, so that the queue is never empty. `disk` skips if it cannot mount."""
     dump, elsewhere = tmp_path / "t", tmp_path / "t-elsewhere"
     faults = {"at": 2, "command": command.format(dump), "slow": 0.003}
     options = ("--collect-max-host-gib", "0.002")
@@ -98,7 +98,7 @@ def test_a_folder_that_is_lost_during_the_run(plain, disk, tmp_path, layout, com
     assert_stopped(ended, LAYOUTS[layout][0], plain(layout))
     left = next((path for path in (elsewhere, dump) if path.exists()), None)
     assert (left is None) == command.startswith("until"), "a deleted folder is not recreated"
-    waiting = 50  # most tensors that two MiB of memory can hold
+    waiting = 50  # the largest number of tensors that 2 MiB of memory can hold
     assert left is None or len(assert_sound(left)) >= TENSORS - waiting
 
 

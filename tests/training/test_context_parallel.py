@@ -2,9 +2,9 @@
 float32 sums.
 
 Chunks have 32 tokens, so that blocks of 32 along tokens and queries are the same as on one rank.
-The format is MXFP4, because sums of its products are exact in float32. Other sums still run in
-another order and differ in the last bit. Occasionally a value then rounds to another code, as it
-does under tensor parallelism, and the quantized runs differ slightly from there on.
+The format is MXFP4, because sums of its products are exact in float32. Other sums still run in a
+different order and differ in the last bit. Occasionally a value then rounds to a different code,
+as it does under tensor parallelism, and the quantized runs differ slightly from there on.
 """
 
 import functools
@@ -33,7 +33,7 @@ LATENT = (
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> Path:
-    """A data set of short documents, so that every rank has another number of document ends."""
+    """A data set of short documents, so that each rank has a different number of document ends."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = tmp_path_factory.mktemp("documents") / "short"
@@ -51,7 +51,7 @@ def documents(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(documents, tmp_path_factory):
-    """A function that returns the loss and gradient norm of ten iterations, trained only once."""
+    """A function that returns the loss and gradient norm of ten iterations; results are cached."""
     folder = tmp_path_factory.mktemp("steps")
 
     @functools.cache
@@ -91,7 +91,7 @@ def steps(documents, tmp_path_factory):
     ],
 )
 def test_loss_and_gradient_norm_are_those_of_one_context_rank(steps, options, layout, ranks):
-    """The reference run has the same options; each pipeline rank draws its own initial weights."""
+    """The reference has the same pipeline stages, because each draws its own initial weights."""
     expected = steps(options, 2 if options == PIPELINE else 1)
     actual = steps((*options, *CONTEXT, *layout), ranks)
     assert len(actual) == 10

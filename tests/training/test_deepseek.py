@@ -2,10 +2,10 @@
 
 The model has MLA with YaRN, a dense first layer, and routed and shared experts in the others. Sizes
 are multiples of MX blocks on each of two ranks, so that tensor parallelism forms the same blocks as
-one rank. Quantized runs still diverge slowly: sums in another order differ in the last bit, a value
-occasionally rounds to another code, and the next weights differ more. With expert parallelism an
-expert gets the tokens of several ranks at once. Its weight gradient then has other blocks along
-tokens from the first iteration on.
+one rank. Quantized runs still diverge slowly: sums in a different order differ in the last bit, a
+value occasionally rounds to a different code, and the next weights differ more. With expert
+parallelism, an expert receives the tokens of several ranks at once. Its weight gradient then has
+different blocks along tokens from the first iteration on.
 """
 
 import pytest

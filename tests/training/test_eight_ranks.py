@@ -21,8 +21,8 @@ from tests.training.runs import EXACT, MODEL, NO_DROPOUT, exact_steps
 
 pytestmark = pytest.mark.slow
 
-LAYOUT = (*TENSOR, "--sequence-parallel", *PIPELINE)  #: the rest is data parallelism: 2 x 2 x 2
-COLLECTED = (1, 3)  #: iterations
+LAYOUT = (*TENSOR, "--sequence-parallel", *PIPELINE)  #: 2 x 2 x 2 ranks, with data parallelism
+COLLECTED = (1, 3)  #: the collected iterations
 COLLECT = (
     *("--save-tensors", "--control-iter", "0"),
     *("--collect-iterations", "1,3", "--collect-micro-batches", "0"),
@@ -38,8 +38,8 @@ def train_on_two_nodes(out: Path, dump: Path, *flags: str | Path) -> None:
 
     Args:
         out: file for the loss and gradient norm of each iteration.
-        dump: folder of the nodes' folders.
-        flags: flags of the training, which all nodes have in common.
+        dump: parent of the nodes' folders.
+        flags: flags of the training on both nodes.
     """
     port, env = str(free_port()), environment(PYTHONPATH=REPO, STEPS_FILE=out)
 
@@ -81,7 +81,7 @@ def test_every_record_is_there_once_per_shard(runs):
     (_, one), (_, eight) = runs[1], runs[8]
     assert len(one) == len(COLLECTED) * LAYERS * (PER_PASS * MICRO_BATCHES + WEIGHTS)
     table = eight.records
-    # Of the eight ranks, four have a layer, and they share its micro-batches in pairs.
+    # Four of the eight ranks hold a layer: two tensor-parallel pairs, with half the data each.
     shards = 2 * PER_PASS * MICRO_BATCHES + 4 * WEIGHTS
     assert len(table) == len(COLLECTED) * LAYERS * shards
     assert sorted(table["rank"].unique()) == list(range(8))
@@ -106,7 +106,7 @@ def test_verify_finds_no_error(runs):
 
 
 def cut_as_on_two_ranks(module: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of one rank, with the gate half of fc1 sharded apart from the other half."""
+    """Return a tensor of one rank, with both halves of a gated fc1 sharded separately."""
     if not module.endswith("linear_fc1") or name in ("input", "grad_input"):
         return tensor
     axis = 0 if "weight" in name else tensor.dim() - 1
@@ -118,7 +118,7 @@ def test_reassembled_tensors_are_those_of_one_rank(runs):
     """The weights of the first iteration are the same, and so are its tensors.
 
     Micro-batch m of data-parallel rank d is micro-batch 2 m + d of one rank. One rank divides its
-    gradients by four micro-batches and each of the eight by two, so they are twice as large here.
+    gradients by four micro-batches and each of eight ranks by two, which makes them twice as large.
     The sums over two tensor-parallel ranks differ in their last bits, which flips roundings.
     """
     (_, one), (_, eight) = runs[1], runs[8]

@@ -1,5 +1,5 @@
-"""Tests that ten low-precision iterations from the same weights give the same losses in every
-parallel layout, and the recorded ones.
+"""Tests that ten low-precision iterations from the same weights give the recorded losses in every
+parallel layout.
 
 All layouts start from one checkpoint, because every pipeline rank draws its own initial weights.
 Layouts differ in the order of fp32 sums: tensor parallelism sums partial products, and data
@@ -11,11 +11,11 @@ iteration. In MXFP4, whose sums of products are exact in fp32, it appears in the
 Blocks along tokens are the same in all layouts: context parallelism has chunks of 32 tokens, and
 data parallelism has the same micro-batches. Expert parallelism joins the tokens of both ranks in
 one matrix, which forms other blocks. The wgrad of experts sums over tokens and is left out.
-Stochastic rounding draws its random bits from a layer's name and the place in its rank's data.
+Stochastic rounding derives its random bits from a layer's name and the position in the rank's data.
 Pipeline ranks therefore round as one rank does, and the ranks of other layouts do not.
 
-The recorded losses belong to one kind of CPU. On others, libraries sum in another order and
-use another exponential function. `python -m tests.training.golden DIR` records them again.
+The recorded losses belong to one kind of CPU. On other CPUs, libraries sum in a different order and
+use a different exponential function. `python -m tests.training.golden DIR` records new losses.
 
 One run uses the newest supported release of megatron-core instead of the installed one.
 `tests/other_core.sh` downloads it, which needs a package index; the test is skipped without one.
@@ -51,8 +51,8 @@ NEWEST = SUPPORTED[-1]
 UNAVAILABLE = 69  #: exit status of tests/other_core.sh if pip cannot install the release
 
 EXACT = {"loss": 1e-5, "norm": 1e-5}
-#: layouts that divide the loss by another power of two before the backward pass, and the gradients
-#: after it; HiFloat8 has no scale, so its rounding depends on the magnitude of a gradient
+#: layouts that divide the loss by a different power of two before the backward pass, and the
+#: gradients after it; HiFloat8 has no scale, so rounding depends on the magnitude of a gradient
 RESCALED = ("context", "data", "distributed-optimizer")
 OTHER_BINADE = {"loss": 2e-4, "norm": 2e-2}
 ELSEWHERE = {"loss": 5e-4, "norm": 2e-2}
@@ -112,7 +112,7 @@ def newest_core() -> Path:
 
 @reads_new_checkpoints
 def test_the_newest_megatron_core_gives_the_losses_of_the_file(newest_core, steps, tmp_path):
-    """The run loads a checkpoint of the installed release, and collects tensors."""
+    """The run loads a checkpoint that the installed release wrote, and collects tensors."""
     out, dump = tmp_path / "steps.json", tmp_path / "dump"
     collection = (
         *("--save-tensors", "--tensor-save-dir", dump),

@@ -29,7 +29,7 @@ def test_a_learning_rate_that_is_too_high_is_kept_at_the_jump(run_quickly, tmp_p
     run = succeeded(run_quickly(*options))
     assert run.losses[2] > 4 * run.losses[1], "the first update is too large"
     assert kept(tmp_path) == [1, 2]
-    assert "times the level before at iteration 2: the ring is kept (1 of 1)" in run.output
+    assert "times the level before at iteration 2: the ring is kept (event 1 of 1)" in run.output
 
 
 @pytest.mark.parametrize("plant", [("norm", 2, 30.0), ("nan", 3, 0.0)])
@@ -63,7 +63,7 @@ def test_a_resumed_run_judges_by_what_was_usual_before(run_quickly, tmp_path):
         )
     )
     first = run.losses[8] / levels["loss"][-1]
-    assert first > 1.33, "8/6 of a quarter above the level"
+    assert first > 1.33, "above the limit for six values: 1 + 0.25 * 8 / 6"
     assert kept(dump) == [7, 8]
     card = json.loads(next(dump.glob("run_*.json")).read_text())
     assert card["ring"]["loss_jump"] == 1.25

@@ -61,7 +61,7 @@ def test_a_bypass_is_refused_with_a_format_or_a_collection_only(flag, named, mon
 
 def test_transformer_engine_is_refused_with_a_format_only():
     flag = {"transformer_impl": "transformer_engine"}
-    named = "--transformer-impl transformer_engine: its layers are not ours; give"
+    named = "--transformer-impl transformer_engine: its layers are not this project's; give"
     with pytest.raises(UserError, match=f"the format mxfp8 does not reach {named}"):
         configure_formats(arguments(custom_quant_type="mxfp8", save_tensors=True, **flag))
     configure_formats(arguments(save_tensors=True, **flag))
@@ -79,7 +79,7 @@ def test_grouped_experts_take_a_format_and_a_collection():
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
         (
             {"cp_comm_type": "p2p"},
-            r"--cp-comm-type p2p \(they gather keys and values: all_gather\)",
+            r"--cp-comm-type p2p \(the layers gather keys and values: all_gather\)",
         ),
         ({"cp_comm_type": ["all_gather", "a2a"]}, r"--cp-comm-type \['all_gather', 'a2a'\] .*"),
     ],

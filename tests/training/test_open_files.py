@@ -20,7 +20,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def limited(soft: int, hard: int | None, *options: str):
-    """Run `pretrain_gpt.py` under limits; it imports this tree and megatron-core under them."""
+    """Run `pretrain_gpt.py` under limits, which also apply while it imports megatron-core."""
     words = (str(soft), str(hard or "-"), ENTRY, *MOCK_DATA, *options)
     return forks.run("-c", LIMITED, *words, env=environment(PYTHONPATH=REPO), libraries_only=True)
 

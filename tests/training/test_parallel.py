@@ -14,7 +14,7 @@ DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overla
 
 @pytest.fixture(scope="module")
 def single(corpus, tmp_path_factory):
-    """A run on one rank of six iterations, and its checkpoints after every second one."""
+    """A run of six iterations on one rank, and its checkpoints after every second iteration."""
     folder = tmp_path_factory.mktemp("single") / "ck"
     whole = train("--data-path", corpus, *NO_DROPOUT, "--save", folder, "--save-interval", "2")
     assert whole.status == 0, whole.errors

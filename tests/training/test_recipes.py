@@ -194,7 +194,7 @@ def test_a_transform_that_does_not_fit_is_refused_before_training(
         (
             "  all: {config: mxfp8, type: glob, pattern: '*', enabled: true}\n"
             "  more: {config: bf16, type: glob, pattern: '*.linear_fc1', enabled: true}\n",
-            r"line 3: matcher 'more' is never reached: the matchers before it already decide for "
+            r"line 3: matcher 'more' is never reached: earlier matchers already apply to "
             r"decoder.layers.0.mlp.linear_fc1",
         ),
     ],

@@ -149,7 +149,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
             ("--collect-plan", "--collect-modules", "linear_x"),
             "--collect-modules: 'linear_x' matches none of the 5 modules",
         ),
-        (("--save-tensors", "--collect-start", "7"), "--collect-start 7 names none of the iterat"),
+        (("--save-tensors", "--collect-start", "7"), "--collect-start 7 selects none of the"),
         (("--load", "nowhere/at/all"), "--load nowhere/at/all holds no checkpoint"),
         (("--save", "/proc/checkpoints"), "--save /proc/checkpoints cannot be created"),
     ],
@@ -178,7 +178,7 @@ def test_data_of_another_tokenizer_is_refused(corpus):
 
 
 def test_a_data_set_for_each_split(corpus, tmp_path):
-    """Without a test set, no test loss is printed at the end, and the log says so."""
+    """Without a test set, no test loss is printed at the end, and the log reports this."""
     training = train(
         *("--train-data-path", "0.4", corpus, "0.6", make_corpus(tmp_path, seed=1)),
         *("--valid-data-path", corpus),
@@ -218,8 +218,8 @@ def test_a_signal_ends_the_run_without_a_traceback(number):
 def test_the_overlay_must_be_in_place(tmp_path):
     """A `megatron` package earlier on the path would train without formats, so it is refused.
 
-    This tree comes before the wheel, because megatron-core 0.17 and later contain a package
-    `megatron.training` too.
+    This tree comes before the installed megatron-core, because releases from 0.17 on contain a
+    package `megatron.training` too.
     """
     code = (
         "import sys; sys.path.insert(1, sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""Tests of parts of training that need no process of their own."""
+"""Tests of parts of training that run within the process of the tests."""
 
 import argparse
 import math
@@ -99,7 +99,7 @@ def test_the_shards_of_grouped_experts_are_marked():
         ({"train_iters": 10, "lr_decay_iters": 5}, Schedule(80, 0, 40, None)),
         ({"train_iters": 10, "lr_warmup_fraction": 0.26}, Schedule(80, 20, 80, None)),
         ({"train_iters": 10, "lr_wsd_decay_iters": 3}, Schedule(80, 0, 80, 24)),
-        # The decay ends at the last sample, also if it fills no iteration, as in Megatron-LM.
+        # The decay ends at the last sample, even if it fills no iteration, as in Megatron-LM.
         ({"train_iters": 6, "train_samples": 50}, Schedule(50, 0, 50, None)),
         # three batches of 2, two of 4, one of 6 and four of 8
         (

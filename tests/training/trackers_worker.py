@@ -22,7 +22,7 @@ def record(name: str, /, *values: object, **named: object) -> None:
 
 
 def recorder(prefix: str) -> types.SimpleNamespace:
-    """Return an object each of whose functions records its calls."""
+    """Return an object whose functions record their calls."""
     names = ("log", "finish", "set_tracking_uri", "set_experiment", "start_run", "end_run")
     names += ("log_params", "log_metrics")
     return types.SimpleNamespace(

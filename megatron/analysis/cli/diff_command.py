@@ -47,7 +47,7 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the `diff` command to `parser`."""
-    for name, what in (("a", "reference"), ("b", "run to compare with it")):
+    for name, what in (("a", "reference"), ("b", "run to compare with the reference")):
         parser.add_argument(
             name,
             type=Path,
@@ -83,12 +83,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-missing",
         action="store_true",
-        help="a record that only one run has is listed, but is no difference",
+        help="list a record that only one run has, but do not count it as a difference",
     )
     parser.add_argument(
         "--no-origins",
         action="store_true",
-        help="do not split differences into inherited and local parts, which takes matmuls",
+        help="do not split differences into inherited and local parts; the split computes matmuls",
     )
     parser.add_argument(
         "--format",
@@ -170,7 +170,7 @@ def _tolerances(
     """Return the default limit of the relative error, and the limit for each name pattern.
 
     Raises:
-        ValueError: if a limit is no number of 0 or more, or does not go together with --bitwise.
+        ValueError: if a limit is not a number of 0 or more, or is given together with --bitwise.
     """
     for name in ("rtol", "atol"):
         value = getattr(arguments, name)
@@ -184,7 +184,7 @@ def _tolerances(
             limit = float(number)
         except ValueError:
             raise ValueError(
-                f"--max-relative-error {text!r} is no limit; give a number, as in 1e-3, or "
+                f"--max-relative-error {text!r} is not a limit; give a number, as in 1e-3, or "
                 "PATTERN=NUMBER, as in 'grad_*=1e-2'"
             ) from None
         _check_limit("--max-relative-error", limit)

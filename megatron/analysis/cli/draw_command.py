@@ -23,8 +23,8 @@ DRAW = """\
 Draw everything that can be drawn of a dump, and write report.html, one file that needs no network.
 The shards of several ranks are joined and drawn as whole tensors.
 
-Statistics are computed once and cached in DIR/.statistics, and outputs that would be the same again
-are not redrawn. A second call is therefore fast, and a call after an interrupted one continues. A
+Statistics are computed once and cached in DIR/.statistics, and outputs that are up to date are not
+redrawn. A second call is therefore fast, and a call after an interrupted one continues. A
 figure that needs data that the dump lacks is left out, and the reason is printed.
 """
 REPORT = """\
@@ -40,13 +40,13 @@ The picture shows which format loses how much in which matmul of which layer, as
 measures it, and histograms of the operands. It compares the formats on one run (the first one
 without quantization, if there is any), its first iteration and first micro-batch and, if the model
 is large, a few layers. `draw --figures quick --formats ...` chooses other formats. The text holds
-the statistics, overall, by group and by tensor. Earlier files of these names with other content are
-kept under a name with their time.
+the statistics, overall, by group and by tensor. Earlier files with these names are kept if their
+content differs; their new names contain the modification time.
 """
 STATUS = """\
-Exit status: 0 everything was drawn; 1 a figure failed because of a bug, the others were drawn; 2 an
-option is wrong, the dump has no tensors or the output folder is not writable; 3 files that could
-not be read were left out and named (with --strict, the first of them ends the command).
+Exit status: 0 everything was drawn; 1 a figure failed because of a bug, and the others were drawn;
+2 an option is wrong, the dump has no tensors or the output folder is not writable; 3 files that
+could not be read were left out and named (with --strict, the first of them ends the command).
 """
 EXAMPLES = {
     "draw": """
@@ -258,7 +258,7 @@ def first_look(look: QuickResult) -> list[str]:
             for row in special.head(NAMED).to_dict("records")
         ]
     if look.missing:
-        lines.append(f"{look.missing} files that an index names are not there (removed or moved?)")
+        lines.append(f"{look.missing} files listed in an index are missing (removed or moved?)")
     return lines
 
 
@@ -287,8 +287,8 @@ def print_result(result: DrawResult, more: Sequence[str] = ()) -> int:
         print(f"[NOTE] {shown(remark)}")
     if result.unchanged:
         print(
-            f"  {result.unchanged} files would be the same again and were left as they are; remove "
-            "one to have it drawn anew"
+            f"  {result.unchanged} files are up to date and were not redrawn; remove one to redraw "
+            "it in the next call"
         )
     for path in result.kept:
         print(f"  kept the earlier output as {shown(path)}")

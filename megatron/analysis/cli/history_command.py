@@ -15,10 +15,10 @@ bands, the gradients that are too noisy, and a figure with the loss, the gradien
 of tensors outside their bands and the smallest ratio of a gradient to its noise.
 
 The band of an amax, an rms or an SQNR is the range of the previous 32 values, widened on both sides
-by its own width, and by at least a factor of 4 for an amax or rms and 6 dB for an SQNR. It takes 8
-measured iterations. A single batch
-with large gradients may leave the bands, too. If the loss jumps in iteration 101, --since 95 leaves
-out what happened long before. An amax or rms of zero after 8 other values is outside as well.
+by its own width, and by at least a factor of 4 for an amax or rms and 6 dB for an SQNR. A band
+needs 8 measured iterations. A single batch with large gradients may push tensors out of their
+bands, too. If the loss jumps in iteration 101, --since 95 leaves out what happened long before. An
+amax or rms of zero after 8 nonzero values is outside its band as well.
 
 A quantized gradient is too noisy if its rms is below sqrt(3) times that of its quantization error
 (arXiv 2505.19115). Such gradients do not change the exit status.
@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"No tensor left its band in {judged} iterations{since}.")
         if len(measured) <= ENOUGH:
             print(
-                f"Only {len(measured)} iterations were measured, and a band takes {ENOUGH} earlier "
-                "ones: this finds no more than values that are not finite."
+                f"Only {len(measured)} iterations were measured, but a band needs {ENOUGH} earlier "
+                "iterations: only values that are not finite can be found."
             )
     for line in noisy(gradients, arguments.most):
         print(line)

@@ -17,7 +17,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def conditions_of(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return conditions given as text as a mapping from column to accepted values.
+    """Convert conditions given as text to a mapping from column to accepted values.
 
     A condition has the form `column=value`, `column=value,value` or `column=first-last`. Columns
     and values are those that `TensorStore.select` accepts.

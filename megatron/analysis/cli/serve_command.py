@@ -19,8 +19,8 @@ Statistics come from the cache that stats, draw and report share. What it lacks 
 background, the visible tensors first.
 """
 EXAMPLES = """\
-Only this machine can open the pages, unless --host names another address. They then need a token,
-which is part of the printed address. Over ssh, forward the port instead:
+Only this machine can open the pages, unless --host gives another address. In that case, the pages
+require a token, which is part of the printed address. Over ssh, forward the port instead:
 
   ssh -L 8050:127.0.0.1:8050 cluster   then open http://127.0.0.1:8050/ on your own machine
 
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.study is not None:
         from megatron.analysis.serve.explorer import read_study
 
-        arguments.study = arguments.study.resolve()  # a link in DIR is not followed, this one is
+        arguments.study = arguments.study.resolve()  # unlike links in DIR, this one is followed
         read_study(arguments.study)
     from megatron.analysis.cli.stats_command import cache_folder
     from megatron.analysis.serve.server import Options, serve

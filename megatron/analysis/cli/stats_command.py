@@ -112,8 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
             if getattr(arguments, name) is not None:
                 raise ValueError(
                     f"--{name.replace('_', '-')} sets the threads or memory of this process, but "
-                    "with --scheduler the workers of the cluster compute; leave it out, and set it "
-                    "for the workers (dask worker --nthreads N --memory-limit SIZE)"
+                    "with --scheduler the workers of the cluster compute; leave it out, and "
+                    "set the limits of the workers (dask worker --nthreads N --memory-limit SIZE)"
                 )
     output: Path | None = arguments.output
     if output is not None and output.suffix not in WRITERS:
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         except ForeignCacheError as error:
             if arguments.cache is not None:  # the user chose this folder and must choose another
                 raise
-            print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
+            print(f"[WARNING] {error} (--cache); results are not cached", file=sys.stderr)
             statistics = compute(store, formats, cache=None, **options)
     except UnreadableTensorError as error:
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     for remark in [*statistics.remarks, *remarks_on(unfinished(store))]:
         print(f"[NOTE] {shown(remark)}", file=sys.stderr)
     if len(store.missing):
-        print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")
+        print(f"{len(store.missing)} files listed in an index are missing (removed or moved?)")
     if output is not None:
         content = printable_lines(WRITERS[output.suffix](statistics)).encode()
         for kept in write_keeping(output, content):
@@ -174,7 +174,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"{text!r} is no size; give a number with K, M, G or T, as in 800M")
+        raise ValueError(f"{text!r} is not a size; give a number with K, M, G or T, as in 800M")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -208,7 +208,7 @@ def cache_folder(named: str | None, folder: Path) -> Path | None:
     except OSError:
         where = shown(folder)
         print(
-            f"[NOTE] {where} is not writable: results are not cached (--cache names a folder)",
+            f"[NOTE] {where} is not writable: results are not cached (--cache sets another folder)",
             file=sys.stderr,
         )
         return None

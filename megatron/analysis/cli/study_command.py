@@ -75,9 +75,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="study each format also with the sums of these matrix units, such as hopper_fp8, if "
-        "the unit multiplies it, and write the errors of the sums alone to accumulators.csv and "
-        "accumulators.parquet; `python -m megatron.fake_quant accumulate list` lists the names",
+        help="also study each format with the accumulators of these matrix units, such as "
+        "hopper_fp8, if the unit supports the format, and write the errors of the accumulators "
+        "alone to accumulators.csv and accumulators.parquet; `python -m megatron.fake_quant "
+        "accumulate list` lists the names",
     )
     parser.add_argument(
         "--bits",
@@ -113,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-budget",
         action="store_true",
-        help="do not quantize single operands, which takes about half of the time",
+        help="do not quantize single operands; this saves about half of the time",
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="number of threads (default: one per processor)"

@@ -1,8 +1,8 @@
 """Compare the tensors of two runs one by one, in the order of execution.
 
-If both runs shard a tensor in the same way, its parts are compared file by file, so that a fault on
-one rank is named. If one run has more replicas of a part, the additional ones are compared with the
-first replica of the other run. If the runs shard a tensor differently, its shards are joined in
+If both runs shard a tensor in the same way, its parts are compared file by file, and the rank of a
+fault is reported. If one run has more replicas of a part, the additional ones are compared with
+the first replica of the other run. If the runs shard a tensor differently, its shards are joined in
 both runs, partial sums are added, and the whole tensors are compared.
 """
 
@@ -47,8 +47,8 @@ class Rules:
     default: Tolerance = field(default_factory=Tolerance)
     #: Limits of the relative error by pattern of `module.tensor_name`; the last match counts.
     relative: tuple[tuple[str, float], ...] = ()
-    bitwise: bool = False  #: whether tensors must have equal bits
-    ignore_missing: bool = False  #: whether to accept records that only one run has
+    bitwise: bool = False  #: True if tensors must have equal bits
+    ignore_missing: bool = False  #: True to accept records that only one run has
 
     def of(self, key: TensorKey) -> Tolerance:
         """Return the tolerance for a tensor."""
@@ -75,7 +75,7 @@ class Result:
     status: str
     #: Records of A and B; the first record of each if shards were joined. None if one is missing.
     rows: tuple[Any, Any]
-    joined: bool = False  #: whether the shards of several ranks were joined
+    joined: bool = False  #: True if the shards of several ranks were joined
     difference: Difference | None = None
     origin: Origin | None = None  #: None for a tensor that no saved operation computes
     why: str = ""  #: reason of the status, if it is UNREADABLE
@@ -112,7 +112,7 @@ class Comparison:
     #: Factor by which the gradients of B are multiplied, because the runs divide the loss of a
     #: micro-batch by different numbers.
     gradient_scale: float = 1.0
-    with_origins: bool = True  #: whether to split the differences of results by origin
+    with_origins: bool = True  #: True to split the differences of results by origin
     #: Latest result of `_inherited_by_attention`, and the pass that it belongs to.
     _attention: tuple[Any, dict[str, Tensor]] = field(init=False, default=(None, {}))
 
@@ -199,7 +199,7 @@ class Comparison:
             return None
         try:
             if any(row.slice is not None for row in rows):
-                raise UnknownOriginError("a part of an operand or result (--collect-slice)")
+                raise UnknownOriginError("only a slice was collected (--collect-slice)")
             if any(row.implementation is not None for row in rows):
                 raise UnknownOriginError("computed by Transformer Engine")
             if key.layer_type == "linear":
@@ -211,7 +211,7 @@ class Comparison:
             return Origin(unknown=str(error))
         except _IMPOSSIBLE as error:
             line = str(error).partition("\n")[0]
-            return Origin(unknown=f"it cannot be recomputed ({type(error).__name__}: {line})")
+            return Origin(unknown=f"recomputation fails ({type(error).__name__}: {line})")
 
     def _operands(self, key: TensorKey, rows: tuple[Any, Any], *, joined: bool) -> origins.Tensors:
         """Return the operands of a result in A and B.

@@ -1,8 +1,9 @@
 """Measure how two tensors differ, in pieces, so that memory does not grow with their size.
 
 Values are compared as numbers: -0 equals +0, NaN equals NaN, and Inf equals Inf of the same sign.
-Whether all bits are equal, too, is a separate result. NaN or Inf at a place where the other tensor
-has another value is no finite difference. Such places are counted and are in no norm.
+Whether all bits are equal, too, is a separate result. Where a NaN or Inf differs from the value of
+the other tensor, the difference is not finite. Such pairs of values are counted, but left out of
+all norms.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Tolerance:
 
     @property
     def of_values(self) -> bool:
-        """Return whether there is a limit for each value."""
+        """Return whether `rtol` or `atol` limits the difference of each value."""
         return self.rtol is not None or self.atol is not None
 
     def __str__(self) -> str:
@@ -47,10 +48,10 @@ class Difference:
     """Difference of a tensor B from its counterpart A of the same shape."""
 
     count: int  #: number of values
-    same_bits: bool  #: whether dtypes and all bits are equal
+    same_bits: bool  #: True if dtypes and all bits are equal
     unequal: int = 0  #: number of values that differ
     beyond: int = 0  #: number of values that differ by more than rtol and atol allow
-    special: int = 0  #: number of differing values of which one is NaN or Inf
+    special: int = 0  #: number of differing pairs of values with a NaN or Inf
     norm_a: float = math.nan  #: Euclidean norm of A; NaN if all values are equal
     norm_b: float = math.nan
     norm: float = 0.0  #: Euclidean norm of B - A
@@ -72,13 +73,13 @@ class Difference:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between A and B, over the places where both are finite."""
+        """Cosine of the angle between A and B, computed from the values that are finite in both."""
         if not self.unequal:
             return 1.0
         product = self.norm_a * self.norm_b
         if not product > 0:
             return math.nan
-        # no powers: unlike products, they raise an OverflowError
+        # products instead of powers, because `x**2` raises an OverflowError for a large x
         a, b, delta = (norm * norm for norm in (self.norm_a, self.norm_b, self.norm))
         cosine = (a + b - delta) / (2 * product)
         return max(-1.0, min(1.0, cosine)) if math.isfinite(cosine) else math.nan

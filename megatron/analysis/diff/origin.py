@@ -11,7 +11,7 @@ first part is computed from the saved operands in float32. For a product it is
 `(x_B - x_A) w_B + x_A (w_B - w_A)`, in which nothing large cancels. The second part is the rest.
 
 Attention is one operation here: from query, key and value to the output, and back to the three
-gradients. Its exact function is that of the run A, with the mask and scale of its run card.
+gradients. Its exact function is that of run A, with the mask and scale of its run card.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Origin:
 
 
 class UnknownOriginError(Exception):
-    """Error raised if the parts of a difference cannot be computed; the message says why."""
+    """Error raised if the parts of a difference cannot be computed, with the reason as message."""
 
 
 #: The operands or results of an operation in the runs A and B, by name.
@@ -138,11 +138,11 @@ def inherited_by_attention(
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """Yield both indices and the float32 operands of each sequence and group of heads."""
+    """Yield the indices and float32 operands of each pair of a sequence and a group of heads."""
     query, key, value = (tensors[name] for name in _FORWARD)
     heads, groups = query.shape[2], key.shape[2]
     if heads % groups:
-        raise UnknownOriginError(f"{heads} heads of queries do not fit {groups} of keys")
+        raise UnknownOriginError(f"{heads} query heads do not fit {groups} key heads")
     each = heads // groups
     grad = tensors.get("grad_output")
     if grad is not None:

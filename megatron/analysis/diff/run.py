@@ -29,7 +29,8 @@ def open_run(folder: Path, name: str, run: str | None) -> TensorStore:
     runs = [known for known in store.runs() if known]
     if len(runs) > 1:
         raise ValueError(
-            f"{folder} has {len(runs)} runs; choose one by --run-{name}: latest, {', '.join(runs)}"
+            f"{folder} has {len(runs)} runs; choose one with --run-{name}: latest, "
+            f"{', '.join(runs)}"
         )
     return store
 
@@ -39,8 +40,9 @@ def prepare(
 ) -> tuple[Comparison, list[TensorKey]]:
     """Return the comparison of two runs, and the keys of their tensors in execution order.
 
-    Micro-batches are paired by their number and data-parallel rank. If the numbers of data-parallel
-    ranks differ, they are paired by their first sample, if the records of both runs name it.
+    Micro-batches are paired by their number and data-parallel rank. If the runs have different
+    numbers of data-parallel ranks, micro-batches are paired by their first sample, provided that
+    all records contain it.
 
     Raises:
         ValueError: if no tensor of a run can be read, the runs have no tensor in common, or a
@@ -82,8 +84,8 @@ def _gradient_scale(
 ) -> float:
     """Return the factor by which Megatron-LM's scale of the loss is larger in A than in B.
 
-    It divides the loss of each micro-batch by the number of micro-batches per iteration, and by the
-    number of tokens on the rank, which context parallelism divides. With
+    Megatron-LM divides the loss of each micro-batch by the number of micro-batches per iteration,
+    and by the number of tokens on the rank, which context parallelism divides. With
     `--calculate-per-token-loss`, it divides by neither. The result is 1 if a run card does not
     contain these numbers, or if only one of the runs has this flag.
     """

@@ -15,15 +15,16 @@ NAMED = 12  #: maximum number of differing settings that the text lists
 _SHOWN = 80  #: maximum length of a setting's value, in characters
 _FACTS = ("quant_type", "seed", "device", "platform")
 _GROUPS = ("versions", "topology", "arguments")
-#: An argument with one of these words in its name is not compared: it says where the run writes, or
-#: how often something is logged.
+#: An argument with one of these words in its name is not compared, because it only sets where the
+#: run writes, or how often something is logged.
 _HARMLESS_WORDS = frozenset(
     ("dir", "save", "log", "logger", "logging", "tensorboard", "wandb", "mlflow", "timestamp")
 )
 #: Other arguments that are not compared. The entry `loaded` of the run card has the checkpoint from
 #: which a run really started.
 _HARMLESS = frozenset(("load", "data_cache_path", "rank", "local_rank", "node_rank"))
-#: Beginnings of the environment variables that are compared. Flags and formats replace all others.
+#: Prefixes of the environment variables that are compared. The other variables in a run card only
+#: set flags and formats, which are compared themselves.
 _ENVIRONMENT = ("CUDA", "CUBLAS", "NCCL", "NVIDIA_TF32", "NVTE", "OMP_NUM_THREADS", "LAB_FUSED")
 _HARMLESS_VARIABLES = frozenset(("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"))
 MISSING = "(not given)"
@@ -61,7 +62,7 @@ def facts_of(comparison: Comparison) -> Facts:
             )
         if len(side.store.missing):
             notes.append(
-                f"{name}: {len(side.store.missing)} file(s) that an index names are missing"
+                f"{name}: {len(side.store.missing)} file(s) listed in an index are missing"
             )
     if a.by_sample:
         notes.append(
@@ -122,7 +123,7 @@ def _settings(card: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return an entry of a run card; an empty mapping if the entry is anything else."""
+    """Return an entry of a run card if it is a mapping, and an empty mapping otherwise."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -169,7 +170,7 @@ def _differing_matmuls(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, 
 def _matmuls(card: Mapping[str, Any]) -> list[str]:
     """Return one line per group of matmuls in the format audit, without the source of the formats.
 
-    A later period of a recipe begins with its iteration. The first one begins with the run.
+    Lines of a later period of a recipe begin with the iteration in which the period starts.
     """
     lines = []
     for number, part in enumerate(map(_mapping, _list(card.get("quantization")))):
@@ -184,6 +185,6 @@ def _matmuls(card: Mapping[str, Any]) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    """Return a printable text of about `_SHOWN` characters, without the middle of a longer one."""
+    """Return a text in printable form; a text longer than `_SHOWN` characters loses its middle."""
     half = (_SHOWN - 3) // 2
     return shown(text if len(text) <= _SHOWN else f"{text[:half]}...{text[-half:]}")

@@ -114,7 +114,7 @@ class Side:
         )
 
     def _layer_positions(self) -> dict[int, float]:
-        """Return the place of each record's layer in its pass; empty without pipeline stages.
+        """Return the position of each record's layer in its pass; empty without pipeline stages.
 
         A module outside of the layers comes after the layers that precede it on its rank.
         """
@@ -139,8 +139,8 @@ class Side:
 
         Args:
             key: key of the tensor.
-            by_rank: whether the part of each rank counts as different, because a record does not
-                say how the tensor is sharded.
+            by_rank: whether the part of each rank counts as different, as is necessary if the
+                sharding of the tensor is unknown.
         """
         cells: dict[Cell, list[Any]] = {}
         for number in self.tensors[key]:
@@ -189,7 +189,7 @@ class Side:
         numbers = self.tensors[key]
         frame = self.frame.iloc[numbers]
         if any(isinstance(codes, dict) for codes in frame["codes"]):
-            raise ValueError("codes of different layouts have other blocks, and are not compared")
+            raise ValueError("blocks of codes depend on the layout, and the layouts differ")
         whole = reassemble(frame, self.store.load)
         return self._in_order_of_one_rank(whole, key, self.rows[numbers[0]])
 
@@ -232,7 +232,7 @@ class Side:
 
     @property
     def run_id(self) -> str:
-        """ID of the run, or "" if the records do not name one."""
+        """ID of the run, or "" if the records contain none."""
         return next(iter(self.store.runs()), "")
 
     @property

@@ -26,7 +26,8 @@ class Group:
     """Results of one layer and pass, or of one iteration."""
 
     tensors: int = 0
-    different: int = 0  #: number of tensors that differ by more than the tolerances allow
+    #: Number of tensors that differ by more than the tolerances allow or cannot be compared.
+    different: int = 0
     error: float = 0.0  #: largest relative error
     largest: Result | None = None  #: result with the largest relative error
     local: float = math.nan  #: largest local error

@@ -30,7 +30,7 @@ Row = tuple[object, ...]
 MOST_ITERATIONS = 40  #: maximum number of iterations in the table
 _AGREE = {
     IDENTICAL: "identical in every bit",
-    EQUAL: "equal in value (other bits: signs of zeros, bits of NaN, or dtypes)",
+    EQUAL: "equal in value (but not in signs of zeros, bits of NaN, or dtypes)",
     CLOSE: "within the tolerance",
 }
 #: Fields of the records that the JSON lines contain.

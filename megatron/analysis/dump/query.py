@@ -71,7 +71,7 @@ def _check(name: str, values: list[Any]) -> None:
             raise ValueError(f"no {name} {wrong[0]!r}; choose from {', '.join(accepted)}")
     if name in WHOLE and any(isinstance(value, str) for value in values):
         raise ValueError(
-            f"{name} is a whole number, not {values[0]!r}; give a number, a list or a range"
+            f"{name} is an integer, not {values[0]!r}; give a number, a list or a range"
         )
 
 

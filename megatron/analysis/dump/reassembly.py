@@ -49,7 +49,7 @@ class Cut:
 
     group: str
     axis: int | None  #: dimension that is divided; None if the ranks hold partial sums
-    zigzag: bool = False  #: whether each rank holds one chunk of each half of the dimension
+    zigzag: bool = False  #: True if each rank holds one chunk of each half of the dimension
     copies: int = 1  #: number of consecutive ranks that share one part
     summed: bool = False  #: True if ranks that share a part hold partial sums of it, not copies
 
@@ -65,21 +65,25 @@ def parse_dims(dims: str) -> list[Cut]:
     for axis, word in enumerate(letters.split()):
         match = _LETTER.fullmatch(word)
         if match is None:
-            raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in 's b h[tp]'")
+            raise ValueError(
+                f"dims {dims!r}: {word!r} is not understood; give dims such as 's b h[tp]'"
+            )
         if match["group"]:
             copies, zigzag = int(match["copies"] or 1), bool(match["zigzag"])
             cuts.append(Cut(match["group"], axis, zigzag=zigzag, copies=copies))
     for word in sums.split():
         match = _PARTIAL.fullmatch(word)
         if match is None:
-            raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in '| partial[tp]'")
+            raise ValueError(
+                f"dims {dims!r}: {word!r} is not understood; give sums such as '| partial[tp]'"
+            )
         if match[2]:
             cuts = [replace(c, summed=True) if c.group == match[1] else c for c in cuts]
         else:
             cuts += [Cut(group, None) for group in match[1].split(",")]
     if unknown := [cut.group for cut in cuts if cut.group not in GROUPS]:
         raise ValueError(
-            f"dims {dims!r}: no parallel group {unknown[0]!r}; there are {', '.join(GROUPS)}"
+            f"dims {dims!r}: no parallel group {unknown[0]!r}; choose from {', '.join(GROUPS)}"
         )
     return cuts
 
@@ -122,15 +126,15 @@ def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
         )
     if records["dims"].nunique(dropna=False) > 1 or first.dims is None:
         raise ValueError(
-            f"{of_tensor}: the {len(rows)} records say of their dims "
-            f"{', '.join(map(repr, records['dims'].unique()))}; without one answer they cannot be "
-            "put together: load each with load(record)"
+            f"{of_tensor}: the dims of its {len(rows)} records are "
+            f"{', '.join(map(repr, records['dims'].unique()))}; shards with unknown or different "
+            "dims cannot be joined; load each with load(record)"
         )
     if (twice := records["rank"].duplicated(keep=False)).any():
         names = ", ".join(Path(path).name for path in records["path"][twice].head(4))
         raise ValueError(
             f"{of_tensor}: rank {records['rank'][twice].iloc[0]} has more than one such tensor "
-            f"({names}); say which by counter=..., or remove the copy"
+            f"({names}); select one with counter=..., or remove the copy"
         )
     cuts = parse_dims(first.dims)
     sizes = [_size(records, cut.group, of_tensor) for cut in cuts]
@@ -142,8 +146,9 @@ def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
     whole = _join(shards, cuts, of_tensor)
     if first.global_shape is not None and list(whole.shape) != list(first.global_shape):
         raise ValueError(
-            f"{of_tensor}: its shards make a tensor of shape {list(whole.shape)}, but the record "
-            f"says {list(first.global_shape)}; the files are not of one tensor"
+            f"{of_tensor}: its shards form a tensor of shape {list(whole.shape)}, but the global "
+            f"shape in the record is {list(first.global_shape)}; the files do not belong to one "
+            "tensor"
         )
     return whole
 
@@ -158,8 +163,9 @@ def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
     sizes = records[name].dropna().unique() if name in records else []
     if len(sizes) != 1 or records[group].isna().any():
         raise ValueError(
-            f"{of_tensor}: dims {records['dims'].iloc[0]!r} name the group {group!r}, of which the "
-            "records do not say the rank and the size alike; load each with load(record)"
+            f"{of_tensor}: dims {records['dims'].iloc[0]!r} contain the group {group!r}, but a "
+            "rank in it is unknown, or its size is unknown or ambiguous; load each with "
+            "load(record)"
         )
     return int(sizes[0])
 
@@ -194,8 +200,8 @@ def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Ten
         if difference := differences(first, load(row)):
             raise ValueError(
                 f"{row.tensor_name} of {row.module}: rank {row.rank} ({Path(row.path).name}) "
-                f"should have the tensor of rank {copies[0].rank} ({Path(copies[0].path).name}), "
-                f"but {difference}"
+                f"should hold the same tensor as rank {copies[0].rank} "
+                f"({Path(copies[0].path).name}), but {difference}"
             )
     return first
 
@@ -205,7 +211,7 @@ def differences(first: Tensor, second: Tensor) -> str:
     if first.shape != second.shape or first.dtype != second.dtype:
         return (
             f"{list(second.shape)} {second.dtype} is not {list(first.shape)} {first.dtype}; "
-            "the files are not of one tensor"
+            "the files do not belong to one tensor"
         )
     if torch.equal(bits(first), bits(second)):
         return ""
@@ -236,7 +242,7 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{of_tensor}: its shards along {cut.group} do not fit together ({error}); the "
-                "files are not of one tensor"
+                "files do not belong to one tensor"
             ) from None
     return shards[()]
 
@@ -253,8 +259,8 @@ def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
     for other in copies[1:]:
         if difference := differences(copies[0], other):
             raise _CopiesDifferError(
-                f"{cut.copies} ranks of {cut.group}, one after another, should have the same part, "
-                f"but {difference}"
+                f"{cut.copies} consecutive ranks of {cut.group} should hold the same part, but "
+                f"{difference}"
             )
     return copies[0]
 

@@ -163,7 +163,7 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """Return the index of each rank in `_coordinates`; ranks that are not there yet are added.
+        """Return the index of each rank in `_coordinates`, to which new ranks are added.
 
         Most rows have the same rank as the previous row, whose index is then reused.
         """
@@ -232,7 +232,7 @@ def _check(name: str, values: Sequence[Any]) -> None:
     known = [value for value in values if value is not None]
     if name in WHOLE:
         if any(abs(value) >= _TOO_LARGE for value in known):
-            raise WrongTypeError(f"{name} is beyond 64 bits")
+            raise WrongTypeError(f"{name} does not fit into 64 bits")
         if known and min(known) < lowest:
             raise WrongTypeError(f"{name} is {min(known)}; the lowest is {lowest}")
     elif _TYPES[name] == (float, int) and not all(map(_is_finite, known)):
@@ -255,9 +255,9 @@ def _check_sizes(name: str, sizes: Any) -> None:
         )
         raise WrongTypeError(f"{name} is {actual}, not a list of at most {_AXES_LIMIT} sizes")
     if not set(map(type, sizes)) <= {int}:
-        raise WrongTypeError(f"{name} has values that are not whole numbers")
+        raise WrongTypeError(f"{name} has values that are not integers")
     if sizes and not (min(sizes) >= 0 and max(sizes) < _TOO_LARGE):
-        raise WrongTypeError(f"{name} has a size that is negative or beyond 64 bits")
+        raise WrongTypeError(f"{name} has a size that is negative or does not fit into 64 bits")
 
 
 def _check_slice(part: dict[Any, Any]) -> None:

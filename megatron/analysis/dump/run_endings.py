@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 UNKNOWN = "end unknown: there is no run card"
-NO_END = "no end in its run card: it was killed, or is still writing"
+NO_END = "no end in its run card: the run was killed or is in progress"
 _WORDS = {"limited": "ended by a limit", "failed": "failed", "aborted": "training was aborted"}
 _WHY = ("limit", "error", "reason")
 _LONGEST = 90  #: maximum length of a description of how a run ended, in characters

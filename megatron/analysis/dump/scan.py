@@ -1,8 +1,8 @@
 """Scan a dump's folder for tensor files, indexes and run cards.
 
 An index lists the tensor files that one rank wrote, and a run card describes one run. The fields of
-a tensor are read from an index that lists its file. If there is none, they are read
-from the metadata in the file, or else from the file name. Nothing is written to the folder. An
+a tensor are read from an index that lists its file. If no index lists the file, they are read from
+the metadata in the file, or else from the file name. Nothing is written to the folder. An
 unreadable file is listed as a `Problem` and does not affect the others.
 """
 
@@ -88,9 +88,9 @@ def scan(folder: Path) -> ScanResult:
             position = len(columns) - 1
         present.append(position)
     if not files.tensors:
-        detail = f" ({len(indexed)} are in its index)" if indexed else ""
+        detail = f" ({len(indexed)} are listed in an index)" if indexed else ""
         if files.cards and not indexed:
-            detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
+            detail = f" ({Path(files.cards[0]).name} belongs to a run that saved none)"
         if problems:  # there may be, for example, a subfolder that cannot be listed
             raise ValueError(f"no .pt file can be read in {folder} or below{detail}; {problems[0]}")
         raise ValueError(
@@ -112,7 +112,7 @@ def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
     if len(indexed) < len(paths):
         for path, count in Counter(paths).items():
             if count > 1:
-                why = f"{count} lines of indexes name it; the last counts"
+                why = f"listed in {count} lines of indexes; the last line is used"
                 problems.append(Problem(Path(path), why))
     return indexed
 
@@ -121,8 +121,8 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     """Return the paths of the dump files in a folder and its subfolders.
 
     Links to folders are not followed, because they may form a cycle. A folder is added to
-    `problems` if it cannot be listed or if it has the name of a dump file, and a link if it leads
-    to a dump elsewhere.
+    `problems` if it cannot be listed or if it has the name of a dump file, and so is a link to a
+    dump elsewhere.
     """
     files = _Files()
     by_kind = {TENSOR: files.tensors, INDEX: files.indexes, CARD: files.cards}
@@ -137,7 +137,7 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
                 why = f"a folder, not {kind}; rename it or move it elsewhere"
                 problems.append(Problem(Path(parent, name), why))
             elif _leads_to_another_dump(Path(parent, name), folder):
-                why = "a link to a folder, which is not followed; name the folder itself"
+                why = "a link to a folder, which is not followed; give the folder's own path"
                 problems.append(Problem(Path(parent, name), why))
         for name in names:
             kind = kind_of(name)
@@ -222,7 +222,7 @@ def file_paths(lines: list[Row], parent: str) -> list[str]:
     """Return the paths of the files listed in the lines of an index.
 
     Raises:
-        WrongTypeError: if a line has no file, or one whose name is not a plain `.pt` file name.
+        WrongTypeError: if a line has no file name, or one that is not a plain `.pt` file name.
     """
     try:
         names = [line["file"] for line in lines]
@@ -252,7 +252,7 @@ def row_of_file(path: Path) -> tuple[Row, str]:
     if metadata is None and named is None:
         raise UnreadableTensorError(
             path,
-            f"no metadata in it, and its name is not {FILENAME_FORM}",
+            f"has no metadata, and its name does not have the form {FILENAME_FORM}",
         )
     actual = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     row = (named or {}) | actual | (metadata or {}) | {"bytes": path.stat().st_size}

@@ -69,7 +69,7 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
 
     Raises:
         UnreadableTensorError: if the file does not contain a supported tensor that can be read
-            without running code, or its metadata gives another dtype.
+            without running code, or its metadata has a different dtype.
     """
     payload = read_payload(path)
     metadata = None
@@ -85,7 +85,7 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
     dtype = str(payload.dtype).removeprefix("torch.")
     recorded = dtype if metadata is None else metadata.get("dtype", dtype)
     if isinstance(recorded, str) and recorded != dtype:
-        why = f"holds {dtype}, but its record says {printable(recorded)}"
+        why = f"holds {dtype}, but the dtype in its record is {printable(recorded)}"
         raise UnreadableTensorError(path, why)
     return payload.detach(), metadata
 
@@ -99,7 +99,7 @@ def _unusable(tensor: Tensor) -> str:
     if tensor.is_neg() or tensor.is_conj():
         return "holds a negated or conjugated view; save a copy (resolve_neg, resolve_conj)"
     if tensor.is_complex():
-        return f"complex values ({tensor.dtype}) have no order; nothing is computed"
+        return f"holds complex values ({tensor.dtype}), which have no order and are not supported"
     if tensor.dtype not in DTYPES:
         return f"holds values of {tensor.dtype}, which is not supported"
     if tensor.dim() > DIMENSIONS:
@@ -128,7 +128,7 @@ def read_payload(path: Path) -> Any:
     except ArchiveError as error:
         raise UnreadableTensorError(path, str(error)) from None
     except UnicodeEncodeError:
-        why = "its path has bytes that are no UTF-8, and torch opens no such file; rename it"
+        why = "its path is not valid UTF-8, and torch cannot open such a file; rename it"
         raise UnreadableTensorError(path, why) from None
     except Exception as error:  # a damaged archive or pickle can raise almost any exception
         why = reason(error)

@@ -70,10 +70,10 @@ def softmax_of(data: FigureData, layer: Layer) -> Softmax:
 
 
 def hidden_keys(data: FigureData, layer: Layer, probs: Tensor) -> Tensor | None:
-    """Return which keys the mask hides from which queries, of shape [queries, keys].
+    """Return a mask of the keys that are hidden from each query, of shape [queries, keys].
 
-    The result is None if the mask is not known. A probability may underflow to zero, so the
-    probabilities alone do not show the mask.
+    The result is None if the mask is unknown. A probability may underflow to zero, so the
+    probabilities alone do not determine the mask.
 
     Args:
         probs: probabilities of the layer, of shape [..., queries, keys].
@@ -89,7 +89,8 @@ def hidden_of_card(
 ) -> Tensor | None:
     """Return what the mask of the run card hides from saved probabilities, or None if unknown.
 
-    A mask that hides a probability above zero is not that of the probabilities.
+    If this mask hides a probability above zero, the probabilities were computed with a different
+    mask, which is unknown.
     """
     try:
         hidden = hidden_by(window_of_card(card, module, iteration), probs)
@@ -101,7 +102,7 @@ def hidden_of_card(
 
 
 def hidden_by(window: tuple[int, int], probs: Tensor) -> Tensor | None:
-    """Return what a window hides from probabilities; None if there are not as many queries as keys.
+    """Return a mask of the keys that a window hides; None unless there are as many queries as keys.
 
     Args:
         window: numbers of visible keys before and after a query.
@@ -164,7 +165,7 @@ def latest(data: FigureData, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def source_of(layers: Sequence[Layer]) -> str:
-    """Return a phrase that names the run and the iteration, and how the probabilities were made."""
+    """Return a phrase with the run, the iteration, and the origin of the probabilities."""
     first = layers[0]
     run = f"{brief(first.row.quant_type)} run {first.row.run_id or '(unknown)'}"
     how = "" if first.key is None else "recomputed from query and key without quantization, "
@@ -187,10 +188,14 @@ def recomputed(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
     """
     if query.dim() != 4 or key.dim() != 4 or not query.numel():
         shapes = f"{list(query.shape)} and {list(key.shape)}"
-        raise NothingToDrawError(f"query and key of shapes {shapes}: no probabilities")
+        raise NothingToDrawError(
+            f"probabilities cannot be computed from query and key of shapes {shapes}"
+        )
     if query.dtype != key.dtype or query.dtype not in _DTYPES:
         dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in (query, key))
-        raise NothingToDrawError(f"query and key of {dtypes}: no probabilities")
+        raise NothingToDrawError(
+            f"probabilities cannot be computed from query and key of dtypes {dtypes}"
+        )
     length, batch, heads, dim = query.shape
     if (key.shape[0], key.shape[1], key.shape[3]) != (length, batch, dim) or heads % key.shape[2]:
         shapes = f"{list(query.shape)} and {list(key.shape)}"

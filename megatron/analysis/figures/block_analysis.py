@@ -80,7 +80,9 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
         except (UnreadableTensorError, ValueError):
             continue  # only part of the tensor was collected, or a file has been removed
     if not drawn:
-        raise NothingToDrawError("no tensor with values was collected whole, or its file is gone")
+        raise NothingToDrawError(
+            "each tensor is empty or was collected only in part, or its file was removed"
+        )
     columns = min(3, len(drawn))
     height = -(-len(drawn) // columns)
     figure, axes = sheet(4.6 * columns, 3.5 * height + 0.8, height, columns)
@@ -121,7 +123,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
     """Draw histograms of the headroom, the dynamic range and the scales of quantization blocks."""
     totals = summed(figure_data, formats)
     if not totals:
-        lost = "no tensor was collected whole"
+        lost = "every tensor was collected only in part"
         raise NothingToDrawError(figure_data.nothing_judged if figure_data.judged.empty else lost)
     figure, axes = sheet(14.0, 4.4, 1, 3)
     plot_counts(

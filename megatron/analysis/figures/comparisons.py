@@ -32,7 +32,8 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     if len(types) < 2:
         only = types[0] if types else "no type"
         raise NothingToDrawError(
-            f"there is one type only ({only}); collect others beside it, as `batch` does"
+            f"there is only one quantization type ({only}); collect others into the same folder, "
+            "as `batch` does"
         )
     yield "deviation", partial(deviation, figure_data)
 
@@ -53,7 +54,7 @@ def deviation(figure_data: FigureData) -> Figure:
             continue
         lines = medians(rows, "quant_type", "layer_idx", "deviation")
         values = lines["value"]
-        if not ((values > 0) & (values < math.inf)).any():  # nor can it show Inf
+        if not ((values > 0) & (values < math.inf)).any():  # a log axis cannot show Inf
             what = "not finite" if (values == math.inf).all() else "equal or not finite"
             nothing(ax, KINDS[kind], f"{what} in every run\nin iteration {_last(rows)}")
             continue

@@ -62,8 +62,8 @@ def deviations(
 def relative_distance(x: Tensor, base: Tensor) -> float:
     """Return |x - base| / |base| in the Euclidean norm, as `megatron.analysis diff` computes it.
 
-    The result is 0 only if all values are equal; NaN equals NaN. It is infinite if NaN or Inf is
-    at a place where the other tensor has another value, or if only `base` is zero.
+    The result is 0 only if all values are equal; NaN equals NaN. It is infinite if one tensor has
+    a NaN or Inf where the other has a different value, or if only `base` is zero.
 
     Raises:
         ValueError: the shapes differ.

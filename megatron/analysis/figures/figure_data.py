@@ -56,7 +56,7 @@ class FigureData:
     store: TensorStore
     statistics: Statistics
     formats: tuple[str, ...]
-    progress: bool = False  #: whether to report the progress of reading many tensors
+    progress: bool = False  #: True to report the progress of reading many tensors
     judge: str = OPERANDS  #: group of tensors on which formats are evaluated, one of `JUDGED`
 
     @functools.cached_property
@@ -240,7 +240,7 @@ class FigureData:
         return self.origin_of(self.judged)
 
     def origin_of(self, rows: pd.DataFrame) -> str:
-        """Return a phrase as `judged_origin` for some of the rows of `judged`."""
+        """Return a phrase like `judged_origin` for some of the rows of `judged`."""
         chosen = self.tensors.loc[rows["tensor"].unique()]
         return self._origin(chosen, f"{self.judge} of matmuls")
 
@@ -283,7 +283,7 @@ def kind_of(tensor_name: str, operation: str | None) -> str:
 def _first_use(used_by: str) -> int:
     """Return the index in `USES` of the first GEMM that reads an operand.
 
-    The result is `len(USES)` if `used_by` names none of these GEMMs.
+    The result is `len(USES)` if `used_by` contains none of these GEMMs.
     """
     return min((place for place, name in enumerate(USES) if name in used_by), default=len(USES))
 

@@ -147,7 +147,7 @@ def as_text(numbers: dict[str, Any]) -> str:
         if numbers[key]:
             lines += ["", title, *(f"  {line}" for line in numbers[key])]
     if numbers["missing"]:
-        lines += ["", f"{numbers['missing']} files that an index names are not there"]
+        lines += ["", f"{numbers['missing']} files listed in an index are missing"]
     return "\n".join(lines) + "\n"
 
 

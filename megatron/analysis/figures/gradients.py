@@ -30,9 +30,9 @@ from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures "by_layer" and "exponents", and others if the dump has their data.
+    """Yield the figures "by_layer" and "exponents" and, if possible, "underflow" and "iterations".
 
-    "underflow" needs formats, and "iterations" needs gradients of several iterations.
+    "underflow" requires formats, and "iterations" requires gradients of several iterations.
 
     Raises:
         NothingToDrawError: the dump has no gradients.

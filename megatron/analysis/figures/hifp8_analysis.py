@@ -39,7 +39,7 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
-#: Name of the last region in a format that rounds such values to Inf instead of saturating.
+#: Name of the last region in a format that rounds values beyond its range to Inf.
 INFINITE = "becomes Inf (from 1.25 · 2¹⁵)"
 
 
@@ -80,8 +80,8 @@ def by_region(total: FormatSum, fmt: str) -> pd.DataFrame:
 
     Values that underflow, saturate or become Inf, and their errors, were counted during
     quantization. They belong to the first and to the last region, whatever their binade. The
-    numbers add up to that of all finite nonzero values. The errors leave out values that become
-    Inf.
+    numbers of values add up to the number of all finite nonzero values. Values that become Inf are
+    left out of the errors.
     """
     # values that become Inf are in `saturated` and not in `values`
     inside_range = total.values + total.overflow - total.underflow - total.saturated

@@ -42,7 +42,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
         NothingToDrawError: no format was requested.
     """
     if not figure_data.formats:
-        raise NothingToDrawError("no format was asked for; name some in --formats")
+        raise NothingToDrawError("no format was requested; add one to --formats")
     for name, column, label, title in (
         (
             "underflow",
@@ -54,7 +54,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
             "saturation",
             "saturated",
             "share of values",
-            "Saturation: values beyond the rounding edge of the largest number",
+            "Saturation: values beyond the overflow threshold",
         ),
     ):
         yield (

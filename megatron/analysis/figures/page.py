@@ -51,7 +51,7 @@ class Page:
             rows: number of rows of panels on the screen.
             columns: number of columns of panels on the screen.
             categories: whether the height depends on the number of categories on the y-axis; if
-                so, a narrower panel is not less high.
+                so, a narrower panel keeps its height.
         """
         scale = self.font_size / FONT_SIZES["screen"]
         panel_width = width / columns * scale
@@ -127,4 +127,4 @@ def _inches(width: str | float) -> float:
 def _check(what: str, value: float, unit: str) -> None:
     low, high = LIMITS[what]
     if not low <= value <= high:
-        raise ValueError(f"a {what} of {value:g} {unit}: give {low:g} to {high:g} {unit}")
+        raise ValueError(f"the {what} is {value:g} {unit}; give {low:g} to {high:g} {unit}")

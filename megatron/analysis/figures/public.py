@@ -87,7 +87,7 @@ def load_store(
             if none can be used.
     """
     if judge not in JUDGED:
-        raise ValueError(f"no kind of tensors to judge {judge!r}; choose from {', '.join(JUDGED)}")
+        raise ValueError(f"no kind of judged tensors {judge!r}; choose from {', '.join(JUDGED)}")
     names = default_formats(store) if formats is None else formats
     chosen = tuple(dict.fromkeys(get_format(name).name for name in names))
     records = None if not select else selected(store, select)
@@ -100,7 +100,7 @@ def load_store(
 
 
 def names(data: FigureData) -> list[str]:
-    """Return the names of all figures that `data` may be drawn as, such as `heatmaps/amax`.
+    """Return the names of all figures that may be drawn from `data`, such as `heatmaps/amax`.
 
     Some outputs inspect tensors to find out which figures they have, which takes time. `figure`
     raises an error for a figure that needs tensors that the dump lacks.
@@ -136,7 +136,7 @@ def figure(
     output, _, rest = name.partition("/")
     if output not in _figure_outputs():
         outputs = ", ".join(_figure_outputs())
-        raise ValueError(f"no figure {name!r}: its name begins with one of {outputs} and a slash")
+        raise ValueError(f"no figure {name!r}: a name begins with one of {outputs} and a slash")
     with in_style(page.settings), drawing_on(page):
         for other, make in _made(data, output):
             if other == rest:
@@ -173,7 +173,7 @@ def _figure_outputs() -> list[str]:
 def _made(data: FigureData, output: str) -> Iterator[tuple[str, Make]]:
     """Yield the names of the figures in an output folder, and the functions that draw them.
 
-    Text files are left out. There is none if the dump lacks the data for all figures.
+    Text files are left out. Nothing is yielded if the dump lacks the data for all figures.
     """
     try:
         yield from ((name, make) for name, make in OUTPUTS[output].load()(data) if "." not in name)

@@ -33,7 +33,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
         NothingToDrawError: no format was requested.
     """
     if not figure_data.formats:
-        raise NothingToDrawError("no format was asked for; name some in --formats")
+        raise NothingToDrawError("no format was requested; add one to --formats")
     by = partial(by_tensor, figure_data)
     yield (
         "sqnr_by_tensor",

@@ -22,9 +22,9 @@ CHUNK = 1 << 20  #: maximum number of values to copy at a time
 def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCKS) -> pd.DataFrame:
     """Return the base-2 logarithms of the block scales that a format stores for a tensor.
 
-    For an E8M0 scale, the result is its byte minus 127. For other types, such as the E4M3 of NVFP4,
-    it is log2 of the stored number, which depends on the outer scale. The result is NaN for a block
-    that has only zeros or contains NaN.
+    For an E8M0 scale, the result is its byte minus 127. For other scale types, such as E4M3 in
+    NVFP4, it is log2 of the stored number, which depends on the outer scale. The result is NaN for
+    a block that has only zeros or contains NaN.
 
     Returns:
         A table whose index is the row number; a column is named after the position of the block's

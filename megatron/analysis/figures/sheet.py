@@ -31,7 +31,7 @@ def sheet(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with a grid of axes, and the list of these axes.
 
-    No window is opened. The current page may have another size and fewer columns of axes.
+    No window is opened. The current page may set a different size and fewer columns of axes.
 
     Args:
         width: width of the figure on the screen in inches.
@@ -68,7 +68,7 @@ def label_edges(axes: Sequence[Axes], *, x: bool = True, y_ticks: bool = False) 
     Args:
         x: whether labels of the x-axis stay only on the lowest axes of each column; otherwise, they
             stay everywhere.
-        y_ticks: whether also the tick labels of the y-axis stay only in the first column.
+        y_ticks: whether the tick labels of the y-axis, too, stay only in the first column.
     """
     lowest = {_column(ax): ax for ax in axes}  # the axes of lower rows are later in the list
     for ax in axes:

@@ -17,7 +17,7 @@ def write(path: Path, content: bytes) -> Path:
     Return `path`.
 
     Raises:
-        OSError: if the file cannot be written; the message names it.
+        OSError: if the file cannot be written; the message contains its path.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with naming(path):
@@ -32,18 +32,21 @@ def write(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the output file in an OSError of the `with` block; those of a full disk name none."""
+    """Add the path of the output file to an OSError of the `with` block.
+
+    The error message of a full disk contains no path.
+    """
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"cannot write {path}: {error.strerror or error}; free some space or change the "
-            "permissions there, or name another output folder"
+            f"cannot write {path}: {error.strerror or error}; free some space, change the "
+            "permissions of the folder, or choose another output folder"
         ) from error
 
 
 def write_keeping(path: Path, content: bytes) -> list[Path]:
-    """Write a file; first rename an earlier file of this name if its content differs.
+    """Write a file; first rename an earlier file with this name if its content differs.
 
     The new name contains the modification time of the earlier file. If a file with the new name
     already exists, the earlier file is replaced instead.

@@ -95,8 +95,8 @@ def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
 def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> None:
     """Record the files of each output, and delete earlier files that were not written again.
 
-    Only files of the same dump are deleted. Otherwise, a figure of a format that is no longer
-    requested would appear to be up to date.
+    If they were kept, a figure of a format that is no longer requested would appear to be up to
+    date. Only files of the same dump are deleted.
     """
     drawn = _read(output)
     for part in made:

@@ -47,7 +47,7 @@ OUTPUTS = {
     "distributions": Output("exponents, histograms, boxes", "figures.distributions", needs=(SUMS,)),
     "heatmaps": Output("numbers by layer and tensor", "figures.heatmaps", slowness=3),
     "comparisons": Output(
-        "runs of different types against each other",
+        "comparison of runs with different quantization types",
         "figures.comparisons",
         needs=(SUMS, DEVIATIONS),
         slowness=2,

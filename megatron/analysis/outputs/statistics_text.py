@@ -56,11 +56,7 @@ def format_statistics(
         f"{len(measured.table)} tensors, {summary.count} values"
         + (f"; {len(problems)} files could not be read (listed at the end)" if problems else ""),
         "NaN and Inf are counted and left out of every other number; std divides by n.",
-        *(
-            [f"{lost} files that an index names are not there"]
-            if (lost := len(dump.missing))
-            else []
-        ),
+        *([f"{lost} files listed in an index are missing"] if (lost := len(dump.missing)) else []),
         *([words_of_repeats(measured.repeats)] if measured.repeats else []),
         "",
         "Runs",
@@ -114,6 +110,6 @@ def _known(value: object) -> str:
 
 
 def _numbers(summary: Moments) -> list[str]:
-    """Return the statistics as text, with nine significant digits; counts are whole numbers."""
+    """Return the statistics as text, with nine significant digits; counts are integers."""
     values = [getattr(summary, name) for name in STATISTICS]
     return [str(value) if isinstance(value, int) else f"{value:.9g}" for value in values]

@@ -1,4 +1,4 @@
-"""Draw the loss gap of each configuration over its offline error, with an interval and a name."""
+"""Draw each configuration's loss gap against its offline error, with an interval and a name."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def plot_heatmap(
         norm: normalization of the colors; None adapts it to the finite values.
         bar: whether to draw a color bar.
         numbers: whether to write the values into the cells, unless there are too many cells.
-        longest: maximum length of the name of a column, which is shortened to it.
+        longest: maximum length of a column's name; a longer name is shortened.
 
     Raises:
         ValueError: a cell has more than one value.
@@ -56,8 +56,8 @@ def plot_heatmap(
     if (twice := data.duplicated(["row", "column"])).any():
         row, column = data.loc[twice, ["row", "column"]].iloc[0]
         raise ValueError(
-            f"{int(twice.sum())} cells are there more than once, as {row!r}, {column!r}; give one "
-            "row per cell, as groupby(['row', 'column']).median() does"
+            f"{int(twice.sum())} rows repeat a cell, such as {row!r}, {column!r}; give one row "
+            "per cell, as groupby(['row', 'column']).median() does"
         )
     rows, columns = list(dict.fromkeys(data["row"])), list(dict.fromkeys(data["column"]))
     cells = np.full((len(rows), len(columns)), np.nan)

@@ -35,7 +35,8 @@ def plot_lines(
 ) -> Axes:
     """Draw the values of each group as one line.
 
-    Infinity, and zero on a logarithmic axis, are marked at the end of the y-axis. NaN is omitted.
+    Infinity is marked at the upper end of the y-axis, and zero at the lower end if the axis is
+    logarithmic. NaN is omitted.
 
     Args:
         data: table with columns `group`, `x` (integers) and `value`.

@@ -91,8 +91,8 @@ FALLBACKS = (
 def in_style(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Apply `RC` and further settings of Matplotlib in a `with` block.
 
-    There are no warnings about characters that no font has, because names may contain any; such a
-    character is drawn as a box.
+    Warnings about characters that no font has are suppressed, because names may contain any
+    character. A missing character is drawn as a box.
     """
     values = RC | {"font.family": families()} | dict(settings or {})
     with matplotlib.rc_context(values), warnings.catch_warnings():
@@ -202,14 +202,14 @@ def powers_of_two(axis: Axis) -> None:
 
 #: Leading digits of the labels between decades; the first choice with enough labels is taken.
 DIGITS = ((1, 2, 5), (1, 2, 3, 5, 7), tuple(range(1, 10)))
-FEWEST_LABELS = 3  #: number of labels that are enough
+FEWEST_LABELS = 3  #: minimum number of labels on an axis
 
 
 def decades(axis: Axis) -> None:
     """Label a logarithmic axis with plain numbers, or with powers of ten if numbers would be long.
 
-    Ticks between decades are labeled only if the view contains fewer than two powers of ten. If it
-    contains too few ticks, they are those of a linear axis.
+    Ticks between decades are labeled only if the view contains fewer than two powers of ten. If
+    there are too few such ticks, the ticks of a linear axis are used instead.
     """
 
     def name(x: float) -> str:
@@ -218,7 +218,7 @@ def decades(axis: Axis) -> None:
 
     axis.set_major_formatter(FuncFormatter(lambda x, _: name(x)))
     low, high = sorted(axis.get_view_interval())
-    if isinstance(axis.get_major_locator(), _LinearTicks):  # of an earlier view
+    if isinstance(axis.get_major_locator(), _LinearTicks):  # from an earlier view
         axis.set_major_locator(LogLocator())
         axis.set_minor_locator(LogLocator(subs="auto"))
     if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
@@ -237,7 +237,7 @@ class _LinearTicks(MaxNLocator):
 
 
 def _count(low: float, high: float, digits: Collection[int]) -> int:
-    """Return how many multiples of powers of ten by `digits` a view contains."""
+    """Return how many numbers in a view are a power of ten times one of `digits`."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return sum(low <= digit * 10.0**e <= high for e in exponents for digit in digits)
 

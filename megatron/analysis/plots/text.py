@@ -18,7 +18,7 @@ LONGEST = 36  #: maximum length of a quantization type or another name within a 
 
 
 def list_below(ax: Axes, note: str) -> None:
-    """Write a note of any length below the label of the x axis, which must be set before."""
+    """Write a note of any length below the label of the x axis, which must already be set."""
     size = FontProperties(size=matplotlib.rcParams["axes.labelsize"]).get_size_in_points()
     inches = 0.9 * ax.get_position().width * ax.figure.figure.get_figwidth()
     label = [ax.get_xlabel()] if ax.get_xlabel() else []
@@ -37,7 +37,7 @@ def brief(name: str, longest: int = LONGEST) -> str:
 
 
 def text_lines(text: str, inches: float, size: float, *, bold: bool = False) -> list[str]:
-    """Return a text as lines that are at most `inches` wide; too long words are broken.
+    """Return a text as lines that are at most `inches` wide; longer words are broken.
 
     Args:
         size: font size in points.

@@ -69,7 +69,7 @@ def packed(text: str) -> str:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Return a template with each `{{name}}` replaced by the part of this name.
+    """Return a template with each `{{name}}` replaced by the part with this name.
 
     Braces in the parts stay as they are.
     """

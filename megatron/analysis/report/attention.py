@@ -34,7 +34,8 @@ from megatron.analysis.report.json_numbers import short
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.tiles.tiling import CAUSAL
 
-#: Maximum number of layers, and of heads per layer. Of more, evenly spread ones are shown.
+#: Maximum number of layers, and of heads per layer. If there are more, evenly spread ones are
+#: shown.
 LAYERS, HEADS = 12, 8
 TOKENS = 512  #: maximum number of positions at the beginning of a sequence
 SIDES = (64, 48, 32, 24, 16)  #: sides of a map in pixels, the largest that `BYTES` allows
@@ -127,7 +128,9 @@ def _probabilities(figure_data: FigureData, layer: Layer) -> _Attention:
     query, key = figure_data.load(layer.row.tensor), figure_data.load(layer.key)
     if query.dim() != 4 or key.dim() != 4 or key.shape[2] == 0 or query.shape[2] % key.shape[2]:
         shapes = f"{list(query.shape)} and {list(key.shape)}"
-        raise NothingToDrawError(f"query and key of shapes {shapes}: no probabilities")
+        raise NothingToDrawError(
+            f"probabilities cannot be computed from query and key of shapes {shapes}"
+        )
     count = query.shape[2]
     heads = spread(count, HEADS)
     groups = [head // (count // key.shape[2]) for head in heads]
@@ -172,10 +175,10 @@ def _of_layer(item: _Attention, formats: Sequence[str], side: int) -> dict[str, 
 
 
 def moved(change: Values) -> Values:
-    """Return how much attention arrives at keys that gain some, averaged over queries.
+    """Return the attention that the keys of a query gain in total, averaged over queries.
 
-    Half of the sum of all absolute changes would be this share only if the probabilities of a query
-    still added up to 1. Quantized ones do not; see `sum_change`.
+    Half of the sum of all absolute changes would equal this gain only if the probabilities of a
+    query still added up to 1. Quantized probabilities do not; see `sum_change`.
 
     Args:
         change: changes of the probabilities, of shape [heads, queries, keys].

@@ -153,7 +153,7 @@ def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
     """
     exponents = table.to_numpy()
     powers = get_format(fmt).block_scale == "E8M0"
-    # NO_SCALE is no value of uint8, which numpy 2.5 refuses.
+    # NO_SCALE is not in the range of uint8, and NumPy 2.5 refuses to convert it.
     stored = exponents if powers else _e4m3_codes(2.0**exponents).astype(np.int16)
     content = np.where(np.isnan(exponents), NO_SCALE, stored).astype(np.int8).tobytes()
     rows = [int(i) for i in table.index]

@@ -923,7 +923,7 @@ function drawRuns() {
     return card;
   }));
   const left = data.left_out.map((line) => make("p", `left out: ${line}`));
-  if (data.missing) left.push(make("p", `${data.missing} files that an index names are not there`));
+  if (data.missing) left.push(make("p", `${data.missing} files listed in an index are missing`));
   $("left-out").replaceChildren(...left);
 }
 

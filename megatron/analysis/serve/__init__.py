@@ -18,5 +18,5 @@ The modules, from the files to the browser:
     server        start and stop the web server
 
 Only `application` and `pages/` import Dash. The files of a dump are never changed; measured
-statistics are stored in its cache, like those of `stats`.
+statistics are stored in the same cache as those of `stats`.
 """

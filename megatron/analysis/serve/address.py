@@ -1,7 +1,7 @@
 """Represent the state of the page as the query of its URL.
 
 Every view has its own URL, which stays valid after a reload and after a restart of the server. A
-query may contain anything: the default replaces a value that is not valid.
+query may contain anything; an invalid value is replaced by the default.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def create(explorer: Explorer) -> Dash:
     )(views.show)
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("explorer", "request"),
-        Output("requested", "data"),  # Dash calls a function with an output for a new page, too
+        Output("requested", "data"),  # with an output, Dash also calls the function for a new page
         Input(_STORES, "data"),
         Input({"type": "panel-near", "name": ALL}, "data"),
         State(_STORES, "id"),
@@ -164,7 +164,7 @@ class _Views:
         self.explorer = explorer
 
     def prefer_page(self) -> None:
-        """Let the work in the background wait for a page that is opened, not for its polls."""
+        """Make background work wait while a page is opened, but not while the page polls."""
         if request.method == "GET":
             self.explorer.priority.request()
 
@@ -206,7 +206,7 @@ class _Views:
         return f"{TENSOR} {explorer.catalog.field(tensor, 'layer_type')}"
 
     def _choices(self) -> list[int]:
-        """Return numbers that change whenever the selectors offer other choices."""
+        """Return numbers that change whenever the choices of the selectors change."""
         catalog = self.explorer.catalog
         iterations = sum(len(run["iterations"]) for run in catalog.runs)
         return [len(catalog.runs), iterations, len(catalog.places)]
@@ -226,7 +226,7 @@ class _Views:
         return static(page)
 
     def _data(self, name: str, address: Address) -> dict[str, Any]:
-        """Return a panel's part of the URL and a version; it is drawn again if either changes."""
+        """Return a panel's part of the URL and a version; a change of either redraws the panel."""
         version: list[Any] = []
         if name in _FOLLOWS_NUMBERS and address.view == MAP:
             version = self.explorer.version(address)
@@ -254,7 +254,7 @@ class _Views:
             content: Part = self._panel(name, search)
         except NotShownError as error:
             content = not_shown(error)
-        except Exception as error:  # no content of a file may stop the server
+        except Exception as error:  # a damaged file must not stop the server
             content = message(_failure(f"{name} {search}", error), alarm=True)
         return static(content)
 
@@ -371,7 +371,7 @@ class _Views:
             content = _csv(table)
         except NotShownError as error:
             return Response(f"{printable(error, limit=1000)}\n", 404, mimetype="text/plain")
-        except Exception as error:  # no content of a file may stop the server
+        except Exception as error:  # a damaged file must not stop the server
             return Response(f"{_failure(f'csv {search}', error)}\n", 500, mimetype="text/plain")
         headers = {"Content-Disposition": f"attachment; filename={name}.csv"}
         return Response(content, mimetype="text/csv", headers=headers)
@@ -392,7 +392,10 @@ def _failure(where: str, error: Exception) -> str:
 
 
 def _failed(error: Exception) -> Response | HTTPException:
-    """Answer a request that no page of the explorer sends, without a traceback in the terminal."""
+    """Answer a request that raised an error, without a traceback in the terminal.
+
+    The pages of the explorer send no such requests.
+    """
     if isinstance(error, HTTPException):
         return error
     return Response(f"{_failure(request.path, error)}\n", 500, mimetype="text/plain")

@@ -2,7 +2,7 @@
 
 A catalog is a snapshot: it does not change when the run writes more. An ID is 16 hexadecimal
 digits, computed from the fields that identify a tensor, so that an address with an ID stays valid
-after a restart. An ID is only compared with those of the catalog.
+after a restart. An ID in an address is only compared with the IDs in the catalog.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Catalog:
             keep &= ~np.isin(records.origin.values[:size], [*bad])
         hashes = records.path_hash.values[:size]
         if len(np.unique(hashes)) < size:
-            # If several lines name a file, the last one counts. An index takes precedence over the
-            # file itself.
+            # If several lines list the same file, the last one counts. An index takes precedence
+            # over the file itself.
             listed = records.origin.values[:size] > 0
             order = np.lexsort((np.arange(size), listed & keep))
             last = pd.Series(hashes[order]).duplicated(keep="last").to_numpy()
@@ -105,7 +105,7 @@ class Catalog:
         return rows[~twice], files[~twice]
 
     def _stamps(self) -> NDArray[np.uint64]:
-        """Return the sum of a number of each shard that depends on its time and size."""
+        """Return one number per tensor: the sum of a hash of each shard's time and size."""
         records = self.records
 
         def stamps_of(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -162,7 +162,7 @@ class Catalog:
     def first_axis(self) -> NDArray[np.int64]:
         """Index in `AXES` of the axis along which the blocks of each tensor run.
 
-        It is the axis in the first GEMM that quantizes the tensor; rows if there is none.
+        It is the axis in the first GEMM that quantizes the tensor; rows if no GEMM quantizes it.
         """
         axes = self.axis_of_gemm
         choice = np.argmax(axes >= 0, axis=1)
@@ -205,7 +205,7 @@ class Catalog:
         return np.argsort(self.ids, kind="stable")
 
     def find(self, text: str) -> int | None:
-        """Return the number of the tensor with an ID, or None if there is none."""
+        """Return the index of the tensor with an ID, or None if no tensor has this ID."""
         if not _ID.fullmatch(text):
             return None
         wanted = np.uint64(int(text, 16))
@@ -231,10 +231,10 @@ class Catalog:
         return f"L{layer} {place}" if layer >= 0 else place
 
     def same(self, tensor: int, **changed: int) -> int | None:
-        """Return the tensor that differs from a given one in some columns only, or None.
+        """Return the tensor that equals a given one except in some columns, or None.
 
         Args:
-            tensor: number of a tensor.
+            tensor: index of the given tensor.
             changed: values of columns (`run`, `iteration`, `layer`, `micro_batch`, `data_rank`).
         """
         mask = self.place == self.place[tensor]
@@ -245,10 +245,10 @@ class Catalog:
         return int(found[0]) if len(found) else None
 
     def variants(self, tensor: int, column: str) -> dict[int, int]:
-        """Return the tensors that differ from a given one at most in one column, by its value.
+        """Return the tensors that differ from a given one in at most one column, by its value.
 
         Args:
-            tensor: number of a tensor.
+            tensor: index of the given tensor.
             column: `run`, `iteration`, `layer`, `micro_batch` or `data_rank`.
         """
         mask = self.place == self.place[tensor]

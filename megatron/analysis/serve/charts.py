@@ -44,7 +44,7 @@ MAGMA = [
     )
 ]
 MOST_TEXTS = 700  #: maximum number of cells of a map whose cells show their numbers
-#: Replacements for characters of markup that look alike: angle quotation marks and a wide "&".
+#: Look-alike replacements for the characters of markup: angle quotation marks and a wide "&".
 _MARKUP = str.maketrans({"<": "\u2039", ">": "\u203a", "&": "\uff06", "\u0000": " "})
 UNKNOWN = "-"  #: text in place of an unknown number
 _FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"

@@ -49,7 +49,7 @@ _Value = TypeVar("_Value")
 
 
 class NotShownError(Exception):
-    """Error raised if a view cannot be shown; the message gives the reason for the reader."""
+    """Error raised if a view cannot be shown; its message states the reason on the page."""
 
 
 class _Making:
@@ -102,7 +102,7 @@ class Attention:
     """Attention of one head, of shape [queries, keys], and how a format changes it."""
 
     probabilities: Tensor
-    visible: Tensor  #: mask of the keys that are not masked
+    visible: Tensor  #: mask that is true for the keys that a query attends to
     change: Tensor | None
     how: str  #: how both were computed, as a sentence
     heads: int
@@ -137,8 +137,8 @@ class Contents:
             NotShownError: if the tensor cannot be read.
         """
         key = ("tensor", int(catalog.ids[tensor]), int(catalog.stamps[tensor]))
-        # A single file is memory-mapped and takes no memory of its own; joined shards do. The
-        # disk keeps a mapped file that the run deletes, so only a few files stay mapped.
+        # A single file is memory-mapped and takes no additional memory; joined shards are copies.
+        # A deleted file takes disk space while it is mapped, so only a few files stay mapped.
         weigh = (lambda _: KEPT_BYTES // 64) if catalog.files[tensor] == 1 else _nbytes
         return self._tensors.get(key, lambda: self._load(catalog, tensor), weigh)
 
@@ -153,7 +153,7 @@ class Contents:
             if row.shape is not None and list(found.shape) != list(row.shape):
                 raise UnreadableTensorError(
                     Path(row.path),
-                    f"holds a tensor of shape {list(found.shape)}, but its record says "
+                    f"holds a tensor of shape {list(found.shape)}, but the shape in its record is "
                     f"{list(row.shape)}",
                 )
             return found
@@ -241,7 +241,7 @@ class Contents:
         change = None
         if fmt:
             change = fake_quantize(own, get_format(fmt).with_own_amax(), seed=SEED) - own
-        how = f"Collected probabilities; the change: P in {fmt}, blocks along keys."
+        how = f"P was collected; the change shows P in {fmt}, with blocks along the keys."
         card, module, iteration = _pass_of(catalog, found["attention_probs"])
         hidden = hidden_of_card(card, module, iteration, own[None])
         if hidden is None:
@@ -255,7 +255,7 @@ class Contents:
         query, key = (self.tensor(catalog, found[name]) for name in ("query", "key"))
         if query.dim() != 4 or key.dim() != 4 or not query.numel() or not key.numel():
             shapes = f"{list(query.shape)} and {list(key.shape)}"
-            raise NotShownError(f"query and key of shapes {shapes} give no attention")
+            raise NotShownError(f"query and key of shapes {shapes} are not operands of attention")
         length, sequences, heads, _ = query.shape
         _check_scores(length, len(key))
         sequence, head = min(sequence, sequences - 1), min(head, heads - 1)
@@ -280,7 +280,7 @@ class Contents:
                 change = attend(rounded[0], rounded[1]) - exact
         except (NotCheckedError, NothingToDrawError, RuntimeError, ValueError) as error:
             raise NotShownError(str(error)) from None
-        how = f"Recomputed from query and key; the change: both in {fmt}, blocks along d."
+        how = f"P was recomputed; the change shows Q and K in {fmt}, with blocks along d."
         return Attention(exact, visible, change, how, heads, sequences)
 
 
@@ -317,7 +317,7 @@ def _attention_tensors(catalog: Catalog, tensor: int) -> dict[str, int]:
 
 
 def _quantized(table: Tensor, matrix: MatrixView, fmt: str, axis: str) -> Tensor:
-    """Quantize a matrix along an axis, as a GEMM does that sums along this axis."""
+    """Quantize a matrix along an axis, as a GEMM that sums along this axis quantizes it."""
     if table.numel() > MOST_VALUES:
         raise NotShownError(f"{table.numel():,} values are too many to be quantized here")
     if table.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -376,7 +376,7 @@ def codes_in_order(fmt: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def head_numbers(attention: Attention) -> dict[str, float]:
-    """Return the mean entropy of a query in bits, and if a format changes it, the errors.
+    """Return the mean entropy of the queries in bits and, with a format, the format's errors.
 
     The errors are the SQNR of the probabilities in dB and their largest change.
     """

@@ -38,7 +38,7 @@ PERIOD = 2.0  #: time between two polls of the training files, in seconds
 
 
 def read_study(path: Path) -> pd.DataFrame:
-    """Return the table of a study; its texts are empty where they are missing.
+    """Return the table of a study, in which missing texts are empty strings.
 
     Raises:
         ValueError: if the file is not such a table, or is too large.
@@ -55,7 +55,7 @@ def read_study(path: Path) -> pd.DataFrame:
             columns=[*_STUDY_NUMBERS, *_STUDY_TEXTS]
         )
         numbers = table[[*_STUDY_NUMBERS]].astype(float)
-        # an empty column of texts may have any type
+        # an empty column of texts may have any dtype
         texts = {name: table[name].astype(object).fillna("").astype(str) for name in _STUDY_TEXTS}
     except Exception as error:  # a damaged file may raise almost any exception
         text = f"{path} is not a table of a study ({type(error).__name__}: {reason(error)})"
@@ -121,7 +121,7 @@ class Explorer:
         while not self._stop.is_set():
             try:
                 self.training.poll(self.follower.events)
-            except Exception as error:  # no content of a file may stop the follower
+            except Exception as error:  # a damaged file must not stop the thread
                 text = (
                     f"The training files cannot be read ({type(error).__name__}: {reason(error)})"
                 )
@@ -145,7 +145,7 @@ class Explorer:
 
     @property
     def written(self) -> int:
-        """Size of all files that the records name, in bytes."""
+        """Total size of the files of all records, in bytes."""
         sizes = self.catalog.records.integers["bytes"].values
         return int(sizes[sizes > 0].sum(dtype=float))  # the sum of forged sizes would overflow
 
@@ -163,7 +163,7 @@ class Explorer:
         return len(self.follower.problems) + len(self.numbers.failures)
 
     def failures(self, most: int) -> list[list[str]]:
-        """Return the first file of some tensors that could not be measured, and why."""
+        """Return the first file and the reason of up to `most` tensors that cannot be measured."""
         catalog, found = self.catalog, []
         for identity, (stamp, why) in [*self.numbers.failures.items()][:most]:
             tensor = catalog.find(f"{identity:016x}")
@@ -187,7 +187,7 @@ class Explorer:
         return Address.parse(search).resolved(self.catalog, self.formats)
 
     def awaits(self, search: str | None) -> bool:
-        """Return whether an address names what may be found in an index that is being read."""
+        """Return whether a run, place or iteration of an address may be in an index being read."""
         if not self.follower.reading:
             return False
         given, found = Address.parse(search), self.resolved(search)
@@ -228,7 +228,7 @@ class Explorer:
         return None
 
     def _read_study(self, path: Path) -> pd.DataFrame | None:
-        """Return the table of a study, None if the file is not such a table."""
+        """Return the table of a study, or None if the file is not such a table."""
         try:
             return read_study(path)
         except ValueError as error:

@@ -42,7 +42,7 @@ from megatron.analysis.serve.records import Records, check_tables
 from megatron.bounded_files import UnusableFileError, open_regular, printable, walk
 from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_lines
 
-FIRST_STEP = 1 << 20  #: bytes of an index to read at first; it is short if it has no more
+FIRST_STEP = 1 << 20  #: bytes of an index to read first; longer indexes take several steps
 STEP = 2 << 20  #: maximum number of bytes of an index to read at a time; pages wait for a step
 #: The catalog is made again while an index is read if the records have grown by this factor.
 GROWTH = 1.5
@@ -83,9 +83,9 @@ class Follower:
         self.catalog = Catalog(self.records, frozenset(), {}, version=0)
         #: numbers of records, ignored indexes and run cards in the catalog
         self._shown = (0, 0, 0)
-        self.reading = True  #: whether the first search is still in progress
-        self.reading_index = True  #: whether an index has lines that were not read yet
-        #: whether the catalog has only the newest iteration, while an index is being read
+        self.reading = True  #: True until everything that was found has been read
+        self.reading_index = True  #: True if an index has lines that have not been read yet
+        #: True if the catalog has only the newest iteration, because an index is being read
         self.newest_only = False
         self._problems: dict[str, str] = {}
         self._indexes: dict[str, _Index] = {}
@@ -93,7 +93,7 @@ class Follower:
         self._tensors: list[str] = []  #: all tensor files, as of the last search
         self._check_unlisted = False
         self._unlisted: list[str] = []  #: tensor files to open, because no index lists them
-        self._unlisted_left = False  #: whether an index may still list one of the new files
+        self._unlisted_left = False  #: True if an index may still list one of the new files
         self._first = True
         self._opened: set[str] = set()  #: files without an index that were opened
         self._bad: set[int] = set()  #: numbers of index files whose records are ignored
@@ -131,7 +131,7 @@ class Follower:
         while not self._stop.is_set():
             try:
                 more = self.poll()
-            except Exception as error:  # no content of a file may stop the follower
+            except Exception as error:  # a damaged file must not stop the thread
                 self._add_problem(str(self.root), f"{type(error).__name__}: {reason(error)}")
                 more = False
             self._stop.wait(0 if more else PERIOD)
@@ -167,7 +167,7 @@ class Follower:
             return more
 
     def _show_newest(self) -> bool:
-        """Make a catalog of the newest iteration if the indexes are long; return whether it did."""
+        """Make a catalog of the newest iteration if the indexes are long; return True if made."""
         sizes = {}
         for index in self._indexes.values():
             with contextlib.suppress(OSError):
@@ -175,18 +175,18 @@ class Follower:
         if sum(sizes.values()) <= FIRST_STEP:
             return False
         newest = Records()
-        # Without all indexes, another run would be shown first, or a part of a tensor.
+        # If an index were left out, the wrong run or only a part of a tensor might be shown.
         if all(
             newest_records(index.path, index.number, newest) for index in self._indexes.values()
         ):
             catalog = Catalog(newest, frozenset(), self.cards, 1)
-            # Of a run that is still writing, the ranks may have reached different iterations.
+            # The ranks of a run that is still writing may have reached different iterations.
             if len(catalog) and all(len(run["iterations"]) == 1 for run in catalog.runs):
                 self.catalog, self.newest_only = catalog, True
         return self.newest_only
 
     def poll_all(self) -> None:
-        """Read everything that is there now."""
+        """Read everything that has been written so far."""
         while self.poll():
             pass
 
@@ -232,8 +232,8 @@ class Follower:
     def _find_unlisted(self) -> None:
         """Find the tensor files that no usable index lists.
 
-        An index may list a file of the last seconds at any moment, so this file is left to the next
-        search.
+        A file that was written in the last few seconds may soon be listed, so it is left to the
+        next search.
         """
         self._check_unlisted = False
         listed = self.records.path_hash.values[
@@ -272,7 +272,7 @@ class Follower:
         return False
 
     def _read_card(self, path: str) -> None:
-        """Read a run card, unless it has not changed since the last time."""
+        """Read a run card if it has changed since it was last read."""
         try:
             status = Path(path).stat()
             stamp = (status.st_mtime_ns, status.st_size)
@@ -336,7 +336,7 @@ class Follower:
         index.events += events
 
     def _restart(self, index: _Index) -> None:
-        """Read a file again from its beginning, because another one has taken its place."""
+        """Read an index again from its beginning, because another file has replaced it."""
         self._bad.add(index.number)
         index.number, self._numbers = self._numbers, self._numbers + 1
         index.offset = index.lines = 0

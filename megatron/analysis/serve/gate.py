@@ -2,9 +2,9 @@
 
 The Host header must name the server. Otherwise a web page elsewhere could let its own host name
 point to this machine and read the dump from the visitor's browser (DNS rebinding). A foreign page
-may link to the explorer, but its other requests are refused: it could not read the answers, but it
-could make the server measure. A server that other machines can reach also requires a token, once in
-the URL and then in a cookie.
+may link to the explorer, but its other requests are refused: although it could not read the
+answers, it could make the server measure tensors. A server that other machines can reach also
+requires a token, once in the URL and then in a cookie.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Gate:
         return hmac.compare_digest(given.encode(), wanted.encode())
 
     def _cookie(self, environ: dict[str, Any]) -> tuple[str, str]:
-        """Return the name and the value of the cookie; servers on other ports have other names."""
+        """Return the name of the cookie, which depends on the server's port, and its value."""
         value = hashlib.sha256(f"explorer {self.token}".encode()).hexdigest()
         return f"explorer_{environ.get('SERVER_PORT', '')}", value
 

@@ -24,7 +24,7 @@ class Map:
     rows: list[str]
     columns: list[str]
     values: NDArray[np.float64]  #: median of each cell; NaN if none of its tensors is measured
-    tensors: NDArray[np.int64]  #: worst tensor of each cell, or any if none is measured
+    tensors: NDArray[np.int64]  #: worst tensor of each cell, or the first if none is measured
     counts: NDArray[np.int64]  #: number of tensors of each cell
     statistic: Statistic
     chosen: NDArray[np.int64]  #: all tensors of the map
@@ -34,7 +34,7 @@ class Map:
 
     @property
     def without(self) -> int:
-        """Number of tensors that were measured and have no such number."""
+        """Number of measured tensors for which the statistic is undefined."""
         return int(np.isnan(self.measured).sum()) - self.waiting
 
 

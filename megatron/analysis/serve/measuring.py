@@ -2,7 +2,7 @@
 
 A process of low priority measures small batches, the visible tensors first, and stores the results
 in the cache that `stats`, `draw` and `report` share. What these commands measured is read from the
-cache. It is a process and not a thread, because unpacking results holds the interpreter lock.
+cache. A thread would slow down the server, because unpacking results holds the interpreter lock.
 
 A tensor that a user opens is measured at once, in a thread of the server, because the process waits
 while a view is drawn; see `priority`.
@@ -76,7 +76,7 @@ class Answer:
 
 
 def _cache_of(work: Work) -> AbstractContextManager[Cache | None]:
-    """Open the cache; a dump that was deleted must not come back as a folder with a cache."""
+    """Open the cache; a deleted dump must not be created again as a folder with only a cache."""
     return open_cache(work.cache if work.folder.is_dir() else None, work.folder)
 
 
@@ -130,7 +130,7 @@ def _answer(
 
 
 def load_kernels(formats: Sequence[str]) -> None:
-    """Measure small tensors, so that the first tensor that a user opens need not wait."""
+    """Load the kernels by measuring small tensors, so that a user need not wait for them."""
     for dtype in (torch.bfloat16, torch.float32):
         with contextlib.suppress(Exception):  # the same error would appear for a real tensor
             shape = (64, 64)
@@ -189,7 +189,7 @@ class Measurer:
     ):
         self.follower, self.numbers, self.cache = follower, numbers, cache
         self._priority = priority or Priority()
-        #: A single thread, because each thread that measures keeps tables of its own.
+        #: A single thread, because each measuring thread has its own tables of counts.
         self._asked = ThreadPoolExecutor(1, "asked")
         self._always = tuple(formats)
         self.formats: list[str] = [*formats]
@@ -197,7 +197,7 @@ class Measurer:
         self._executor: Executor | None = None
         self._visible: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._size = 4
-        self.done = self.total = 0  #: number of measured tensors, and of all
+        self.done = self.total = 0  #: number of measured tensors, and number of all tensors
         self.visible_left = 0  #: number of visible tensors that are not measured yet
         self.rate = 0.0  #: tensors per second
         self._saved = (0, 0.0)  #: version of the numbers in the file, and time of writing
@@ -244,15 +244,16 @@ class Measurer:
             for name in forgotten:
                 self.numbers.forget(name)
         if not np.array_equal(ids, self._visible):
-            self.visible_left = len(ids)  # before `_visible`, for which the thread counts again
+            self.visible_left = len(ids)  # set first: the thread recounts if `_visible` changes
             self._visible = ids
         self._wake.set()
 
     def answer(self, catalog: Catalog, tensor: int, formats: Sequence[str]) -> Answer:
         """Return all statistics of one tensor, from the cache or measured now.
 
-        A tensor that is measured here is not stored in the cache, where the measuring process may
-        hold the lock while it waits. That process measures it again, because it is visible.
+        The result for a tensor that is measured here is not stored in the cache, whose lock the
+        measuring process may hold while it waits. That process measures the tensor again, because
+        it is visible.
         """
         if not self._allowed(catalog, np.array([tensor])):
             return Answer("", None, None, {}, LINKED)
@@ -322,7 +323,7 @@ class Measurer:
             if answer.measured is None:
                 self._fail(catalog, tensor, answer.why)
             else:
-                # A page may ask for the errors of one tensor in any format; these are not kept.
+                # A page may request the errors in any format; only `self.formats` are kept.
                 errors = {n: e for n, e in answer.measured.errors.items() if n in self.formats}
                 measured = replace(answer.measured, errors=errors)
                 self.numbers.add(identity, int(catalog.stamps[tensor]), measured)
@@ -381,7 +382,7 @@ class Measurer:
         try:
             work = self._work_of(catalog, np.array(tensors), tuple(self.formats))
             self._add(catalog, tensors, self._submit(measure, work))
-        except Exception as error:  # no content of a file may stop the measuring
+        except Exception as error:  # a damaged file must not stop the measuring
             if self._stop.is_set():
                 return
             if len(tensors) > 1:  # find the tensor at fault

@@ -1,7 +1,7 @@
 """Read the newest iteration of a long index first, so that the first page need not wait.
 
-The records of an index are in the order of their iterations. Its last iteration is found from the
-end, without parsing the lines before it.
+The records of an index are in the order of their iterations. The last iteration is found from the
+end of the index, without parsing the lines before it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ITERATION = re.compile(rb'"iteration": \d+[,}]')
 def newest_records(path: str, number: int, records: Records) -> bool:
     """Add the records of the last iteration in an index, and return whether they are complete.
 
-    An index without complete lines is complete.
+    An index without any complete line counts as complete.
 
     Args:
         path: path of the index.
         number: number of the index in `Records.origin`.
-        records: records to which they are added; none is added if they may not be complete.
+        records: destination of the records; none are added if some of them may be missing.
     """
     with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -39,7 +39,7 @@ def newest_records(path: str, number: int, records: Records) -> bool:
         lines = content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]
         is_whole = size <= MOST
         if not is_whole:
-            del lines[:1]  # its beginning was not read
+            del lines[:1]  # the beginning of the first line was not read
         found = _last_iteration(lines)
         if found is None or any(len(line) > LINE_LIMIT for line in found[1]):
             return False
@@ -59,9 +59,9 @@ def newest_records(path: str, number: int, records: Records) -> bool:
 
 
 def _last_iteration(lines: list[bytes]) -> tuple[list[bytes], list[bytes]] | None:
-    """Return the last line of the iteration before the last one, if any, and those of the last.
+    """Return the last line of the next-to-last iteration, if any, and the lines of the last one.
 
-    Events are left out. None if a line names no iteration.
+    Events are left out. The result is None if a line has no iteration.
     """
     chosen: list[bytes] = []
     wanted = None
@@ -85,8 +85,8 @@ def _are_consecutive(rows: list[dict[str, Any]], *, is_first: bool) -> bool:
     missing, because the size of an attention head is read from that of V.
 
     Args:
-        rows: records of the last iteration, and before them the last one of the iteration before.
-        is_first: whether there is no iteration before; a run counts its records from 1.
+        rows: records of the last iteration, preceded by the last record of the iteration before.
+        is_first: whether the index has only one iteration; a run counts its records from 1.
     """
     if len({row.get("run_id") for row in rows}) > 1:
         return False

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 QUIET = 1.0  #: time that a browser may need to draw a view, in seconds
-LONGEST = 5.0  #: maximum time that a step of the work in the background waits, in seconds
+LONGEST = 5.0  #: maximum time for which a step of the background work waits, in seconds
 _SIGNAL = signal.SIGUSR1
 _STEP = 0.05
 
@@ -29,7 +29,7 @@ class Priority:
         self._lock = threading.Lock()
 
     def request(self) -> None:
-        """Make the work in the background wait, because a user has asked for a view."""
+        """Make the background work wait, because a user has requested a view."""
         with self._lock:
             self._until = time.monotonic() + QUIET
             for process in self._processes:
@@ -37,7 +37,7 @@ class Priority:
                     os.kill(process, _SIGNAL)
 
     def wait(self, stop: threading.Event) -> None:
-        """Wait in a thread of the background until no view is being drawn, or for `LONGEST`."""
+        """Wait in a background thread until no view is being drawn, at most `LONGEST` seconds."""
         deadline = time.monotonic() + LONGEST
         while not stop.is_set():
             left = min(self._until, deadline) - time.monotonic()
@@ -46,7 +46,7 @@ class Priority:
             stop.wait(left)
 
     def add(self, process: int) -> None:
-        """Let a process wait, too; it must have called `obey`, or have the signal blocked."""
+        """Make a process wait, too; it must have called `obey`, or have the signal blocked."""
         with self._lock:
             self._processes.add(process)
 

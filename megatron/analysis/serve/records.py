@@ -201,7 +201,7 @@ class Records:
         text = np.fromiter(names, dtype=object, count=len(names))
         try:
             of_names = pd.util.hash_array(text, categorize=False)
-        except UnicodeEncodeError:  # a name with bytes that are no UTF-8
+        except UnicodeEncodeError:  # a name with bytes that are not valid UTF-8
             of_names = np.array([digest(name) for name in names], np.uint64)
         return _mixed(of_names ^ self.folders.hashes(folder_codes))
 
@@ -232,7 +232,7 @@ class Records:
         return self._known_dims[dims]
 
     def hashes_of(self, paths: Sequence[str]) -> NDArray[np.uint64]:
-        """Return the numbers that `path_hash` has for these paths."""
+        """Return the hashes that `path_hash` contains for files with these paths."""
         if not paths:
             return np.zeros(0, np.uint64)
         folders, names = zip(*map(os.path.split, paths), strict=True)

@@ -87,10 +87,10 @@ def serve(options: Options) -> int:
 
 
 def _use_few_arenas() -> None:
-    """Let the threads share the memory that others have freed.
+    """Let threads reuse the memory that other threads have freed.
 
-    By default, the C library gives threads arenas of their own, up to 8 per core, and keeps the
-    memory that was freed in each.
+    By default, the C library creates separate memory arenas for threads, up to 8 per core, and each
+    arena keeps its freed memory.
     """
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         ctypes.CDLL(None).mallopt(_ARENA_MAX, ARENAS)
@@ -120,12 +120,12 @@ def _listen(options: Options, token: str | None, application: Any) -> Any:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
-                f"port {options.port} of {options.host} is taken; give another one with --port, or "
-                "--port 0 for any free one"
+                f"port {options.port} of {options.host} is taken; choose another port with --port, "
+                "or any free port with --port 0"
             ) from None
         if error.errno == errno.EACCES:
             raise ValueError(
-                f"port {options.port} may not be opened; give one above 1023 with --port"
+                f"port {options.port} may not be opened; choose a port above 1023 with --port"
             ) from None
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(
@@ -147,5 +147,5 @@ def _announce(options: Options, port: int, token: str | None) -> None:
     query = f"?{urlencode({PARAMETER: token})}" if token is not None else ""
     print(f"Serving {shown(options.folder)} at http://{host}:{port}/{query}", flush=True)
     if options.cache is None:
-        print("[NOTE] without a cache, the next start measures all again", file=sys.stderr)
+        print("[NOTE] without a cache, the next start measures all tensors again", file=sys.stderr)
     print("Ctrl-C stops the server.", flush=True)

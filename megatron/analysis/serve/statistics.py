@@ -1,8 +1,9 @@
 """Keep the numbers of all tensors as columns, and name the statistics that the map shows.
 
-The numbers are those of `stats`: of a tensor's values, and of its errors in each format along both
-axes. They are stored as float32 in one array per format, about 60 bytes per tensor and format, and
-in a file beside the cache, so that the next start does not have to read the cache of every tensor.
+The numbers are computed by `stats`: statistics of a tensor's values, and of its errors in each
+format along both axes. They are kept in memory as float32, about 60 bytes per tensor and format,
+and stored in a file beside the cache, so that the next start need not read the cache of every
+tensor.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Statistic:
     name: str
     label: str
     unit: str = ""
-    of_format: bool = False  #: whether it depends on the format
+    of_format: bool = False  #: True if the statistic depends on the format
     scale: str = LINEAR  #: scale of the colors
     worst: str = "high"  #: bad end of the range: "low", "high" or "far" (from zero)
-    percent: bool = False  #: whether a share is shown in percent
+    percent: bool = False  #: True if the number is a share, which is shown in percent
     help: str = ""
 
 
@@ -73,7 +74,7 @@ STATISTICS = (
         "%",
         True,
         percent=True,
-        help="share of the values that exceed the format's largest number and do not round to it",
+        help="share of the values that would round to more than the format's largest number",
     ),
     Statistic(
         "relative_bias",
@@ -208,7 +209,7 @@ class Measured:
 
 
 class Numbers:
-    """Numbers of all measured tensors; one thread adds, others read."""
+    """Numbers of all measured tensors; one thread adds numbers, and other threads read them."""
 
     def __init__(self) -> None:
         self.version = 0  #: number of changes
@@ -269,7 +270,7 @@ class Numbers:
             self.version += 1
 
     def failed(self, ids: NDArray[np.uint64], stamps: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return a mask of the tensors that could not be measured as they are now."""
+        """Return a mask of the tensors that could not be measured in their current version."""
         with self._lock:
             failures = dict(self.failures)
         mask = np.isin(ids, np.fromiter(failures, np.uint64, len(failures)))
@@ -278,7 +279,7 @@ class Numbers:
         return mask
 
     def rows_of(self, ids: NDArray[np.uint64], stamps: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the row of each tensor; -1 if it was not measured, or written again since."""
+        """Return the row of each tensor; -1 if it has not been measured since it was written."""
         with self._lock:
             get = self._row_of.get
             rows = np.fromiter((get(i, -1) for i in ids.tolist()), np.int64, len(ids))
@@ -345,7 +346,7 @@ class Numbers:
             names = [name.removeprefix("errors ") for name in (table.dtype.names or ())[3:]]
             if table.dtype != self._dtype(names) or table.ndim != 1:
                 return
-        except Exception:  # a damaged header may raise any; everything can be measured again
+        except Exception:  # a damaged header may raise any error; everything can be measured again
             return
         with self._lock:
             ids = np.array(table["id"])

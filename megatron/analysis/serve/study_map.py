@@ -1,8 +1,8 @@
 """Compute the map of the SQNR of the matmuls' results, from the table of a study.
 
-A study measures the runs, iterations and formats that it was asked for. The map shows only the
-results of its own run, iteration and format, or says which of them was not studied. Results of
-recipes and of simulated accumulators are other candidates of the study and are left out.
+A study measures only the requested runs, iterations and formats. The map shows the results of its
+own run, iteration and format; a message replaces the map if one of them was not studied. The other
+candidates of a study, recipes and simulated accumulators, are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def study_map(catalog: Catalog, study: pd.DataFrame | None, address: Address) ->
     own = own.assign(column=_columns(own, address))
     maps.check_size(own["layer_idx"].nunique(), own["column"].nunique())
     groups = own.groupby(["layer_idx", "column"], sort=False)["sqnr_db"]
-    # the mean of inf and -inf is NaN; the lower of both is the worse one
+    # the median of inf and -inf is NaN; use the worse of the two instead
     cells = groups.median().fillna(groups.min()).unstack().sort_index()
     if address.by == BY_ITERATION:
         cells = cells.sort_index(axis=1)

@@ -79,7 +79,7 @@ class Series:
             values[iteration] = value
 
     def last(self) -> int:
-        """Return the last iteration, 0 if there is none."""
+        """Return the last iteration, or 0 if there is none."""
         return max((max(values) for values in self.values.values() if values), default=0)
 
 
@@ -160,7 +160,7 @@ class Training:
         for row in loss_curve(events).itertuples():
             series = found.setdefault(row.run_id, Series(f"run {row.run_id}", changed=time.time()))
             for name, value in (("lm loss", row.loss), ("grad-norm", row.grad_norm)):
-                if not (math.isnan(value) and row.finite):  # else it is unknown
+                if not (math.isnan(value) and row.finite):  # otherwise, the value is unknown
                     series.add(name, int(row.iteration), float(value))
         self._of_events = found
         return bool(found)
@@ -185,7 +185,7 @@ class Training:
             return
         own = Path(path).relative_to(root)
         label = str(own)
-        if own.suffix != ".log":  # the name of an event file is long, and names no run
+        if own.suffix != ".log":  # the name of an event file is long and does not identify a run
             label = f"{own.parent}: event file" if own.parent.name else "event file"
         known = {tail.series.label for tail in self._tails.values()}
         names = [label, *(f"{label} {number}" for number in range(2, MOST_FILES + 1))]
@@ -233,8 +233,8 @@ class Training:
             self.statistics = {**self.statistics, str(folder): read_statistics(folder)}
         except OSError:
             raise
-        except Exception as error:  # a damaged file, or one of another program, may raise any
-            why = f"its statistics are not read ({type(error).__name__}: {reason(error)})"
+        except Exception as error:  # a damaged or foreign file may raise any exception
+            why = f"its statistics cannot be read ({type(error).__name__}: {reason(error)})"
             self.problems = {**self.problems, str(folder): why}
             return True
         self.problems.pop(str(folder), None)
@@ -298,7 +298,7 @@ def _event_records(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _record_length(content: bytes, position: int = 0) -> int:
-    """Return the length of the record at a position; 0 if not all of its length is there."""
+    """Return the length of the record at a position; 0 if the length field is incomplete."""
     if position + 8 > len(content):
         return 0
     length: int = struct.unpack_from("<Q", content, position)[0]

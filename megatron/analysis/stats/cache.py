@@ -91,7 +91,7 @@ class Cache:
         except sqlite3.Error as error:
             raise ValueError(
                 f"{printable(self.path, limit=4096)} cannot be used as a cache "
-                f"({printable(error)}); name another folder, or remove the file"
+                f"({printable(error)}); choose another folder, or remove the file"
             ) from None
 
     def _open(self) -> sqlite3.Connection:
@@ -151,7 +151,7 @@ class Cache:
         if ids != expected or (created and _tables(base) != _normalized(_TABLES)):
             raise ForeignCacheError(
                 f"{printable(self.path, limit=4096)} cannot be used as a cache: it is a database "
-                "of another program; name another folder, or remove the file"
+                "of another program; choose another folder, or remove the file"
             )
 
     def entry(self, part: Part) -> Entry:
@@ -266,13 +266,13 @@ class Cache:
 
 
 class ForeignCacheError(ValueError):
-    """Exception raised if a path cannot be used as a cache; the message names the path."""
+    """Exception raised if a path cannot be used as a cache; the message contains the path."""
 
 
 def check_place(folder: Path) -> None:
-    """Raise ForeignCacheError if a cache folder cannot be used safely; the message names the path.
+    """Raise ForeignCacheError if a cache folder cannot be used safely.
 
-    The folder may not be a link, or contain special files or a file of another program.
+    The folder must not be a link, and must not contain special files or a file of another program.
     """
     _check_names(folder)
     head = b""
@@ -282,7 +282,7 @@ def check_place(folder: Path) -> None:
     if head and not ours:
         raise ForeignCacheError(
             f"{printable(folder / NAME, limit=4096)} cannot be used as a cache: it is a file of "
-            "another program; name another folder, or remove the file"
+            "another program; choose another folder, or remove the file"
         )
 
 
@@ -290,7 +290,7 @@ def _check_names(folder: Path) -> None:
     """Check the file types of the cache folder and the files in it, without opening any file.
 
     Raises:
-        ForeignCacheError: if a path is refused; the message names it.
+        ForeignCacheError: if a path is refused; the message contains the path.
     """
     deadline = time.monotonic() + _JOURNAL_PATIENCE
     _refuse_but(folder, stat.S_ISDIR, "a folder")
@@ -302,7 +302,7 @@ def _check_names(folder: Path) -> None:
         if time.monotonic() > deadline:
             raise ForeignCacheError(
                 f"{printable(journal, limit=4096)} prevents the use of the cache: replaying a "
-                "leftover journal could change other files; name another folder, or remove it"
+                "leftover journal could change other files; choose another folder, or remove it"
             )
         time.sleep(0.05)
 
@@ -322,7 +322,7 @@ def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
         kind = "a file" if stat.S_ISREG(mode) else kind
         raise ForeignCacheError(
             f"{printable(path, limit=4096)} cannot be used as a cache: it is {kind}, not {what}; "
-            "name another folder, or remove it"
+            "choose another folder, or remove it"
         )
 
 

@@ -117,9 +117,9 @@ def _add_values(
 def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:
     """Quantize an operand, and determine which of its values are clipped.
 
-    A value is clipped if it would round to a number above the largest number of the format, if such
-    a number existed. Values are rounded once, to an element type that has larger numbers, and are
-    then clipped to the largest number. Both results therefore use the same random numbers.
+    A value is clipped if, with an unbounded exponent range, it would round to more than the largest
+    number of the format. Values are rounded once, to an element type that has larger numbers, and
+    are then clipped to the largest number. Both results therefore use the same random numbers.
 
     Returns:
         The same tensor as `quantize`, and a mask of the clipped values.

@@ -26,7 +26,7 @@ from megatron.analysis.stats.result_columns import ResultColumns, arrays_of
 from megatron.analysis.store import TensorStore
 
 _STRICT = "remove the file, or leave --strict out"
-_NO_FORMATS_OF = "no format is computed of {dtype} values"  # note for unsupported dtypes
+_NO_FORMATS_OF = "no format is computed for {dtype} values"  # note for unsupported dtypes
 
 
 def compute(

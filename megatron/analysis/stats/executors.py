@@ -128,7 +128,7 @@ def check_scheduler(address: str) -> None:
 
     refused = (
         *(OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError),
-        MemoryError,  # an older client takes words of another protocol for a size
+        MemoryError,  # an older client interprets bytes of another protocol as a size
     )
     try:
         asyncio.run(connect())
@@ -180,10 +180,10 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResu
                 ) from None
             except distributed.KilledWorker as error:
                 raise ValueError(
-                    f"workers of {address} ended again and again while they measured ({error}); "
-                    "give them more memory (dask worker --memory-limit, fewer --nthreads) and look "
-                    "into their logs; the results so far are cached, and the next call continues "
-                    "from there"
+                    f"workers of {address} ended repeatedly while they measured ({error}); give "
+                    "them more memory (dask worker --memory-limit, fewer --nthreads) and check "
+                    "their logs; the results so far are cached, so the next call continues from "
+                    "there"
                 ) from None
             running -= 1
             if (batch := next(waiting, None)) is not None:

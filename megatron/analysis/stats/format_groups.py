@@ -74,9 +74,10 @@ def axes_of(fmt: Format) -> tuple[str, ...]:
 
 
 def group_formats(names: Sequence[str]) -> FormatGroups:
-    """Group the formats with these names; a format that is named twice counts once.
+    """Group the formats with these names; a format that is listed twice counts once.
 
-    A scale that a run computes from another amax is computed from the measured tensor's own amax.
+    If a run computes a format's scale from the amaxes of other tensors, the scale is computed here
+    from the amax of the measured tensor.
 
     Raises:
         ValueError: if a format is unknown.

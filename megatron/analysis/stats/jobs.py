@@ -133,7 +133,9 @@ def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
         return Failure(path, error.strerror or str(error))
     if tuple(tensor.shape) != shape:
         return Failure(
-            path, f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}"
+            path,
+            f"holds a tensor of shape {list(tensor.shape)}, but the shape in its record is "
+            f"{list(shape)}",
         )
     return tensor
 

@@ -42,7 +42,7 @@ class Part:
     #: for each of `paths`, the other files that should have the same content
     replicas: tuple[tuple[str, ...], ...]
     matrix: MatrixView
-    blocks: bool  #: whether formats with block scales can be measured; False for a slice
+    blocks: bool  #: True if formats with block scales can be measured; False for a slice
     nbytes: int  #: size of the first file, in bytes; 0 if unknown
 
 
@@ -159,7 +159,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
         cuts = []
     if first.dims is not None and _cuts(first.dims) is None:
-        notes.append(f"dims {first.dims!r} are not understood: each file is a tensor")
+        notes.append(f"dims {first.dims!r} cannot be parsed: each file counts as a tensor")
     known = [c for c in cuts if not any(pd.isna(getattr(row, c.group)) for row in rows)]
     joined = [cut for cut in known if cut.axis is not None]
     summed = [cut for cut in known if cut.axis is None or cut.summed]
@@ -187,7 +187,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
         size = int(row.bytes) if not pd.isna(row.bytes) else 0
         parts[index] = Part(paths, replicas, matrix, row.slice is None, size)
     if first.slice is not None:
-        notes.append("a slice: without formats that have block scales")
+        notes.append("a slice: formats with block scales are left out")
     return LogicalTensor(
         first,
         int(first.data_rank),

@@ -58,20 +58,20 @@ def student_probability(t: float, degrees: int) -> float:
 
 
 def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Return the t for which P(|T| <= t) = `confidence`, with T of Student's distribution.
+    """Return the t for which P(|T| <= t) = `confidence`, where T has Student's t distribution.
 
     Raises:
         ValueError: if there is no degree of freedom, or the confidence is not between 0 and 1.
     """
     if degrees < 1 or not 0 < confidence < 1:
         raise ValueError(
-            f"{degrees} degrees of freedom and a confidence of {confidence}; give at least 1 "
-            "degree and a confidence between 0 and 1"
+            f"{degrees} degrees of freedom and a confidence of {confidence}; at least 1 degree and "
+            "a confidence between 0 and 1 are required"
         )
     low, high = 0.0, 1.0
     while student_probability(high, degrees) < confidence:
         high *= 2
-    for _ in range(100):  # The interval halves each time; 100 steps reach the last bit.
+    for _ in range(100):  # each step halves the interval; 100 steps reach full precision
         middle = (low + high) / 2
         if student_probability(middle, degrees) < confidence:
             low = middle

@@ -19,7 +19,7 @@ along two axes, because each GEMM quantizes its operands along its own reduction
                     keys (attention), along output units (weights)
     axis "all"      formats without blocks
 
-`used_by` names the GEMMs that quantize a collected operand along that axis (`fprop`, `dgrad`,
+`used_by` lists the GEMMs that quantize a collected operand along that axis (`fprop`, `dgrad`,
 `wgrad`; empty for results). Square blocks (`mxfp8:2d`) are the same along both axes, so their axis
 is "all".
 
@@ -45,8 +45,8 @@ QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 #: Columns of `tensors` that identify a tensor, mostly fields of its record. `path` is the file of
 #: the first shard, `shards` is the number of files, and `shape` is the shape of the logical tensor.
-#: `data_rank` is the data-parallel rank whose data the tensor holds. `note` says what was left out
-#: and why; it is empty if nothing was left out.
+#: `data_rank` is the data-parallel rank whose data the tensor holds. `note` states what was left
+#: out and why; it is empty if nothing was left out.
 IDENTITY_COLUMNS = (
     "run_id",
     "iteration",

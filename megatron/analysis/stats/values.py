@@ -24,7 +24,7 @@ class Values:
     histogram: Histogram
     token_amax: NDArray[np.float64]  #: amax of each token, indexed by the token dimensions
     channel_amax: NDArray[np.float64]  #: amax of each channel, indexed by the channel dimensions
-    channel_zero: NDArray[np.bool_]  #: whether each channel holds only zeros
+    channel_zero: NDArray[np.bool_]  #: True for each channel that holds only zeros
 
     @property
     def outliers(self) -> NDArray[np.int64]:

@@ -13,11 +13,11 @@ compares the products with those of the saved operands.
     gemm_results   quantize and multiply them, as a run does
     gemm_errors    compare the products with those of the saved operands
     engine         run the study on threads, and keep the results of an interrupted one
-    accumulator_errors  do the same with the sums of simulated matrix units
+    accumulator_errors  measure the errors of the sums of simulated matrix units
     proposal       choose a format per layer under a bit budget, and write it as a recipe
     gradients      find the gradients that are small beside their quantization noise
-    verdict        say in a few sentences what the numbers show
-    pictures, page draw them
+    verdict        summarize the numbers in a few sentences
+    pictures, page draw the results, and put them on an HTML page
     first_look     study a part of a dump for `quick_analysis.png`
     outputs        write all files
 """

@@ -15,7 +15,7 @@ to the dtype of the tensors, which would hide the errors of most accumulators.
     nonfinite                    positions where Y or Q is NaN or Inf, which no other column counts
 
 The rows of linear layers and of attention are tokens in fprop and dgrad (`grad_query`,
-`grad_probs`); the columns of `grad_value` and the rows of `grad_key` are, too.
+`grad_probs`); the columns of `grad_value` and the rows of `grad_key` are tokens, too.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def candidates_of(
     for recipe in loaded:
         if names[recipe.name] > 1 or recipe.name in candidates:
             raise ValueError(
-                f"more than one candidate is named {recipe.name!r}; a recipe has the name of its "
-                f"file, so rename {recipe.path}"
+                f"more than one candidate has the name {recipe.name!r}; a recipe has the name of "
+                f"its file, so rename {recipe.path}"
             )
         candidates[recipe.name] = Candidate(recipe.name, recipe=recipe)
     if not candidates:
@@ -108,7 +108,8 @@ def fitting_pairs(
 ) -> tuple[list[tuple[Format | None, Accumulator]], list[str]]:
     """Return the pairs of a format and an accumulator that a matrix unit multiplies.
 
-    The second result has the reason against each of the other pairs. None is high precision.
+    The second result lists the reason why each other pair is left out. The format None stands for
+    high precision.
 
     Raises:
         ValueError: if an accumulator is unknown, or its unit multiplies none of the formats.

@@ -59,8 +59,8 @@ class _Outcome:
     counter: int  #: number of the pass's first record, in the order of the run
     rows: list[Rows] = field(default_factory=list)  #: rows of each candidate
     problem: Problem | None = None
-    reasons: list[str] = field(default_factory=list)  #: reasons why parts of it were left out
-    failure: tuple[str, str] | None = None  #: why it was left out, and which pass it is
+    reasons: list[str] = field(default_factory=list)  #: why parts of the pass were left out
+    failure: tuple[str, str] | None = None  #: why the pass was left out, and its description
 
 
 class _Gate:

@@ -1,8 +1,8 @@
 """Study the formats on a part of a dump that takes seconds, for `quick_analysis.png`.
 
 The part is chosen in the same way every time: one run, its first iteration, the first micro-batch
-of this iteration and, if the model is large, a few layers at equal distances. Its numbers are those
-of `python -m megatron.analysis study` for the same tensors.
+of this iteration and, if the model is large, a few layers at equal distances. The numbers are the
+same as those of `python -m megatron.analysis study` for these tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.analysis.study.verdict import by_candidate, cells, losses, ranking
 from megatron.fake_quant.quant_type import UNQUANTIZED, parse_type
 from megatron.tensor_record import OF_ITERATION
 
-#: Maximum number of multiplications of the matmuls of all candidates. They take about 20 s on two
+#: Maximum number of multiplications for all candidates together, which take about 20 s on two
 #: cores. At least one layer is studied.
 MOST_PRODUCTS = 10**12
 FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")  #: formats that are always compared
@@ -56,7 +56,7 @@ class FirstLook:
 
     result: Study
     own: str  #: format of the run whose tensors are studied; empty if it has none or several
-    sample: str  #: text that says what was studied, for a caption
+    sample: str  #: description of the part that was studied, for a caption
 
     @property
     def cells(self) -> pd.DataFrame:
@@ -64,11 +64,12 @@ class FirstLook:
         return cells(self.result.rows)
 
     def sentences(self) -> list[str]:
-        """Return what the numbers show, in up to four sentences.
+        """Return a summary of the numbers in up to four sentences.
 
-        They give the median of each format, where the run's format and the weakest one lose most
-        and, if a gradient is too noisy, which. This replaces the sentence on the run's format. The
-        last one counts what is left out, such as attention with dropout.
+        The first sentence gives the median of each format. The next ones state where the run's
+        format and the weakest format lose most; if gradients are too noisy, a sentence that lists
+        them replaces the one on the run's format. The last sentence counts what is left out, such
+        as attention with dropout.
         """
         table = self.cells
         summary = by_candidate(table)
@@ -93,7 +94,8 @@ def first_look(
     """Study the formats on a part of a dump.
 
     Raises:
-        ValueError: if the dump has no matmul whose operands can be studied; the message says why.
+        ValueError: if the dump has no matmul whose operands can be studied; the message gives the
+            reason.
     """
     candidates = candidates_of(formats, [])
     records, sample = part_of(store, len(candidates))
@@ -115,7 +117,7 @@ def part_of(store: TensorStore, candidates: int) -> tuple[pd.DataFrame, str]:
     known = records[records["run_id"].notna() & records["iteration"].notna()]
     passes = find_passes(store, known).passes
     if not passes:
-        raise ValueError("the operands of no matmul were collected")
+        raise ValueError("no operands of a matmul were collected")
     rows = [of_pass.first for of_pass in passes]
     plain = [row for row in rows if str(row.quant_type).lower() in UNQUANTIZED]
     run, quant_type = (plain or rows)[0].run_id, (plain or rows)[0].quant_type

@@ -72,9 +72,9 @@ Row = dict[str, Any]
 Numbers = dict[str, float]  #: error metrics by column
 #: Last columns of the table of errors and of the table of budgets.
 _SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
-#: To measure operands alone, each of these sets of slots is quantized at a time; the numbers say
-#: which operand (0 or 1) of each GEMM that is. A set includes all slots of a tensor, because some
-#: formats of the backward pass require that the forward pass quantizes the same tensor.
+#: To measure operands alone, one of these sets of slots is quantized at a time. The numbers are the
+#: positions (0 or 1) of the quantized operand in each GEMM. A set includes all slots of a tensor:
+#: some formats of the backward pass require that the forward pass quantizes the same tensor.
 _ALONE = (
     (("fprop_a", "dgrad_c", "wgrad_a"), (0, 0, 1)),
     (("fprop_b", "dgrad_b", "wgrad_c"), (1, 1, 0)),
@@ -87,7 +87,7 @@ class Settings:
 
     num_layers: int
     draws: int = 4  #: number of random draws for formats that use random numbers
-    budget: bool = True  #: whether to measure the error of each operand alone
+    budget: bool = True  #: True to measure the error of each operand alone
 
 
 def errors_of(
@@ -236,7 +236,7 @@ class _Draws:
         self._total: Tensor | None = None
 
     def add(self, result: Tensor, sums: NDArray[np.float64], *, keep: bool) -> None:
-        """Add the result of one draw; `keep` says whether there are more draws."""
+        """Add the result of one draw; `keep` is true if there are several draws."""
         self._count += 1
         self._sums = sums if self._count == 1 else self._sums + sums
         if keep:

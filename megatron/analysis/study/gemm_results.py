@@ -73,8 +73,9 @@ def results(matmul: Matmul, formats: GemmFormats, *, seed: int) -> list[Tensor]:
 def independent(formats: GemmFormats) -> bool:
     """Return whether `SeparateGemm` can compute the results of all GEMMs in these formats.
 
-    It cannot if a GEMM multiplies quantized operands of another one, if its signs are drawn, if
-    P is quantized before its rows are divided, or if a simulated accumulator sums the products.
+    It cannot if a GEMM multiplies quantized operands of another GEMM, if Hadamard signs are drawn
+    at random, if P is quantized before it is divided by its row sums, or if a simulated accumulator
+    sums the products.
     """
     if formats.straight_through or formats.unnormalized or formats.simulated:
         return False

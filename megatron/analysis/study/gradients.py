@@ -14,8 +14,8 @@ import pandas as pd
 from megatron.analysis.study.proposal import layers_text
 from megatron.fake_quant.gradient_rule import THRESHOLD
 
-_FORWARD = " fprop"  #: end of the names of forward GEMMs, whose results are no gradients
-_NAMED = 3  #: maximum number of places per candidate that the sentence names
+_FORWARD = " fprop"  #: end of the names of forward GEMMs, whose results are not gradients
+_NAMED = 3  #: maximum number of places per candidate that the sentence lists
 
 
 def gradients_of(cells: pd.DataFrame) -> pd.DataFrame:

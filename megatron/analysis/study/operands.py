@@ -1,4 +1,4 @@
-"""Load the operands of the matmuls in a pass, and recompute those of attention that are not saved.
+"""Load the operands of the matmuls in a pass, and recompute attention operands that are not saved.
 
 Attention multiplies two tensors that a dump does not contain by default: the probabilities P, and
 the gradient dS of the scores. Both are recomputed in high precision, as the layer computes them:
@@ -71,7 +71,7 @@ def _linear(by_name: Mapping[str, Any], load: Load) -> Matmul:
     if "input" not in by_name:
         raise NotCheckedError("no input")
     if by_name["input"].implementation == NORM_INSIDE:
-        raise NotCheckedError(f"the recorded input of a {NORM_INSIDE} is the one before its norm")
+        raise NotCheckedError(f"an input that a {NORM_INSIDE} recorded before its norm")
     loaded = {name: load(row) for name, row in by_name.items()}
     _check(loaded, dims=2)
     tensors = {name: x.flatten(0, -2) for name, x in loaded.items()}
@@ -89,7 +89,7 @@ def _attention(of_pass: Pass, load: Load) -> Iterator[Matmul]:
         _check(tensors, dims=3)  # the gradient of the result has heads and head_dim in one
         _check({name: tensors[name] for name in tensors if name in _OF_HEADS}, dims=4)
     if not pd.isna(first.cp_size) and len(ranks) != int(first.cp_size):
-        raise NotCheckedError("keys and values of a context-parallel rank are missing")
+        raise NotCheckedError("missing keys and values of a context-parallel rank")
     softmax = (
         recorded_formats.softmax_of_card(of_pass.card, first.module, int(first.iteration))
         or Softmax()

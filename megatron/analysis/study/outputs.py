@@ -31,7 +31,8 @@ def write_outputs(
         bits: bit budget of the recipe; None for no recipe.
 
     Raises:
-        ValueError: if the cheapest formats exceed the bit budget. The tables are written before.
+        ValueError: if the cheapest formats exceed the bit budget; the tables are written before
+            this check.
     """
     paths = write_tables(result, folder)
     proposal = None if bits is None else propose(places_of(result.rows), bits)
@@ -53,9 +54,9 @@ def write_outputs(
 
 
 def write_tables(result: Study, folder: Path) -> list[Path]:
-    """Write the table `study`, and `budget` and `gradients` if not empty; return the paths.
+    """Write the tables `study`, `budget` and `gradients`, and return the paths.
 
-    Each table is written in both forms.
+    Each table is written as Parquet and as CSV. An empty `budget` or `gradients` is left out.
     """
     paths = []
     tables = {"study": result.rows, "budget": result.budgets}

@@ -85,7 +85,7 @@ class Pass:
 
 @dataclass
 class Passes:
-    """The passes of a dump, and the number of those that cannot be studied, by reason."""
+    """The passes of a dump, and the number of passes that cannot be studied, by reason."""
 
     passes: list[Pass] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
     found = Passes()
     known = records[records[[*IDENTITY, "rank"]].notna().all(axis=1)]
     if bare := len(records) - len(known):
-        found.left_out["tensors whose metadata do not say what they are"] += bare
+        found.left_out["tensors that their metadata do not identify"] += bare
     known = known[np.array([not isinstance(codes, dict) for codes in known["codes"]], bool)]
     known = known.sort_values("counter", kind="stable")
     known = known[~known.duplicated([*IDENTITY, "rank"])].sort_index()
@@ -126,7 +126,7 @@ def counted(failures: Iterable[tuple[str, str]]) -> Counter[str]:
     """Return the number of passes left out by reason, each reason with its first pass.
 
     Args:
-        failures: for each pass, why it was left out and which one it is.
+        failures: reason and description of each pass that was left out.
     """
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()

@@ -1,11 +1,11 @@
 """Choose a format for each matmul of each layer under a bit budget, and write it as a recipe.
 
 The choice minimizes the sum of the squared relative errors of all GEMM results. The bits per value
-are a mean over the values of all operands that the GEMMs read, block scales included. It starts
-from the cheapest format of each matmul, and repeatedly makes the exchange that saves the most error
-per bit; exchanges come from the lower convex hull of each matmul's errors over bits. Such a choice
-may miss the optimum by one exchange. If a single format within the budget has a smaller error, it
-is chosen for all matmuls.
+are a mean over the values of all operands that the GEMMs read, block scales included. The search
+starts from the cheapest format of each matmul, and repeatedly makes the exchange that saves the
+most error per bit; exchanges come from the lower convex hull of each matmul's errors against bits.
+The result may miss the optimum by one exchange. If a single format within the budget has a smaller
+error, it is chosen for all matmuls.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def places_of(rows: pd.DataFrame) -> list[Place]:
     """Return the matmuls of all layers with their options: formats without accumulators.
 
     Errors are means over iterations, micro-batches and ranks, without the results that are zero in
-    high precision. A format with NaN or Inf in a result of a matmul is no option there.
+    high precision. A format with NaN or Inf in a result of a matmul is not an option for it.
     """
     table = rows[rows["recipe"].isna() & (rows["layer_idx"] >= 0)]
     if "accumulator" in table:
@@ -166,7 +166,7 @@ def _named(place: Place, name: str) -> Option:
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the options on the lower convex hull of error over bits, by decreasing error."""
+    """Return the options on the lower convex hull of error against bits, by decreasing error."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda option: (option.bits, option.error)):
         if hull and option.error >= hull[-1].error:

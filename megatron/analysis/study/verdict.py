@@ -1,9 +1,9 @@
-"""Say in a few sentences what the numbers of a study show.
+"""Summarize the numbers of a study in a few sentences.
 
 Each sentence states only what the numbers contain, for any number of layers and candidates: first
 the SQNR of all candidates, then where the weakest one loses most, then which formats are worth
-their bits, or the proposal under a bit budget, and last which gradients drown in their noise, if
-the study has gradients.
+their bits, or the proposal under a bit budget, and last which gradients are too noisy, if the study
+has gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.analysis.study.proposal import Proposal, layers_text
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 
 STANDS_OUT = 1.0  #: minimum distance from the median, in dB, of a result that stands out
-_NAMED = 3  #: maximum number of places that the verdict names
+_NAMED = 3  #: maximum number of places that the verdict lists
 #: Names of operands in the verdict and in pictures.
 OPERAND_NAMES = {
     ("linear", "input"): "x",
@@ -128,7 +128,8 @@ def by_candidate(table: pd.DataFrame) -> pd.DataFrame:
 def weakest(summary: pd.DataFrame) -> str:
     """Return the candidate with the lowest median SQNR.
 
-    Candidates whose median is -inf dB are chosen only if there is no other, and bf16 is the last.
+    A candidate whose median is -inf dB is chosen only if all others but bf16 have this median, too;
+    bf16 is chosen only if it is the only candidate.
     """
     others = summary[summary["candidate"] != DEFAULT_TYPE]
     known = others[others["sqnr_db"] > -math.inf]
@@ -187,7 +188,7 @@ def _unquantized(table: pd.DataFrame, name: str) -> str:
     """Return how many results of a candidate have no quantized operand, and the median of the rest.
 
     The median of a recipe that quantizes only some matmuls says little about the quantized ones.
-    The text is empty if all results are quantized, or none is.
+    The text is empty if all results have quantized operands, or if none of them has.
     """
     own = table[table["candidate"] == name]
     rest = own.loc[own["bits"] < UNQUANTIZED_BITS, "sqnr_db"]
@@ -200,7 +201,7 @@ def _unquantized(table: pd.DataFrame, name: str) -> str:
 
 
 def losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
-    """Return the sentence that names the places where candidate `name` loses most.
+    """Return the sentence on the places where the candidate `name` loses most.
 
     Args:
         table: result of `cells`.
@@ -259,7 +260,7 @@ def _front(summary: pd.DataFrame) -> str:
     rest = list(summary.loc[~summary["front"] & ~summary["spoiled"], "candidate"])
     if rest:
         verb = "has" if len(rest) == 1 else "have"
-        text += f"; {_listed(rest)} {verb} no smaller error than one of them at fewer or equal bits"
+        text += f"; {_listed(rest)} {verb} no smaller error than a format with at most as many bits"
     return text + "."
 
 

@@ -174,7 +174,7 @@ def check_run(
 
 
 def _lost_ends(run: _Run, gaps: Mapping[int, Sequence[counter_gaps.Range]]) -> Iterator[Finding]:
-    """Report ranks whose last records are missing, by the number of tensors in the run card.
+    """Report ranks whose last records are missing, given the tensor counts in the run card.
 
     Args:
         run: the run to check.
@@ -189,7 +189,7 @@ def _lost_ends(run: _Run, gaps: Mapping[int, Sequence[counter_gaps.Range]]) -> I
             continue
         before = sum(high - low + 1 for low, high in gaps.get(rank, ()))
         if (lost := saved - int(present[rank]) - before) > 0:
-            text = f"its last {lost} of {saved} records by the run card are in no index and no file"
+            text = f"its last {lost} of {saved} records (run card) are in no index and no file"
             yield Finding("numbers", f"{run.where}, rank {rank}", text)
 
 
@@ -197,11 +197,11 @@ def _how_it_ended(run: _Run) -> Iterator[Finding]:
     """Report a missing run card, a run that did not finish, and ranks that ended early."""
     status = run.card.get("status")
     if not run.card:
-        text = "there is none: arguments and formats are taken from the records"
+        text = "missing: arguments and formats are taken from the records"
         yield Finding("run card", run.where, text, note=True)
     elif status != "finished":
         why = run.card.get("error") or run.card.get("limit") or run.card.get("reason")
-        text = f"the run ended as {status!r}: {why or 'its last pass may be cut'}"
+        text = f"the run ended as {status!r}: {why or 'its last pass may be incomplete'}"
         yield Finding("run card", run.where, text, note=status != "failed")
     for rank, text in run.ends:
         yield Finding("not all", f"{run.where}, rank {rank}", text, note=True)
@@ -235,7 +235,7 @@ def _against_card(run: _Run) -> Iterator[Finding]:
     if selects_all and done is not None and run.finished:
         expected, present = min(limit or done, done), records["iteration"].nunique()
         if present < expected:
-            text = f"{expected} were collected by the run card, but records are of {present}"
+            text = f"the run card implies {expected}, but there are records of only {present}"
             yield Finding("iterations", run.where, text)
     batch, sizes, dp = args.get("global_batch_size"), args.get("micro_batch_size"), None
     if records["dp_size"].notna().any():
@@ -245,7 +245,10 @@ def _against_card(run: _Run) -> Iterator[Finding]:
         expected = min(_micro_batches(run.card, args) or per_iteration, per_iteration)
         present = records["micro_batch"].nunique()
         if present < expected:
-            text = f"{expected} of each iteration by the run card, but records are of {present}"
+            text = (
+                f"the run card implies {expected} per iteration, but there are records of only "
+                f"{present}"
+            )
             yield Finding("micro-batches", run.where, text, note=run.early)
     all_layers = args.get("collect_layers", "all") == "all" and not _selection(run.card, _TENSORS)
     if args.get("num_layers") and all_layers:
@@ -319,8 +322,8 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
     expected_places = len(passes) * sum(map(len, ranks.values()))
     if expected_places > DENSE * len(records) + SMALL:
         text = (
-            f"{len(records)} records name {len(passes)} passes and {len(ranks)} modules, too many "
-            "for one run: missing records are not listed"
+            f"{len(records)} records belong to {len(passes)} passes and {len(ranks)} modules, too "
+            "many for one run: missing records are not listed"
         )
         yield Finding("missing", run.where, text)
         return
@@ -333,7 +336,10 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
         never = [name for name in expected if name not in known[module]]
         if never and not lost_some:
             cause = "frozen, or cut by the limit" if run.last_iterations else "frozen"
-            text = f"{', '.join(never)}: no number is missing, so never made ({cause}) or collected"
+            text = (
+                f"{', '.join(never)}: not computed ({cause}) or not collected, because no record "
+                "number is missing"
+            )
             yield Finding("never there", module, text, note=True)
             expected = [name for name in expected if name in known[module]]
         for iteration, batch in passes:
@@ -370,7 +376,7 @@ def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, s
 def _codes_of_empty_operands(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
     """Return codes that no run saves, because their operand has no values.
 
-    Such operands are those of an expert that got no token. The result has the form of that of
+    An expert that received no tokens has such operands. The result has the same form as that of
     `_passes_of_tensors`.
     """
     empty = np.array([isinstance(shape, list) and 0 in shape for shape in records["shape"]], bool)

@@ -107,7 +107,7 @@ def attention(
         backward = "grad_output" in operands
         try:
             if lost := [name for name in operands if any(name not in held for held in ranks)]:
-                raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
+                raise NotCheckedError(f"no {' and no '.join(lost)} to recompute the result from")
             formats.check(backward=backward)
             recomputed = recompute(ranks, formats, amaxes, backward=backward)
         except (NotCheckedError, RuntimeError, ValueError) as error:
@@ -140,7 +140,7 @@ def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Recompu
     if not bool(finite.all()):
         if not torch.equal(own[~finite].nan_to_num(nan=0), other[~finite].nan_to_num(nan=0)):
             return Recomputation(
-                exact=False, excess=torch.inf, text="NaN or Inf where it should be none"
+                exact=False, excess=torch.inf, text="NaN or Inf differ from the recomputation"
             )
         own, other, once_more = (torch.where(finite, x, 0.0) for x in (own, other, once_more))
         once_more = once_more.nan_to_num()
@@ -151,7 +151,7 @@ def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Recompu
         allowed = slack * _TIMES * (noise + unit * size)
         ratio = error / allowed if allowed else (0.0 if error == 0 else math.inf)
         excess = max(excess, ratio)
-        texts.append(f"{what} is off by {error:.3g} of {size:.3g}, {ratio:.3g} times the allowed")
+        texts.append(f"{what} is off by {error:.3g} of {size:.3g}, {ratio:.3g} times the limit")
     return Recomputation(exact=False, excess=excess, text="; ".join(texts))
 
 
@@ -262,7 +262,8 @@ def _by_name(context_BMD: Tensor, pairwise: Mapping[str, Tensor], batch: int) ->
 class _Moved(TiledAttention):
     """Attention in tiles whose scores are changed at random by a few units in the last place.
 
-    The scores of tiles are float32. Sums of products in another order differ by several units.
+    The scores of tiles are float32. Sums of the same products in a different order differ by
+    several units.
     """
 
     def scores(self, query: AnyOperand, key: AnyOperand, tile: Tile) -> Tensor:
@@ -283,7 +284,7 @@ def _in_tiles(
     pairwise: bool,
     move: bool,
 ) -> dict[str, Tensor]:
-    """Return the output of attention in tiles, and if `pairwise` its scores and probabilities.
+    """Return the output of attention in tiles and, if `pairwise`, its scores and probabilities.
 
     The other arguments are those of `_attend`.
     """
@@ -302,7 +303,7 @@ def _in_tiles(
         softmax.coefficient,
     )
     query_BMD, key_BND, value_BND = (by_head(x, heads) for x in (query, key, value))
-    # Its decorator imports torch's compiler, which takes seconds and 150 MB.
+    # The decorator of this function imports torch's compiler, which takes seconds and 150 MB.
     from megatron.fake_quant.tiles.attention import tiled_attention
 
     context_BMD = tiled_attention(query_BMD, key_BND, value_BND, attention=attention)

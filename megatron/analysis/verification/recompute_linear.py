@@ -49,7 +49,7 @@ _FLOAT32 = torch.finfo(torch.float32).eps / 2  #: unit roundoff of float32, 2^-2
 class Recomputation:
     """Comparison of a saved result with its recomputation."""
 
-    exact: bool  #: whether the saved and recomputed results are bit-identical
+    exact: bool  #: True if the saved and recomputed results are bit-identical
     excess: float = 0.0  #: largest ratio of deviation to allowed deviation
     text: str = ""  #: description of the deviation; empty if the result is exact
 
@@ -85,7 +85,7 @@ def linear(
             continue
         try:
             if lost := [operand for operand in operands if operand not in tensors]:
-                raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
+                raise NotCheckedError(f"no {' and no '.join(lost)} to recompute the result from")
             first, second = (tensors[operand].flatten(0, -2) for operand in operands)
             saved = tensors[name].flatten(0, -2)
             if not first.dtype == second.dtype == saved.dtype:
@@ -122,7 +122,7 @@ class _Recorded:
     dtype: torch.dtype
 
     def prepared(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
-        """Return the tensor that is quantized for operand `slot`, whose mean is not split off."""
+        """Return the tensor that is quantized for operand `slot`, if its mean is not split off."""
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":
             forward = OF_FORWARD[slot]
@@ -148,7 +148,7 @@ def _accumulated(
 ) -> Recomputation:
     """Compare a saved result with the product that is recomputed with the accumulator of its GEMM.
 
-    The order of summation is a part of the accumulator, so every machine computes the same bits.
+    The accumulator defines the order of summation, so results are bit-identical on every machine.
     """
     gemm = GEMM_OF[name]
     accumulator, parts = recorded.formats.accumulators[gemm], []
@@ -169,7 +169,7 @@ def _accumulated(
     if torch.equal(bits(again), bits(saved)):
         return Recomputation(exact=True)
     differ = int((bits(again) != bits(saved)).sum()) if again.shape == saved.shape else "all"
-    text = f"{differ} values differ from the products that {accumulator.name} sums"
+    text = f"{differ} values differ from the sums of products in {accumulator.name}"
     return Recomputation(exact=False, excess=torch.inf, text=text)
 
 
@@ -294,7 +294,7 @@ def _compare(
     """
     shape = [a.values.shape[0], b.values.shape[1]]
     if list(saved.shape) != shape:
-        text = f"its operands give shape {shape}, but it has {list(saved.shape)}"
+        text = f"its shape is {list(saved.shape)}, but that of its recomputation is {shape}"
         return Recomputation(exact=False, excess=torch.inf, text=text)
     hadamard = None
     if formats is not None and formats.straight_through:
@@ -372,7 +372,7 @@ def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> R
     place[0] += start
     value, should = saved.flatten()[at].item(), exact.flatten()[at].item()
     text = (
-        f"at {place} it is {value:.6g}, recomputed {should:.6g}, "
+        f"the value at {place} is {value:.6g} instead of {should:.6g}, an error of "
         f"{error.flatten()[at].item():.3g} times what rounding allows"
     )
     return Recomputation(exact=False, excess=error.flatten()[at].item(), text=text)

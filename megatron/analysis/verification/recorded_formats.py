@@ -54,7 +54,7 @@ class Softmax:
     #: Numbers of keys before and after a query's position that the query attends to; None for a
     #: causal mask.
     window: tuple[int, int] | None = None
-    in_fp32: bool = True  #: whether softmax is computed in float32 instead of the scores' dtype
+    in_fp32: bool = True  #: True if softmax is computed in float32, not in the scores' dtype
 
 
 class NotCheckedError(Exception):
@@ -85,7 +85,7 @@ def parse_operand(name: str) -> Operand:
                 settings["split" if part == "mean" else "source"] = part
         return Operand(None if format_name == "none" else get_format(format_name), **settings)
     except ValueError:
-        raise NotCheckedError(f"this version does not know the format {name!r}") from None
+        raise NotCheckedError(f"the unknown format {name!r}") from None
 
 
 def uses(name: str | None) -> tuple[Operand, Operand]:
@@ -132,7 +132,7 @@ def of_records(
         with contextlib.suppress(ValueError):
             candidates.append(GemmFormats(fprop_a, fprop_b, **settings))
     if not candidates:
-        raise NotCheckedError(f"the formats {a!r}, {b!r} and {c!r} do not go together")
+        raise NotCheckedError(f"the incompatible formats {a!r}, {b!r} and {c!r}")
     return candidates
 
 
@@ -144,7 +144,7 @@ def of_accumulate(names: Mapping[str, str] | None, operation: str) -> dict[str, 
         operation: linear, qk or pv.
 
     Raises:
-        NotCheckedError: if this version does not know an accumulator.
+        NotCheckedError: if an accumulator is unknown.
     """
     return {
         field: parse_accumulator(names[f"{operation}_{gemm}"])
@@ -154,15 +154,15 @@ def of_accumulate(names: Mapping[str, str] | None, operation: str) -> dict[str, 
 
 
 def parse_accumulator(name: str) -> Accumulator:
-    """Return the accumulator with a name from a format audit or record.
+    """Parse the name of an accumulator from a format audit or record.
 
     Raises:
-        NotCheckedError: if this version does not know it.
+        NotCheckedError: if the accumulator is unknown.
     """
     try:
         return get_accumulator(name)
     except ValueError:
-        raise NotCheckedError(f"this version does not know the accumulator {name!r}") from None
+        raise NotCheckedError(f"the unknown accumulator {name!r}") from None
 
 
 def with_drawn_signs(formats: GemmFormats, of_codes: Mapping[str, str]) -> GemmFormats:
@@ -224,10 +224,10 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
             return None
         if softmax["dropout"]:
             raise NotCheckedError(
-                f"attention with dropout {softmax['dropout']}: what it drops is not saved"
+                f"attention with dropout {softmax['dropout']}: its dropout mask is not saved"
             )
         if softmax["kind"] != "vanilla":
-            raise NotCheckedError(f"attention with a softmax {softmax['kind']!r}: not recomputed")
+            raise NotCheckedError(f"attention with the unsupported softmax {softmax['kind']!r}")
         window = softmax["window"]
         return Softmax(
             scale=softmax["scale"],
@@ -240,7 +240,7 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
 def window_of_card(card: Mapping[str, Any], module: str, iteration: int) -> tuple[int, int]:
     """Read from the run card how many keys before and after its position a query sees.
 
-    Unlike `softmax_of_card`, the mask is also known with dropout and for any softmax.
+    Unlike `softmax_of_card`, this function supports dropout and any type of softmax.
 
     Raises:
         NotCheckedError: if the mask is not known; the message gives the reason.
@@ -286,7 +286,7 @@ def _reading_an_audit() -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise NotCheckedError(f"the run card's audit is not understood ({why})") from None
+        raise NotCheckedError(f"a run card whose audit cannot be parsed ({why})") from None
 
 
 def _part(card: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
@@ -325,9 +325,7 @@ def _marked(operands: Mapping[str, Operand], marks: set[str], operation: str) ->
     tilings = {mark: tiling for mark in others if (tiling := Tiling.parse(mark)) is not None}
     known = {STRAIGHT, UNNORMALIZED, ALL_VISIBLE, MASK_NOT_SAVED}
     if unknown := sorted(others - known - tilings.keys()):
-        raise NotCheckedError(
-            f"multiplied in a way that this version does not know: {', '.join(unknown)}"
-        )
+        raise NotCheckedError(f"a matmul with unknown properties: {', '.join(unknown)}")
     straight = STRAIGHT in marks
     if straight:  # the backward pass uses the operands of the forward pass
         operands = {slot: operands[slot] for slot in ("fprop_a", "fprop_b")}
@@ -349,7 +347,7 @@ def _accumulators_of(marks: set[str], operation: str) -> tuple[dict[str, Accumul
         if ACCUMULATED not in mark:
             others.add(mark)
             continue
-        # One mark may name several accumulators: "fprop and dgrad accumulated in x, wgrad in y".
+        # One mark may list several accumulators: "fprop and dgrad accumulated in x, wgrad in y".
         for part in mark.replace(ACCUMULATED, "in ", 1).split(", "):
             words, _, name = part.rpartition("in ")
             gemms = words.strip().split(" and ") if words else list(fields)

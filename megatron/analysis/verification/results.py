@@ -27,7 +27,7 @@ from megatron.fake_quant.packing import QuantizedTensor
 from megatron.fake_quant.tiles.attention import default_tiling
 from megatron.tensor_record import CODES, OF_ITERATION
 
-_UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
+_UNKNOWN_ATTENTION = "attention with unknown mask, scale and dropout (no arguments in the run card)"
 #: Columns that identify a pass through a layer. A linear layer is checked on each rank separately.
 #: Attention is checked jointly on all ranks that share its sequences.
 LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
@@ -36,7 +36,7 @@ ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 CheckedResult = tuple[str, Any, Outcome]
 
 
-#: Slots of the operands that are made from each tensor, whose formats its record names.
+#: Slots of the operands that are made from each tensor; its record contains their formats.
 _SLOTS = {
     "linear": {
         "input": ("fprop_a", "wgrad_a"),
@@ -190,7 +190,7 @@ class Results:
             check_known(rows.itertuples())
             sizes = rows["cp_size"].iloc[0]
             if not pd.isna(sizes) and len(ranks) != int(sizes):
-                raise NotCheckedError("keys and values of a context-parallel rank are missing")
+                raise NotCheckedError("missing keys and values of a context-parallel rank")
             formats = _attention_formats(by_rank, self.card)
             if self.card.get("quantization"):
                 matmuls = {
@@ -212,7 +212,7 @@ class Results:
 def _contradictions(
     by_name: Mapping[str, Any], formats: Mapping[str, GemmFormats]
 ) -> Iterator[tuple[Any, Outcome]]:
-    """Yield the operands whose record names another format than the run card's format audit.
+    """Yield the operands whose record has a different format than the run card's format audit.
 
     Args:
         by_name: records of a pass through a layer on one rank, by tensor name.
@@ -223,7 +223,7 @@ def _contradictions(
             continue
         expected = of_matmul.names(*_SLOTS[row.layer_type][name])
         if recorded_formats.uses(row.format) != recorded_formats.uses(expected):
-            text = f"its record says the format {row.format}, but the run card says {expected}"
+            text = f"the format is {row.format} in its record, but {expected} in the run card"
             yield row, Recomputation(exact=False, excess=math.inf, text=text)
 
 
@@ -249,7 +249,7 @@ def check_whole(rows: Iterable[Any]) -> None:
     Matmuls need complete operands.
     """
     if any(row.slice is not None for row in rows):
-        raise NotCheckedError("collected with --collect-slice: a part of an operand or result")
+        raise NotCheckedError("an operand or result of which only a slice was collected")
 
 
 def check_known(rows: Iterable[Any]) -> None:
@@ -277,7 +277,7 @@ def _attention_formats(by_rank: list[dict[str, Any]], card: Mapping[str, Any]) -
 
     Raises:
         NotCheckedError: if the run used a recipe and its card has no audit, or if the audit or a
-            format is not understood.
+            format cannot be parsed.
     """
     records = {name: row for by_name in by_rank for name, row in by_name.items()}
     first = next(iter(records.values()))

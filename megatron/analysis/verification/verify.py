@@ -34,7 +34,7 @@ from megatron.analysis.verification.recompute_linear import Outcome
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.analysis.verification.results import Finding, Results
 
-#: Fields of a record that say which tensor it is, and in which format it is multiplied.
+#: Fields of a record that identify its tensor, and the format in which the tensor is multiplied.
 _FIELDS = (*IDENTITY, "format", "dims")
 
 
@@ -58,7 +58,7 @@ class Verification:
     """Settings and checks for the verification of one dump."""
 
     store: TensorStore
-    exact: bool = False  #: whether results must be bit-identical
+    exact: bool = False  #: True if results must be bit-identical
     slack: float = 1.0  #: factor by which the allowed deviations are multiplied
     progress: Callable[[], object] = lambda: None  #: called after each checked file and pass
     verdict: Verdict = field(default_factory=Verdict)
@@ -74,18 +74,18 @@ class Verification:
         store, findings = self.store, self.verdict.findings
         findings += [Finding("file", str(bad.path), bad.why) for bad in store.problems]
         for row in store.missing.itertuples():
-            why = "an index names it, but it is not there"
+            why = "listed in an index, but missing"
             findings.append(Finding("file", str(row.path), why))
         records = store.records.assign(data_rank=data_ranks(store.records))
         # use an array, because pandas would interpret an empty list as a selection of columns
         good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
         known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
-            reason = "tensors whose metadata do not say what they are: only values were read"
+            reason = "tensors that their metadata do not identify: only their values were read"
             self.verdict.unchecked[reason] += bare
         of_attention = known["codes"].notna() & (known["layer_type"] == "attention")
         if of_attention.any():
-            reason = "codes of attention, of which only the file was read"
+            reason = "codes of attention: only their files were read"
             self.verdict.unchecked[reason] += int(of_attention.sum())
         known = self._without_recomputed(known[~of_attention])
         self._replicas(known[known["codes"].isna()])
@@ -123,7 +123,7 @@ class Verification:
             self.verdict.unchecked[str(outcome)] += 1
             return
         if outcome.wrong or (self.exact and not outcome.exact):
-            text = f"{row.tensor_name} of {row.module} does not follow: {outcome.text}"
+            text = f"{row.tensor_name} of {row.module} fails the check: {outcome.text}"
             self.verdict.findings.append(Finding("result", row.path, text))
         else:
             how = "bit for bit" if outcome.exact else "within what rounding allows"
@@ -160,7 +160,7 @@ class Verification:
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
-            raise ValueError(f"holds {dtype}, but its record says {row.dtype}")
+            raise ValueError(f"holds {dtype}, but the dtype in its record is {row.dtype}")
         if row.dims is None:
             return
         cuts, letters = parse_dims(row.dims), row.dims.partition("|")[0].split()
@@ -174,8 +174,8 @@ class Verification:
                 shape[cut.axis] *= int(size) // cut.copies
         if shape != list(row.global_shape):
             raise ValueError(
-                f"its shape {list(tensor.shape)} with dims {row.dims!r} makes {shape} of all "
-                f"shards, but its record says {list(row.global_shape)}"
+                f"shards of shape {list(tensor.shape)} with dims {row.dims!r} form a tensor of "
+                f"shape {shape}, but the global shape in its record is {list(row.global_shape)}"
             )
 
     def _without_recomputed(self, records: pd.DataFrame) -> pd.DataFrame:
@@ -191,7 +191,7 @@ class Verification:
             first = dict(zip(own, ordered["path"][~again], strict=True))
             for row in ordered[again].itertuples():
                 key = tuple(getattr(row, name) for name in keys)
-                self._same(row, first[key], "the first of the same pass")
+                self._same(row, first[key], "the tensor of the first pass")
         return ordered[~again].sort_index()
 
     def _replicas(self, records: pd.DataFrame) -> None:
@@ -207,7 +207,7 @@ class Verification:
     def _same(self, row: Any, other: str, what: str) -> None:
         difference = differences(*(read_tensor(Path(path))[0] for path in (other, row.path)))
         if difference:
-            text = f"{row.tensor_name} of {row.module} is not {what} ({Path(other).name})"
+            text = f"{row.tensor_name} of {row.module} differs from {what} ({Path(other).name})"
             self.verdict.findings.append(Finding("replica", row.path, f"{text}: {difference}"))
         else:
             self.verdict.checked["replicas"] += 1
@@ -224,7 +224,7 @@ def _identified(records: pd.DataFrame) -> Any:
 
 
 def _check_identity(row: Any, metadata: Mapping[str, Any] | None) -> None:
-    """Check that the metadata in a file and its record in the index name the same tensor.
+    """Check that the metadata in a file and its record in the index describe the same tensor.
 
     Raises:
         ValueError: if they do not.
@@ -238,7 +238,7 @@ def _check_identity(row: Any, metadata: Mapping[str, Any] | None) -> None:
     for name, pair in pairs.items():
         own, indexed = (None if _is_null(value) else value for value in pair)
         if own != indexed:
-            raise ValueError(f"its metadata say {name} {own!r}, but the index says {indexed!r}")
+            raise ValueError(f"{name} is {own!r} in its metadata, but {indexed!r} in the index")
 
 
 def _is_null(value: Any) -> bool:

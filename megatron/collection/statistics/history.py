@@ -1,8 +1,8 @@
 """Collect the statistics of one rank's matmul operands, and the losses of the run.
 
 The first micro-batch of every EVERY-th iteration is measured. An operand with a format is quantized
-once more, with the same random bits as in the matmul, so training computes the same bits as without
-statistics. An operand without a format is measured when the layer receives it.
+once more, with the same random bits as in the matmul, so the results of training are bit-identical
+to those without statistics. An operand without a format is measured when the layer receives it.
 
 If a file cannot be written, the statistics stop with a warning, and training continues. The run
 then ends with an error.
@@ -85,8 +85,8 @@ class StatisticsSettings:
             iteration: number of iterations completed before this run.
 
         Raises:
-            ValueError: if the number of iterations is not positive, if the run trains no measured
-                iteration although it trains, or if pyarrow is not installed.
+            ValueError: if `tensor_statistics` is not positive, if none of the iterations that the
+                run trains is measured, or if pyarrow is not installed.
         """
         if tensor_statistics is None:
             return None
@@ -98,8 +98,8 @@ class StatisticsSettings:
         if train_iters and iteration < train_iters < first:
             raise ValueError(
                 f"--tensor-statistics {tensor_statistics} measures none of the iterations that "
-                f"this run trains, {iteration + 1} to {train_iters}; lower it, raise "
-                "--train-iters, or leave it out"
+                f"this run trains, {iteration + 1} to {train_iters}; lower --tensor-statistics "
+                "or leave it out, or raise --train-iters"
             )
         check_installed("pyarrow", "--tensor-statistics")
         return cls(tensor_statistics, collection_folder(directory) / FOLDER)
@@ -145,7 +145,7 @@ class TensorStatistics:
         """
         self.settings = settings
         self.failure: str | None = None  #: why the files are incomplete, or None
-        self.measured = False  #: whether an iteration has been measured on this rank
+        self.measured = False  #: True once an iteration has been measured on this rank
         #: operands of the current iteration and their sums, in the order of the matmuls
         self.latest: list[tuple[Place, Sums]] = []
         self.coordinates = dict(coordinates)  #: rank and size of each parallel group
@@ -258,7 +258,7 @@ class TensorStatistics:
             self._write(1, [(clock.iteration, loss, grad_norm)])
 
     def flush(self) -> None:
-        """Write all rows to disk, as before a checkpoint is saved."""
+        """Write all rows to disk."""
         if self.failure is None:
             try:
                 for files in self._files:

@@ -38,7 +38,7 @@ def announce(
         chunks: models or pipeline stages of this rank.
         missed: modules that are not reached.
         seq_length: number of tokens in a sequence; None in a loop without schedules.
-        evaluation: whether the model has not been trained, and runs in an evaluation.
+        evaluation: whether the model runs in an evaluation and has not been trained.
     """
     audit = audit_of(chunks, seq_length or 1, alone=seq_length is None, evaluation=evaluation)
     if seq_length is not None:
@@ -73,7 +73,8 @@ def audit_of(
         evaluation: whether to return the formats of the current iteration only.
     """
     recipe = policy.current().recipe
-    first = clock.iteration + (clock.micro_batch is None)  # the schedules have not begun it
+    # The schedules call this before the iteration begins, so the clock still has the previous one.
+    first = clock.iteration + (clock.micro_batch is None)
     changes = [] if recipe is None else recipe.changes()
     audit = matmul_audit.matmuls if alone else matmul_audit.of_whole_model
     periods = [first, *(change for change in changes if change > first)]

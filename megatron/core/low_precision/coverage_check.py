@@ -3,7 +3,7 @@
 Our layers replace those of the local implementation. A model built from other layers (such as a
 specification that names the wheel's own classes) would train in full precision, with a loss that
 looks right, while the run claims a format. Inside a transformer layer, such a module is an error.
-Outside of the layers, as in a head or an encoder of images, it is listed by `unreached`.
+Outside of the layers, as in an output head or an image encoder, it is listed by `unreached`.
 
 The modules of Transformer Engine can be collected, but no format applies to them, so a format that
 includes one of them is an error.
@@ -36,7 +36,9 @@ class Bypass(NamedTuple):
 #: the check looks at the classes of the layers instead of the flag.
 BYPASSES = {
     "transformer_impl": Bypass(
-        ("local",), "its layers are not ours; give --transformer-impl local", collected=True
+        ("local",),
+        "its layers are not this project's; give --transformer-impl local",
+        collected=True,
     ),
     "gradient_accumulation_fusion": Bypass(
         (False, None),
@@ -126,15 +128,15 @@ def _check_config(config: Any, request: str) -> None:
         if bypass.in_model and value not in harmless:
             raise ValueError(
                 f"{request} does not reach a model with {name}={value!r}: a replayed graph runs no "
-                f"Python, nor is an overlapped schedule seen; choose {harmless[0]!r}"
+                f"Python, and an overlapped schedule is not observed; choose {harmless[0]!r}"
             )
 
 
 def _is_matmul(name: str, module: torch.nn.Module) -> bool:
     """Return whether a module inside a transformer layer multiplies matrices itself.
 
-    Core attention does so. Every module that owns a matrix does so too, except the modules named in
-    `HIGH_PRECISION` and convolutions, to which no format applies.
+    This is true for core attention and for every module that owns a matrix, except the modules
+    named in `HIGH_PRECISION` and convolutions, to which no format applies.
     """
     leaf = name.rpartition(".")[2]
     if leaf == CORE_ATTENTION:

@@ -6,18 +6,18 @@ history for each operand slot of each module. The pipeline schedules update it:
     after the forward pass of a micro-batch    the histories of the forward operands
     after its backward pass                    those of the backward operands
 
-Transformer Engine updates them at the same places. There, each tensor has one history for all the
+Transformer Engine updates them at the same times. There, each tensor has one history for all the
 GEMMs that multiply it; here, each slot has one, because slots may have different formats and
 transforms. Transformer Engine can also keep a weight in FP8 for an iteration, and then records its
 amax once per iteration. Here, weights are quantized, and recorded, with each micro-batch.
 
 An update exchanges the recorded amaxes of all rows at once, over the group of Transformer Engine's
 amax reduction: all tensor-, data- and context-parallel ranks of the pipeline stage. All of them
-take part in each update, whatever they multiplied, so an expert without tokens cannot block it.
-The rows of local experts are exchanged by their position on the rank, as in Transformer Engine.
+take part in each update, even if they multiplied nothing, so an expert without tokens cannot block
+it. The rows of local experts are exchanged by their position on the rank, as in Transformer Engine.
 
-A recomputed forward pass takes the amaxes of the first one and records nothing. Neither does an
-evaluation.
+A recomputed forward pass uses the amaxes of the first one and records nothing. An evaluation
+records nothing either.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def attach(model: torch.nn.Module, *, keep: bool = False) -> None:
 
     Args:
         model: model chunk.
-        keep: whether to keep histories of the same operands that it had before, also if it had none
-            in between.
+        keep: whether to keep earlier histories of the same operands, even if the model chunk had
+            none in between.
     """
     scaling = DelayedScaling(model)
     before = getattr(model, _LAST, None)

@@ -1,8 +1,8 @@
 """Announce what an evaluation of a model reaches, and note what it does not reach.
 
-An evaluation is a forward pass that does not train. The models of a program that trains may be
-evaluated, too, as a teacher is, and are then only announced. If a program trains no model at all,
-what the checks find ends it with status 1; see `program_end`.
+An evaluation is a forward pass that does not train. A program that trains may also evaluate models,
+such as a teacher, which are only announced. If a program trains no model at all, a failed check
+ends the program with status 1; see `program_end`.
 """
 
 import logging
@@ -36,7 +36,7 @@ def begin(
     inputs: Any,
     trained: Sequence[torch.nn.Module],
 ) -> Callable[[bool], None] | None:
-    """Check a model whose evaluation begins, if a format is requested and this was not done before.
+    """Check a model whose evaluation begins, if a format is set and the model is unchecked.
 
     Args:
         model: outermost module that runs.
@@ -44,8 +44,8 @@ def begin(
         trained: models that were checked and announced because they train.
 
     Returns:
-        A function to call when the forward pass ends, with whether it failed; None if nothing is to
-        be checked.
+        A function to call when the forward pass ends, with True if the pass has failed; None if
+        there is nothing to check.
     """
     if not policy.current().changes_matmuls or (model in _evaluated and model not in _idle):
         return None
@@ -68,7 +68,7 @@ def begin(
 
 
 def _observe(model: torch.nn.Module, inputs: Any) -> Callable[[bool], None]:
-    """Observe an evaluation, and note whether it has called a layer; otherwise the next may."""
+    """Observe an evaluation; if it calls no layer, let the next one be observed, too."""
     observer = FirstForward(model, inputs)
     _idle.add(model)
 

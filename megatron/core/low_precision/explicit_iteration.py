@@ -1,7 +1,7 @@
 """Update the training clock in a training loop that does not use the pipeline schedules.
 
-The schedules know the iteration and the micro-batch. In a loop of the user's own, the user states
-the iteration, see `megatron.core.tensor_saver.training_iteration`. Each call of the outermost
+The schedules know the iteration and the micro-batch. In a user-defined loop, the user states the
+iteration; see `megatron.core.tensor_saver.training_iteration`. Each call of the outermost
 module of a model is then one micro-batch. Hooks on this module update the clock: before the call,
 and when the backward pass reaches the output of the call. Forward passes during the backward pass
 are recomputations. With delayed scaling, the hooks also update the amax histories.
@@ -24,7 +24,7 @@ from megatron.core.low_precision import delayed_scaling, model_roots
 from megatron.core.low_precision.delayed_scaling import DelayedScaling
 
 roots: WeakSet[torch.nn.Module] = WeakSet()  #: outermost modules of the models found so far
-_current: ExplicitIteration | None = None  #: the iteration that runs; None outside of all
+_current: ExplicitIteration | None = None  #: the current iteration; None outside of any
 
 
 def active() -> bool:
@@ -43,7 +43,7 @@ def add_root(root: torch.nn.Module, inputs: Any) -> None:
 
 
 def _remove_inherited_hooks(root: torch.nn.Module) -> None:
-    """Remove the hooks that a copy of an outermost module has from the original."""
+    """Remove the hooks that a copy of an outermost module has inherited from the original."""
     for hooks in (root._forward_pre_hooks, root._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
             del hooks[key]
@@ -60,7 +60,7 @@ def seed_of_the_run() -> int:
 
 
 def _before(root: torch.nn.Module, inputs: Any) -> None:
-    # A copy of an outermost module has this hook, too, also after the iteration.
+    # A copy of an outermost module has this hook, too, even after the iteration.
     if _current is not None:
         _current.before(root, inputs)
 
@@ -76,7 +76,7 @@ class _Backward:
 
     micro_batch: MicroBatch
     delayed: DelayedScaling | None
-    running: bool = False  #: whether the backward pass has begun and not ended
+    running: bool = False  #: True if the backward pass has begun and not ended
     before: MicroBatch | None = None  #: clock's micro-batch before the backward pass
 
 
@@ -91,7 +91,7 @@ class ExplicitIteration:
         self._number = number
         #: number of calls of each outermost module
         self._calls: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-        #: clock's micro-batch before each call that has not ended; an inner call changes nothing
+        #: micro-batch of the clock before each call that has not ended, outermost call first
         self._before: list[MicroBatch | None] = []
         self._handles: list[Any] = []
         self._collected: dict[int, set[Any]] = {}  #: layers that were collected, by micro-batch
@@ -188,7 +188,7 @@ def _begin_backward(state: _Backward, _: torch.Tensor) -> None:
 
 
 def _end_backward(state: _Backward) -> None:
-    """Note on the clock that a backward pass has ended, and update the amax histories."""
+    """Restore the clock after a backward pass, and update the amax histories."""
     state.running = False
     clock.micro_batch, clock.recomputing = state.before, False
     if state.delayed is not None:

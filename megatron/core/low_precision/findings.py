@@ -27,7 +27,7 @@ class Findings:
     outside: dict[str, Counter[str]] = field(default_factory=dict)
     #: names of modules inside transformer layers that ran fused attention outside of our layers
     foreign_attention: list[str] = field(default_factory=list)
-    #: whether a layer that can be quantized or collected was called
+    #: True if a layer that can be quantized or collected was called
     any_called: bool = False
     keys: int = 1  #: largest number of keys of an attention layer; 1 without attention
 
@@ -55,8 +55,8 @@ def refuse(findings: Findings) -> None:
     requested = run_request.description()
     if findings.without_format:
         raise ValueError(
-            f"{requested} is in the audit of {', '.join(findings.without_format)}, but other code "
-            "has replaced their forward pass and multiplies without it; remove that code, or leave "
+            f"{requested} applies to {', '.join(findings.without_format)}, but other code has "
+            "replaced their forward pass and multiplies without it; remove that code, or leave "
             "these modules out of the formats"
         )
     if findings.not_collected:

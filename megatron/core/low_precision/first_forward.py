@@ -1,14 +1,14 @@
 """Observe which modules of a model multiply matrices in its first forward pass, and how.
 
 The format audit lists the modules that were built. A layer may be replaced or skipped afterwards,
-and a subclass may compute attention in another way. The first training forward pass shows what
+and a subclass may compute attention differently. The first training forward pass shows what
 runs. Hooks note which modules are called, and our layers note that their own code runs, which other
 code may have replaced. At the end of each call, the autograd graph of the module's output shows the
-operations of this call: those before it have been visited already. No operation is intercepted, so
-no result changes, and the hooks are removed after this one pass.
+operations of this call, because earlier ones have already been visited. No operation is
+intercepted, so no result changes, and the hooks are removed after this one pass.
 
 Operations that autograd does not record are not seen, such as those of a forward pass that will be
-recomputed, and of a module whose weights are frozen and whose input needs no gradient. Operations
+recomputed, or of a module whose weights are frozen and whose input needs no gradient. Operations
 that a module performs on its inputs before it calls another module count as those of the inner
 module if their results are passed as keyword arguments.
 """
@@ -91,7 +91,7 @@ class FirstForward:
     def __init__(self, model: torch.nn.Module, inputs: Any) -> None:
         """Begin to observe a forward pass, from a hook that torch calls before it."""
         self.model = model
-        self.abandoned = False  #: whether an exception has ended the pass
+        self.abandoned = False  #: True if an exception has ended the pass
         self._names = {module: unwrapped(name) for name, module in model.named_modules()}
         self._stack: list[torch.nn.Module] = []
         self._called: set[torch.nn.Module] = set()
@@ -106,7 +106,7 @@ class FirstForward:
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
-        # Compiled code would be compiled again for global hooks, and once more without them.
+        # Global hooks would cause compiled code to be recompiled, and again when they are removed.
         self._in_parts = any(map(_is_compiled, model.modules()))
         if self._in_parts:
             self._handles = [
@@ -244,7 +244,8 @@ class FirstForward:
     def _was_replaced(self, layer: Quantized) -> bool:
         """Return whether other code ran in place of a layer's own code, and used its parameters.
 
-        A layer that is skipped uses none. This is unknown if autograd does not record the pass.
+        A layer that is skipped uses none. If autograd does not record the pass, this is unknown,
+        and the result is True.
         """
         if layer in self._ran or layer not in self._returned:
             return False
@@ -252,7 +253,7 @@ class FirstForward:
         return not trained or any(id(x) in self._parameters for x in trained)
 
     def _note_replaced(self, layer: Quantized, findings: Findings) -> None:
-        """Add a layer whose code was replaced to the findings, if it was to be reached."""
+        """Add a layer with replaced code to the findings if it has a format or is collected."""
         name = f"{layer.identity.name} ({type(layer).__name__})"
         if any(layer.plan_of(operation).of_all_times() for operation in layer.operations):
             findings.without_format.append(name)

@@ -47,14 +47,14 @@ etp x ep group:
   the element of a vector that belongs to its ep rank.
 - Other layouts are refused.
 
-The two operands of a GEMM are reduced one after the other, also where their groups are equal (QK^T
+The two operands of a GEMM are reduced one after the other, even if their groups are equal (QK^T
 and PV without context parallelism, fprop of a row-parallel layer). One reduction for both would
 need both amaxes before the first operand is quantized. A GEMM transforms and quantizes one operand
 at a time instead, so that it never holds the transformed copies of both.
 
 All ranks of a group run the same GEMMs in the same order, so their collectives match. An expert
 without tokens takes part with an amax of 0. A slot that is skipped, such as those of the gradient
-of a frozen weight, is skipped on all of them. Recomputation of activations repeats the reduction.
+of a frozen weight, is skipped on all ranks. Recomputation of activations repeats the reduction.
 """
 
 from collections.abc import Callable, Mapping

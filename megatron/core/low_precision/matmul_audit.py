@@ -166,7 +166,7 @@ def _with_tiles(
 
 
 def note_mask(attention: torch.nn.Module, mask: torch.Tensor | None) -> None:
-    """Note for the audit whether the mask of a forward pass is one that can be recomputed.
+    """Note for the audit whether the mask of a forward pass can be recomputed.
 
     Args:
         attention: a `DotProductAttention`.
@@ -234,7 +234,7 @@ def _matmul(
 
 
 def _accumulated(operation: str, formats: GemmFormats) -> list[str]:
-    """Return what the audit says about the accumulators of a matmul's GEMMs."""
+    """Return the audit's marks about the accumulators of a matmul's GEMMs."""
     named = formats.accumulators
     if len(named) == len(GEMM_SLOTS) and len(set(named.values())) == 1:
         return [f"accumulated in {named['fprop'].name}"]
@@ -313,8 +313,8 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
     """Return the audit as plain values for the run card, detailed enough to recompute the matmuls.
 
     `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
-    format of each operand, also for a straight-through backward pass. A reader that does not know
-    one of the `marks` cannot recompute the matmul.
+    format of each operand, even for a straight-through backward pass. A matmul cannot be recomputed
+    if one of its `marks` is unknown to the reader.
     """
     groups = _equal_layers(
         results, lambda matmul: (matmul.slots, matmul.marks, matmul.softmax, matmul.source)

@@ -1,7 +1,7 @@
 """Check a model when one of its forward passes begins and ends, under every trainer.
 
 The hook of `model_roots` calls `enter` with the outermost module that runs. Before its first
-training step, `reach_check` checks what the request reaches. After its first forward pass, the
+training step, `reach_check` checks which modules are reached. After its first forward pass, the
 operations that ran are compared with the audit; see `first_forward`. Both happen again if modules
 are replaced or the formats change.
 """
@@ -37,7 +37,7 @@ from megatron.fake_quant import policy
 
 logger = logging.getLogger(__name__)
 
-#: Whether a module that has run contains a layer or another module that multiplies matrices.
+#: True for a module that has run and contains a layer or another module that multiplies matrices.
 _multiplies: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 _entered: WeakSet[torch.nn.Module] = WeakSet()  #: modules that the hook has seen
 _observed: WeakSet[torch.nn.Module] = WeakSet()  #: models whose first training step has begun
@@ -60,8 +60,8 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
     """Check a model before its forward pass; called with the outermost module that runs.
 
     Raises:
-        ValueError: if the model trains and is refused, as by `prepare`, if its `forward` is called
-            directly, or if another rank has other formats.
+        ValueError: if the model trains and `prepare` refuses it, if its `forward` is called
+            directly, or if another rank has different formats.
     """
     known = module in _entered
     _entered.add(module)
@@ -131,7 +131,7 @@ def _check_called(module: torch.nn.Module) -> None:
 
 
 def check_compiled_in_place(model: torch.nn.Module) -> None:
-    """Raise ValueError if something is requested of a model that was compiled by `model.compile()`.
+    """Raise ValueError if a model to quantize or collect was compiled by `model.compile()`.
 
     Its hooks are compiled, too, so nothing would be checked. `torch.compile(model)` returns a
     module whose hooks run.
@@ -151,7 +151,7 @@ def check_compiled_in_place(model: torch.nn.Module) -> None:
 
 
 def watch_for_others() -> None:
-    """Watch for further models. This project's trainer has none but those with layers to name."""
+    """Watch for further models, which this project's trainer has only if a layer has no name."""
     if not session.audited() or model_roots.layers_without_name():
         model_roots.watch()
 

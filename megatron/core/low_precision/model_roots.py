@@ -1,10 +1,10 @@
 """Find the outermost module of each model, and let it name the layers of the model.
 
-A layer does not know the model that contains it, and a trainer may build any model and call it in a
-loop of its own. Therefore, a global hook of torch runs before the first forward pass of any module:
-the module that is called first contains all others. The hook is removed before the modules inside
-are called, so that they run without it. It returns for the next model of the program, until nothing
-new has appeared in `PATIENCE` calls and every layer has a name.
+A layer has no reference to the model that contains it, and a trainer may build any model and call
+it in its own loop. Therefore, a global hook of torch runs before the first forward pass of any
+module: the module that is called first contains all others. The hook is removed before the modules
+inside are called, so that they run without it. It is registered again for the next model of the
+program, until nothing new has appeared in `PATIENCE` calls and every layer has a name.
 
 A layer that runs without having been found in this way, such as a layer in a plain Python list,
 gets the name of its class and a number.
@@ -24,26 +24,26 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron.collection.module_identity import Identified, assign_identities
 from megatron.collection.training_clock import clock
 
-#: Number of calls of outermost modules, since a layer was built, for which the hook returns if
-#: every layer has a name.
+#: Number of calls of outermost modules, counted from the last construction of a layer, after which
+#: the hook is no longer registered again if every layer has a name.
 PATIENCE = 1000
 
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
-#: Layers by name. Only layers that were named in the same iteration count as taking a name: a model
-#: that the program has finished with may exist as long as the program.
+#: Layers by name. Only names that were given in the same iteration count as taken, because a model
+#: that is no longer used may exist until the program ends.
 _names: WeakValueDictionary[str, Identified] = WeakValueDictionary()
 _named_at = 0  #: iteration in which the layers of `_names` were named
 _hook: Any = None  #: handle of the global hook; None while the hook is removed
 _calls = 0  #: number of calls of the hook since a layer was built
-_any_built = False  #: whether a layer was built
-_ran_unseen = False  #: whether torch.compile traced a module, or a layer ran that no module called
+_any_built = False  #: True once a layer was built
+_ran_unseen = False  #: True if torch.compile traced a module, or a layer ran that no module called
 
 
 def register(layer: Identified) -> None:
     """Note that a layer was built, so that the outermost module of its model names it."""
     global _any_built, _calls
     if not _any_built:
-        from megatron.core.low_precision import program_end  # it needs this module
+        from megatron.core.low_precision import program_end  # it imports this module
 
         _any_built = True
         program_end.check_at_exit()
@@ -61,7 +61,7 @@ def watch(*, anew: bool = False) -> None:
     """Call `model_entry.enter` before the next forward pass of a module.
 
     Args:
-        anew: whether to begin to count the calls anew, because something has changed.
+        anew: whether to restart the count of calls, because something has changed.
     """
     global _calls, _hook
     if anew:
@@ -77,7 +77,7 @@ def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
         return
     if torch._C._current_graph_task_id() != -1:
         return  # the backward pass recomputes a part of a model
-    from megatron.core.low_precision import model_entry  # it needs the layers, which need this file
+    from megatron.core.low_precision import model_entry  # its imports include this file
 
     _calls += 1
     _hook.remove()
@@ -92,7 +92,7 @@ def _before_a_forward_pass(module: torch.nn.Module, inputs: Any) -> None:
 def calling_forward(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the outermost module that contains this one and whose method `forward` is running.
 
-    None if there is no such module.
+    Return None if there is no such module.
     """
     found = None
     frame: FrameType | None = sys._getframe(1)
@@ -116,7 +116,7 @@ def layers_without_name() -> bool:
 
 
 def out_of_patience() -> bool:
-    """Return whether the hook returns only because a layer has no name yet."""
+    """Return whether the hook is registered again only because a layer has no name yet."""
     return _calls > PATIENCE
 
 
@@ -133,7 +133,7 @@ def layers_of(model: torch.nn.Module) -> list[Identified]:
 def name_layers(model: torch.nn.Module) -> bool:
     """Name the layers of a model, starting from its outermost module.
 
-    If another model that is used at the same time has layers of the same names, the names begin
+    If another model that is used at the same time has layers with the same names, the names begin
     with the class of this model and a number.
 
     Returns:
@@ -159,7 +159,7 @@ def name_layers(model: torch.nn.Module) -> bool:
 
 
 def forget_names() -> None:
-    """Let the next model have the names of those before it, as in a new program."""
+    """Let the next model reuse the names of earlier models, as in a new program."""
     _names.clear()
 
 
@@ -173,7 +173,7 @@ def _names_taken(layers: Iterable[Identified]) -> bool:
 
     if not taken():
         return False
-    gc.collect()  # a model that was deleted may still be there
+    gc.collect()  # a model that was deleted may still exist
     return taken()
 
 
@@ -198,7 +198,7 @@ def _compile_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
 
     def call(*inputs: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling() and _hook is not None:  # no other module contains it
-            from megatron.core.low_precision import model_entry  # it needs the layers
+            from megatron.core.low_precision import model_entry  # its imports include this file
 
             model_entry.check_compiled_in_place(self)
         return compiled(*inputs, **options)

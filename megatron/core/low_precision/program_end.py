@@ -26,23 +26,23 @@ from megatron.fake_quant import policy
 
 OF_ALL_RANKS = "formats of all ranks"  #: check that also concerns a rank that requests nothing
 
-_reached = False  #: whether a model with a layer to quantize or collect has run
+_reached = False  #: True once a model with a layer to quantize or collect has run
 _missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
 #: Last refusal of each model, by its `id`, and the function that refused it; the program may have
 #: handled the error.
 _refused: dict[tuple[int, str], str] = {}
 #: Names of models whose forward passes have called none of their layers, by the `id` of the model.
 _idle: dict[int, str] = {}
-_any_called = False  #: whether a model in training has called a layer to quantize or collect
-_trained = False  #: whether a model has begun to train
+_any_called = False  #: True once a model in training has called a layer to quantize or collect
+_trained = False  #: True once a model has begun to train
 #: Names of models by `id`, and whether an evaluation of them has called one of their layers.
 _evaluations: dict[int, tuple[str, bool]] = {}
-_refused_evaluations: dict[tuple[int, str], str] = {}  #: as in `_refused`, of evaluations
-#: Byte that this process shares with its forks: whether one of them, or it, has run a model. It is
-#: made with the first layer, so that programs of one fork server do not share it.
+_refused_evaluations: dict[tuple[int, str], str] = {}  #: like `_refused`, for evaluations
+#: Byte that this process shares with its forks; 1 once any of these processes has run a model. The
+#: byte is allocated with the first layer, so that programs of one fork server do not share it.
 _ran_in_family: mmap.mmap | None = None
-_on_change: Callable[[], None] | None = None  #: function that a launcher wants to be called
-_left_to_launcher = False  #: whether the caller decides how a program ends in which no model ran
+_on_change: Callable[[], None] | None = None  #: see `call_on_change`
+_left_to_launcher = False  #: True if a launcher decides how a program that ran no model ends
 
 
 def note_reach(model: torch.nn.Module, reached: bool) -> None:
@@ -64,7 +64,7 @@ def any_reached() -> bool:
 
 @contextlib.contextmanager
 def remembered_refusals(models: Sequence[torch.nn.Module], check: str) -> Iterator[None]:
-    """Remember a refusal of the models until the exit, or until the check has no error.
+    """Remember a refusal of the models until the exit, or until the check succeeds.
 
     Args:
         models: models that the block checks; none if it checks the program.
@@ -140,7 +140,7 @@ def a_model_ran() -> bool:
 
 
 def check_at_exit() -> None:
-    """Let the program end with status 1 if a request is made and no model runs.
+    """Let the program end with status 1 if formats or tensors are requested and no model runs.
 
     Called when the first layer is built: a program without layers may be a tool that only inherits
     the environment variables.
@@ -182,9 +182,9 @@ def failure() -> str | None:
         return f"{requested} reached no layer of {', '.join(sorted(_missed))}"
     if _refused:
         refusal = next(iter(_refused.values()))
-        # Since Python 3.13, a process of multiprocessing has no error any more when it ends.
+        # Since Python 3.13, a process of multiprocessing no longer has an error when it ends.
         known = sys.version_info < (3, 13) or multiprocessing.parent_process() is None
-        return f"the program has handled this error and went on: {refusal}" if known else refusal
+        return f"the program handled this error and continued: {refusal}" if known else refusal
     if _idle and not _any_called:
         return (
             f"{requested} reached nothing: the forward passes of {', '.join(_idle.values())} "
@@ -200,7 +200,7 @@ def failure() -> str | None:
 def check_end() -> None:
     """End the program with status 1 if its models ran and the request was not fulfilled.
 
-    Python's exit calls it; a process that ends in another way calls it itself.
+    Python calls this function at its exit; a process that ends in a different way must call it.
     """
     if (message := failure()) is not None:
         session.end_with_error(message)
@@ -259,7 +259,7 @@ def _check_reach_at_exit() -> None:
 
 
 def _watch_forks() -> None:
-    """Let forks of this process tell it that they have run a model."""
+    """Let forks of this process report to it that they have run a model."""
     global _ran_in_family
     if _ran_in_family is None:
         _ran_in_family = mmap.mmap(-1, 1)

@@ -23,8 +23,8 @@ from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 
-#: Sets of a check that observes a forward pass. Each gets the layers whose own code runs; the code
-#: does not run if something has replaced the forward pass of a layer.
+#: One set per observed forward pass, to which each layer adds itself when its own code runs. The
+#: code does not run if something has replaced the forward pass of the layer.
 observers: list[set["Quantized"]] = []
 
 
@@ -33,7 +33,7 @@ class Collected(Identified):
 
     operations: tuple[str, ...] = ()  #: operations of this module, from `quant_type.OPERATIONS`
     layer_type: str  #: layer type in the records of the module's tensors
-    is_called = True  #: whether the model calls the module, and not only the one that contains it
+    is_called = True  #: True if the module itself is called, not only the module that contains it
 
     def tensor_names(self) -> set[str]:
         """Return the names of this module's tensors."""
@@ -104,11 +104,11 @@ class Quantized(Collected):
         """Return an operation's formats in the current iteration, or None for high precision.
 
         Raises:
-            ValueError: if the formats depend on the iteration, and the module trains where nothing
+            ValueError: if the formats depend on the iteration and the module trains, but nothing
                 counts iterations.
         """
         plan = self.plan_of(operation)
-        # First, so that compiled code does not depend on whether something observes.
+        # This order of the conditions keeps compiled code independent of the observers.
         if not torch.compiler.is_compiling() and observers:
             for ran in observers:
                 ran.add(self)
@@ -128,7 +128,7 @@ class Quantized(Collected):
         but not on a micro-batch. The state of torch's generators does not change.
 
         Raises:
-            ValueError: if the module trains where nothing counts iterations.
+            ValueError: if the module trains, but nothing counts iterations.
         """
         if not formats.random:
             return None
@@ -145,7 +145,7 @@ class Quantized(Collected):
     def amax_of(
         self, formats: GemmFormats, dims: Sequence[str], operation: str = "linear"
     ) -> AmaxCallback | None:
-        """Return the callback that gives amaxes to operands with `:global` or delayed scaling.
+        """Return the callback that returns amaxes for operands with `:global` or delayed scaling.
 
         The result is None if no operand has such a format.
 
@@ -155,7 +155,8 @@ class Quantized(Collected):
             operation: operation of this module (linear, qk or pv).
 
         Raises:
-            ValueError: if the module has no amax histories, or none that anything updates.
+            ValueError: if delayed scaling is set, but the module has no amax histories or nothing
+                updates them.
         """
         sources = formats.amax_sources
         if sources <= {"own"}:

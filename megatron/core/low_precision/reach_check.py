@@ -37,7 +37,7 @@ _prepared: WeakSet[torch.nn.Module] = WeakSet()  #: models checked before their 
 #: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
 #: because other layers have no name yet.
 _unchecked: WeakSet[torch.nn.Module] = WeakSet()
-_checked_together = False  #: whether the ranks have checked this for a model that is divided
+_checked_together = False  #: True once all ranks have checked this for a model that is divided
 #: Value of `policy.changes()` when each model got its amax histories.
 _histories: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
@@ -60,7 +60,7 @@ def prepared() -> list[torch.nn.Module]:
 
 
 def name_model(model: torch.nn.Module) -> None:
-    """Name the layers of a model, and give it amax histories for new names or other formats."""
+    """Name the layers of a model, and give it amax histories for new names or formats."""
     renamed = model_roots.name_layers(model)
     inner = model
     while not hasattr(inner, "delayed_scaling") and hasattr(inner, "module"):
@@ -157,13 +157,13 @@ def check_recipe_and_selection(*, at_end: bool) -> None:
 
     Ranks of a loop without schedules may run different models, so no rank waits for the others, but
     all ranks end the first iteration. If this rank has only a part of the model, the check waits
-    for this end. In a loop without iterations, it is left out then, and the log says so.
+    for this end. In a loop without iterations, such a rank skips the check and logs a warning.
 
     Args:
         at_end: whether the first iteration has ended, so that no other model is to be expected.
 
     Raises:
-        ValueError: if a rule or a selected module is in no model.
+        ValueError: if a rule applies to no model, or no model has a selected module.
     """
     global _checked_together
     in_parts = sizes_of_parts() > 1
@@ -184,8 +184,8 @@ def check_recipe_and_selection(*, at_end: bool) -> None:
     if in_parts:
         if policy.current().recipe is not None or session.enabled():
             logger.warning(
-                "this rank has only a part of the model, so it is not checked whether every rule "
-                "of the recipe and every selected module exists"
+                "this rank has only a part of the model, so it is not checked whether the model "
+                "has a module for every rule of the recipe and every selected module"
             )
         return
     recipe_check.check(models, None, alone=True)

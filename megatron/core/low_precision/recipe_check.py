@@ -1,6 +1,6 @@
 """Report an error if rules, transforms or accumulators that are set do not fit the model.
 
-Otherwise the run would train in high precision, or in another format, without the user's knowledge.
+Otherwise the run would train in high precision or in a wrong format without the user's knowledge.
 The check finds rules that match no module, rules that never apply because earlier rules take
 precedence, formats for operations that the modules do not have, Hadamard transforms and tiles that
 do not fit, and accumulators of units that do not multiply tensors of the model's dtype.
@@ -47,11 +47,11 @@ class Matmul(NamedTuple):
 def check(
     chunks: Sequence[torch.nn.Module], seq_length: int | None, *, alone: bool = False
 ) -> None:
-    """Check that what the current policy sets fits the model. Must be called on all ranks.
+    """Check that the current policy fits the model. Must be called on all ranks.
 
     Args:
         chunks: pipeline stages of this rank.
-        seq_length: number of tokens in a sequence; None if it is unknown, and not checked.
+        seq_length: number of tokens in a sequence; None to leave it unchecked.
         alone: whether this rank has the whole model and does not wait for the other ranks.
 
     Raises:
@@ -127,24 +127,24 @@ def _complaint(
             f"with a matmul; among them are {', '.join(place.name for place in places[:4])}"
         )
     if beyond:
-        return f"is for layer {beyond[0]} too, and the last layer of the model is {deepest}"
+        return f"is for layer {beyond[0]}, but the last layer of the model is {deepest}"
     if not counted:
         return (
-            "is never reached: the matchers before it already decide for "
-            f"{fitting[0].name} and whatever else it fits; move it up or remove it"
+            "is never reached: earlier matchers already apply to "
+            f"{fitting[0].name} and all other modules that it fits; move or remove this matcher"
         )
     own = {operation for place in counted for operation in place.operations}
     left = sorted(own.intersection(by_recipe))
     if not left:
         return (
-            f"decides for {' and '.join(sorted(own))} only, of which a flag has decided already; "
+            f"applies only to {' and '.join(sorted(own))}, whose formats a flag already sets; "
             "remove the flag or the matcher"
         )
     spoken = [operation for operation, formats in rule.config.items() if formats is not None]
     if spoken and not set(spoken).intersection(left):
         return (
-            f"has the config {rule.config_name!r}, which says something of "
-            f"{' and '.join(spoken)}, but is for modules with {' and '.join(left)}, as "
+            f"has the config {rule.config_name!r}, which sets "
+            f"{' and '.join(spoken)}, but applies to modules with {' and '.join(left)}, such as "
             f"{counted[0].name}; change the pattern or the config"
         )
     return None
@@ -153,13 +153,13 @@ def _complaint(
 def _misfits(module: Quantized, seq_length: int | None) -> Iterator[str]:
     """Yield a message for each setting that does not fit a module.
 
-    These are tiles or unnormalized probabilities of an attention that cannot have them, tiles that
+    These are tiles or unnormalized probabilities that an attention layer cannot use, tiles that
     cut the blocks of a format, Hadamard transforms whose size does not divide the reduction axis,
     and accumulators of units that do not multiply the model's dtype.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
-        seq_length: number of tokens in a whole sequence, also with context parallelism; None if it
+        seq_length: number of tokens in a whole sequence, even with context parallelism; None if it
             is unknown.
     """
     assert module.identity is not None

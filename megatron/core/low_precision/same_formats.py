@@ -1,6 +1,6 @@
 """Refuse a run whose ranks have different formats.
 
-An environment variable may be missing on one of several machines, or a recipe may be another file.
+An environment variable may be missing on one of several machines, or the recipe file may differ.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def compare_without_waiting() -> None:
     """Compare this rank's formats with those of the rank that called this function first.
 
     No rank waits for another one, so ranks of a loop without schedules may run different models.
-    The ranks exchange their formats through the store in which they have found each other. If the
-    program configures its formats again, they are compared again.
+    The ranks exchange their formats through the default store of torch.distributed. If the program
+    configures its formats again, they are compared again.
 
     Raises:
         ValueError: if the formats differ.

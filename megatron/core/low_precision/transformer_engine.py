@@ -4,7 +4,7 @@ Transformer Engine (TE) multiplies in kernels of its own, which no simulated for
 tensors can still be collected where they enter and leave a module, whether the module is one of
 megatron-core (`TELinear`, `TEDotProductAttention`, ...) or of `transformer_engine.pytorch` itself.
 `attach` changes the class of each such module to a subclass whose `forward` passes the tensors to
-the collection. No tensor changes, so no result does.
+the collection. No tensor changes, so the results do not change either.
 
 The field `implementation` of the records names TE's class. What TE computed within the module,
 such as values in FP8, is not visible, so the results cannot be recomputed. These tensors differ
@@ -14,7 +14,7 @@ from those of the local layers:
 - An output contains the bias, unless TE returns the bias separately.
 - TE exchanges inputs and outputs between ranks within the module. With sequence parallelism, the
   input of a column-parallel layer and the output of a row-parallel one are this rank's part of the
-  sequence. An output that TE adds up over the ranks is the sum.
+  sequence. If TE sums an output over the ranks, the collected output is the sum.
 
 A module whose tensors TE hides is refused: it multiplies twice (`LayerNormMLP`), or its weight
 gradient is computed elsewhere. The code was tested with a stand-in for TE, and not yet on a GPU.
@@ -164,7 +164,7 @@ class _Linear(TransformerEngineLayer):
         return None
 
     def _watch_weights(self) -> None:
-        """Register hooks that save the weights' gradients, also for replaced parameters."""
+        """Register hooks that save the gradients of the weights, including replaced parameters."""
         hooked = self.__dict__.setdefault("_hooked", {})
         for number, name in enumerate(self.weight_names):
             weight = getattr(self, name)
@@ -252,7 +252,7 @@ class _Expert(TransformerEngineLayer, torch.nn.Module):
 class _GroupedLinear(_Linear):
     """A `GroupedLinear` of TE, whose records name one expert each."""
 
-    operations = ()  # those of its experts
+    operations = ()  # the experts have the operations
 
     def prepare(self) -> None:
         """Add the modules that the records name."""
@@ -330,8 +330,8 @@ class _Attention(TransformerEngineLayer):
         letters = {"sbhd": "s b", "bshd": "b s", "thd": "t"}
         if layout not in letters or (layout == "thd" and _size_of("context") > 1):
             raise ValueError(
-                f"the collection of {self.identity and self.identity.name} does not know which "
-                f"rank has which tokens of the layout {layout!r} of Transformer Engine's "
+                f"{self.identity and self.identity.name} cannot be collected: it is unknown which "
+                f"rank has which tokens in the layout {layout!r} of Transformer Engine's "
                 "attention; use the layout sbhd or bshd, or leave the module out of "
                 "--collect-modules"
             )
@@ -373,7 +373,7 @@ def _attach(module: torch.nn.Module, kind: str, ours: type[TransformerEngineLaye
         _changed[cls] = type(
             cls.__name__, (ours, cls), {"kind": kind, "__module__": cls.__module__}
         )
-    # TE's own `__setattr__` need not treat this attribute as Python does
+    # TE's own `__setattr__` may treat this attribute differently from Python's
     object.__setattr__(module, "__class__", _changed[cls])
     assert isinstance(module, TransformerEngineLayer)
     module.prepare()

@@ -1,6 +1,6 @@
 """Update the training clock and, with delayed scaling, the amax histories.
 
-The clock knows the iteration, the micro-batch and whether a forward pass is recomputed.
+The clock holds the iteration, the micro-batch and whether a forward pass is recomputed.
 
 The file is overlaid because only the schedule knows which micro-batch runs. The seams are the three
 pipeline schedules, called once per training iteration, and `forward_step` and `backward_step`
@@ -109,7 +109,7 @@ def _observed(backward):
 
 @contextlib.contextmanager
 def _scheduled():
-    """Note on the clock that a schedule runs, and restore the micro-batch afterward."""
+    """Set `clock.scheduled` while a schedule runs, and restore the micro-batch afterward."""
     between, clock.between_passes = clock.between_passes, False
     before, clock.scheduled, clock.micro_batch = clock.micro_batch, True, None
     try:
@@ -140,9 +140,10 @@ def _check_schedule_of_recipe():
     known = tensor_saver.configured() or explicit_iteration.active()
     if recipe is not None and recipe.changes() and not known:
         raise ValueError(
-            f"recipe {recipe.path} has iterations, and this trainer has not said which one it "
-            "begins with; call megatron.core.tensor_saver.configure(vars(args), iteration=DONE) "
-            "first, with the number of iterations done, or remove them from the recipe"
+            f"recipe {recipe.path} depends on the iteration, but this trainer has not set the "
+            "current one; call megatron.core.tensor_saver.configure(vars(args), iteration=DONE) "
+            "first, with the number of completed iterations, or remove the iterations from the "
+            "recipe"
         )
 
 

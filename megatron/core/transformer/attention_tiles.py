@@ -115,7 +115,7 @@ def key_mask(attention: torch.nn.Module, query, key, attention_mask) -> KeyMask:
 
 
 def check_codes(capture, matmuls: Mapping[str, GemmFormats]) -> None:
-    """Raise ValueError if codes are collected of operands that exist only tile by tile.
+    """Raise ValueError if codes are requested for operands that exist only tile by tile.
 
     Args:
         capture: recorder of this pass's tensors.
@@ -132,6 +132,6 @@ def check_codes(capture, matmuls: Mapping[str, GemmFormats]) -> None:
     if lost:
         raise ValueError(
             f"--collect-tensors {' '.join(lost)}: attention in tiles quantizes P and the gradient "
-            "of the scores tile by tile, so that they have no codes of a whole matrix; name the "
-            "other tensors, collect attention_scores and attention_probs, or remove the tiles"
+            "of the scores tile by tile, so there are no codes of a whole matrix; select other "
+            "tensors, collect attention_scores and attention_probs, or remove the tiles"
         )

@@ -2,10 +2,10 @@
 
 The ranks of a context-parallel group share each sequence. Only attention combines tokens, and it
 needs the keys and values of all tokens. In the wheel, only Transformer Engine's attention can get
-them; the local attention refuses to be built. Our attention gathers K and V over the group before
-the matmuls, which the wheel's `cp_comm_type` calls `all_gather`. Each matmul is then one GEMM over
-whole rows of keys, so blocks along the keys are the same as on a single rank. The ring and
-all-to-all variants cut these rows, or need Transformer Engine, and are refused.
+them; the constructor of the local attention raises an error. Our attention gathers K and V over the
+group before the matmuls, which the wheel's `cp_comm_type` calls `all_gather`. Each matmul is then
+one GEMM over whole rows of keys, so blocks along the keys are the same as on a single rank. The
+ring and all-to-all variants cut these rows, or need Transformer Engine, and are refused.
 
 The backward pass sums the gradients of K and V over the ranks, each of which contributes the share
 of its own queries. Each rank keeps its own part (a reduce-scatter, in the dtype of K and V).
@@ -20,7 +20,7 @@ If a format has one scale per tensor (NVFP4, FP8), each rank computes the scale 
 unless the format's name ends with `:global`; see `low_precision/global_amax.py`.
 Blocks along queries and, in linear layers, along tokens are formed from this rank's tokens. Both
 differ from a run on one rank, except that blocks agree if their size divides a chunk's length.
-Stochastic rounding draws separate random bits on each rank, also for the gathered keys and values.
+Stochastic rounding draws separate random bits on each rank, even for the gathered keys and values.
 
 The cost is memory for all keys and values, and for the scores of this rank's queries with all keys,
 where a ring would keep only a part of them. With selective recomputation (`core_attn`) both exist
@@ -112,7 +112,7 @@ class ContextParallelism:
         if length % 2:
             raise ValueError(
                 f"this rank has {length} tokens of each sequence, but context parallelism gives "
-                f"every rank two chunks of one size; make the sequence a multiple of {2 * size}"
+                f"every rank two chunks of equal size; make the sequence a multiple of {2 * size}"
             )
         half = torch.arange(length // 2, device=device)
         return torch.cat([half + chunk * half.numel() for chunk in self._chunks()])
@@ -167,7 +167,7 @@ class ContextParallelism:
         if not query.shape[0] == key.shape[0] == value.shape[0]:
             raise ValueError(
                 f"context-parallel attention got {query.shape[0]} queries for {key.shape[0]} keys; "
-                "it is for training on whole sequences: keys and queries of the same tokens"
+                "it needs whole sequences, with the keys and queries of the same tokens"
             )
         mask = self.mask(query.shape[0], attention_mask, query.device)
         return self.gather(key), self.gather(value), mask

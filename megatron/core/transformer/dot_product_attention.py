@@ -1,9 +1,9 @@
 """Fake-quantize and collect the two matmuls of attention, QK^T and PV, forward and backward.
 
 The file is overlaid because `DotProductAttention.forward` has no seam between its matmuls. The seam
-is `forward`. Without a format, the wheel's own `forward` runs, also when tensors are collected.
-With a format, our code runs, and a test checks that without formats it gives the same bits as the
-wheel's. Our code also runs under context parallelism, which the wheel's attention refuses; see
+is `forward`. Without a format, the wheel's own `forward` runs, even when tensors are collected.
+With a format, our code runs. A test checks that without formats its results are bit-identical to
+the wheel's. Our code also runs under context parallelism, which the wheel's attention refuses; see
 `context_parallel`.
 
 The collected tensors are the inputs and the output of the whole operation. Keys and values are
@@ -256,8 +256,8 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         """
         if self.scale_mask_softmax.is_kernel_available(attention_mask, *scores.shape):
             raise ValueError(
-                "a fused softmax kernel is in the way of quantized and of context-parallel "
-                "attention; give --no-masked-softmax-fusion"
+                "quantized and context-parallel attention cannot run with a fused softmax kernel; "
+                "give --no-masked-softmax-fusion"
             )
         probs = self.scale_mask_softmax(scores, attention_mask, self.softmax_offset)
         if self.config.sequence_parallel:

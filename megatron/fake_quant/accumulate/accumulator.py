@@ -1,17 +1,18 @@
 """Define accumulators as data: how the matrix unit of a processor adds up products.
 
 A matrix unit sums a dot product in steps. In each step it adds `step` products to a running sum,
-which it keeps in a register with few bits. An `Accumulator` says what is lost on the way; it has no
-behavior. `scalar.py` defines the result for one dot product, in exact integers. Every other
-implementation must return the same bits.
+which it keeps in a register with few bits. An `Accumulator` describes what is lost in these steps;
+it has no behavior. `scalar.py` defines the result for one dot product, in exact integers. The
+results of every other implementation must be bit-identical.
 
-Rules of a step, by `design`. The exponent of a product is the sum of the exponents of its two
-elements; a subnormal element has the exponent of the smallest normal number, and zero has -126.
+The rules of a step depend on `design`, as listed below. The exponent of a product is the sum of the
+exponents of its two elements; a subnormal element has the exponent of the smallest normal number,
+and zero has -126.
 
     torch      nothing is simulated: torch.matmul in float32
-    fused      Each product and the running sum is truncated to `align_bits` fractional bits below
+    fused      All products and the running sum are truncated to `align_bits` fractional bits below
                the largest exponent among them. Their sum is exact. It is then rounded to the type
-               `keep`. With the scales "exponents", the exponents of both E8M0 scales are added to
+               `keep`. If `scales` is "exponents", the exponents of both E8M0 scales are added to
                that of each product.
     grouped    Products are summed exactly in groups of 16. A group's sum is multiplied by the
                significands of both its scales, and has the sum of the scales' exponents as its
@@ -55,8 +56,8 @@ SMALLEST_SCALES: Mapping[str, int] = MappingProxyType({"e8m0": -127, "e4m3": -6,
 class SumType:
     """Binary floating-point type of a running sum, with subnormal numbers, Inf and NaN.
 
-    The sum overflows to Inf when its rounded magnitude exceeds the largest exponent, also if it
-    rounds toward zero.
+    The sum overflows to Inf if its rounded magnitude exceeds the largest finite number, even if it
+    is rounded toward zero.
     """
 
     mantissa_bits: int  #: stored bits, without the implicit leading one; at most 23
@@ -87,19 +88,19 @@ class Accumulator:
     step: int = 1  #: number of products that are added to the running sum at once
     #: fractional bits that remain of a term below the largest exponent; None if a step is exact
     align_bits: int | None = None
-    keep: SumType = FP32_NEAREST  #: type of the running sum
+    keep: SumType = FP32_NEAREST  #: number type of the running sum
     interleave: int = 1  #: parts into which "two_stage" divides the products of a step
-    #: where the scales of blocks apply. "after": the unit knows no block scales, so a scale must be
+    #: where the scales of blocks apply. "after": the unit has no block scales, so a scale must be
     #: common to a whole row or tensor, and is multiplied with the result. "promotion": float32
     #: scales of `scale_block` elements apply at each promotion. "exponents", "significands": the
     #: unit itself applies them.
     scales: Scales = "after"
     scale_block: int | None = None  #: elements per scale along the reduction axis
     scale_type: ScaleType | None = None  #: number type of the block scales
-    #: number of products after which the running sum is added to a second sum and starts anew;
+    #: number of products after which the running sum is added to a second sum and reset to zero;
     #: None if there is no second sum
     promote_every: int | None = None
-    promote_to: SumType = FP32_NEAREST  #: type of the second sum
+    promote_to: SumType = FP32_NEAREST  #: number type of the second sum
     #: names of the element types that the unit multiplies; empty if it takes every type
     elements: tuple[str, ...] = ()
     mixes: bool = True  #: True if the two operands may have different element types

@@ -1,7 +1,7 @@
 """Find an element type by its name, and check that a tensor has values of this type.
 
-The types are those of the project's formats, by the names that `Element.name` returns, and two more
-of AMD's: e4m3, bfloat16, hif8, nf4, ..., e4m3fnuz, e5m2fnuz, and float32.
+The types are the element types of the project's formats, by the names that `Element.name` returns
+(e4m3, bfloat16, hif8, nf4, ...), AMD's types e4m3fnuz and e5m2fnuz, and float32.
 """
 
 import math
@@ -59,14 +59,14 @@ def check_accepted(accumulator: Accumulator, names: tuple[str, str]) -> None:
     """Refuse element types that the unit of an accumulator does not multiply with each other.
 
     Raises:
-        ValueError: if it does not; the message lists the types that it multiplies.
+        ValueError: if the unit does not multiply them; the message gives the reason.
     """
     for name in names:
         element = get_element_type(name)
         if isinstance(element, HiFloat8) and accumulator.elements:
             raise ValueError(
                 f"the accumulator {accumulator.name} does not multiply HiFloat8; no description of "
-                "a unit that does is public, so leave HiFloat8 at fp32"
+                "a matrix unit that multiplies HiFloat8 is public, so use the accumulator fp32"
             )
         if accumulator.elements and name not in accumulator.elements:
             raise ValueError(
@@ -84,7 +84,7 @@ def check_values(x: Tensor, name: str, operand: str) -> None:
     """Refuse a tensor with a value that is not a number of the element type `name`.
 
     Raises:
-        ValueError: if there is one; the message shows it and calls the tensor `operand`.
+        ValueError: if there is such a value; the message shows it and calls the tensor `operand`.
     """
     element = get_element_type(name)
     rounded = x.to(element.dtype).to(x.dtype) if isinstance(element, Cast) else round_to(x, element)
@@ -93,7 +93,7 @@ def check_values(x: Tensor, name: str, operand: str) -> None:
         wrong &= ~x.isinf()
     if wrong.any():
         raise ValueError(
-            f"{operand} contains {x[wrong][0].item():g}, which is no number of the element type "
-            f"{name}; pass elements without their scales, and name their types, as in "
+            f"{operand} contains {x[wrong][0].item():g}, which is not a number of the element "
+            f"type {name}; pass elements without their scales, and name their types, as in "
             'elements=("e4m3", "e5m2")'
         )

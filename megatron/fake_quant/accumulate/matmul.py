@@ -17,7 +17,7 @@ from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.rounding import round_to
 
-E8M0_LARGEST = 127  #: exponent of the largest E8M0 scale; the smallest scale has its negative
+E8M0_LARGEST = 127  #: exponent of the largest E8M0 scale; that of the smallest one is -127
 
 
 def accumulated_matmul(
@@ -53,7 +53,9 @@ def accumulated_matmul(
     if isinstance(accumulator, str):
         accumulator = get_accumulator(accumulator)
     elif not isinstance(accumulator, Accumulator):
-        raise ValueError(f"{accumulator!r} is no accumulator; give one, or a name as 'hopper_fp8'")
+        raise ValueError(
+            f"{accumulator!r} is not an accumulator; pass one, or a name such as 'hopper_fp8'"
+        )
     _check_shapes(a_MK, b_NK)
     _check_pair("elements", elements, str, "the names of two element types")
     _check_pair("scales", scales, Tensor, "two tensors")
@@ -182,7 +184,7 @@ def _check_scale_values(scales: Tensor, accumulator: Accumulator, operand: str) 
     wrong &= ~scales.isnan()
     if wrong.any():
         raise ValueError(
-            f"the scales of {operand} contain {scales[wrong][0].item():g}, which is no "
-            f"{accumulator.scale_type.upper()} scale; pass "
-            + ("powers of two" if accumulator.scale_type == "e8m0" else "numbers of E4M3 from 0 on")
+            f"the scales of {operand} contain {scales[wrong][0].item():g}, which is not "
+            f"an {accumulator.scale_type.upper()} scale; pass "
+            + ("powers of two" if accumulator.scale_type == "e8m0" else "nonnegative E4M3 numbers")
         )

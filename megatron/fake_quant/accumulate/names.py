@@ -5,9 +5,9 @@ fda:l32:f13:m13:rz             a fused dot product and addition, spelled out:
 
 l32     products per step, which are added to the running sum at once
 f13     fractional bits that remain of each term below the step's largest exponent; fx if nothing is
-        lost, which takes l1
+        lost, which requires l1
 m13     mantissa bits of the running sum, besides the implicit one; e5m10 also gives the number of
-        exponent bits (8 in m13)
+        exponent bits, which is 8 by default
 rz rne  rounding of the running sum: toward zero, or to nearest with ties to even
 p128    optional: after 128 products, the running sum is added to a second, float32 sum
 pe6m9   optional, with p128: type of the second sum, which rounds to nearest
@@ -58,7 +58,8 @@ def get_accumulator(name: str) -> Accumulator:
     """
     if not isinstance(name, str):
         raise ValueError(
-            f"{name!r} is no accumulator's name; give a text such as 'hopper_fp8' or {_EXAMPLE!r}"
+            f"{name!r} is not the name of an accumulator; give a string such as 'hopper_fp8' or "
+            f"{_EXAMPLE!r}"
         )
     if len(name) > _LONGEST_NAME:
         raise ValueError(

@@ -221,7 +221,7 @@ def _truncated(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, kept: SumType) -> Tensor:
-    """Return a sum, rounded to the type that keeps it; a negative sum may become -0."""
+    """Return a sum, rounded to the number type `kept`; a negative sum may become -0."""
     unit = _exponent(x, kept.smallest_exponent) - kept.mantissa_bits
     if kept.rounding == "rz":
         rounded = _truncated(x, unit)

@@ -43,7 +43,7 @@ class _Factors(NamedTuple):
 
     @property
     def product(self) -> float:
-        """Product of all four numbers, in float64: exact, or NaN or Inf."""
+        """Product of all four numbers in float64, which is exact unless it is NaN or Inf."""
         (a, b), (scale_a, scale_b) = self
         return a * b * scale_a * scale_b
 
@@ -61,14 +61,14 @@ def dot(
 
     Args:
         a: float32 numbers, which lie on the grid of an element type.
-        b: as many numbers.
-        accumulator: any whose design is not "torch".
+        b: the same number of float32 numbers, which lie on the grid of the other element type.
+        accumulator: any accumulator whose design is not "torch".
         smallest: exponents of the smallest normal numbers of the two element types.
         scales: scales of the blocks of `a` and of `b`, if `accumulator` has block scales; None if
             all are 1.
-        start: float32 number to which the products are added (C in D = A B + C). The second sum
-            begins with it if there is one, and otherwise the running sum. Its bits need not fit
-            the type of the sum: the first step truncates it like any other term.
+        start: float32 number to which the products are added (C in D = A B + C). If there is a
+            second sum, it begins with this number; otherwise, the running sum does. The number
+            need not fit the type of the sum: the first step truncates it like any other term.
     """
     assert accumulator.simulated, accumulator.name
     interval = accumulator.promote_every
@@ -227,7 +227,7 @@ def _truncated(value: int, exponent: int) -> int:
 
 
 def _rounded(value: int, kept: SumType) -> float:
-    """Return a sum, rounded to the type that keeps it; a negative sum may become -0."""
+    """Return a sum, rounded to the number type `kept`; a negative sum may become -0."""
     exponent = max(abs(value).bit_length() - 1 - _POINT, kept.smallest_exponent)
     unit = exponent - kept.mantissa_bits
     magnitude = _truncated(abs(value), unit)

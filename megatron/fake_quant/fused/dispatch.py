@@ -3,7 +3,7 @@
 The fused kernels are faster than `reference.py` and return the same results, bit for bit. On the
 CPU, numba compiles them without a C++ compiler. The first compilation takes seconds; later
 processes load the result from a cache on disk. On CUDA devices, Triton compiles them; torch's CUDA
-builds contain it, and since torch 2.10 in a version that can be used. `reference.py` computes
+builds contain Triton, in a sufficiently recent version since torch 2.10. `reference.py` computes
 everything else: small tensors until the CPU kernels are loaded, formats and rounding modes without
 a kernel (`scalings.kernel_roundings`), blocks that do not fit into a GPU's registers, and all
 tensors if numba or Triton is missing or too old. The environment variable `LAB_FUSED=0` switches
@@ -29,8 +29,8 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scalings import kernel_roundings
 
-#: First version of Triton whose kernels give the reference's bits: the divisions of older versions
-#: flush subnormals to zero. torch 2.10 contains it.
+#: First version of Triton whose results are bit-identical to the reference; the divisions of older
+#: versions flush subnormals to zero. torch 2.10 contains this version.
 TRITON = (3, 6)
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
@@ -69,7 +69,7 @@ SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU ke
 #: total number of values in smaller tensors after which the CPU kernels are loaded anyway; loading
 #: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25
-#: number of products that the reference sums in the time in which it quantizes a value
+#: number of products that the reference sums in the time that it takes to quantize a value
 PRODUCTS_PER_VALUE = 16
 LARGEST_BLOCK = 1 << 14  #: maximum number of values per block that a GPU kernel supports
 
@@ -121,7 +121,7 @@ def _gpu() -> Kernel | None:
         needed = ".".join(map(str, TRITON))
         warnings.warn(
             f"Triton {triton.__version__} is older than {needed}, which torch 2.10 contains. "
-            "Formats are computed by torch's own operations, several times slower",
+            "Quantization uses plain torch operations, which are several times slower",
             stacklevel=2,
         )
         return None
@@ -129,9 +129,9 @@ def _gpu() -> Kernel | None:
         triton_launch.check()
     except (RuntimeError, OSError, AssertionError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"Triton cannot launch kernels here: {error}. Formats are computed by torch's own "
-            "operations, several times slower. Triton builds its launcher with a C compiler and "
-            "Python's headers; install gcc and python3-dev, or name a compiler in CC",
+            f"Triton cannot launch kernels here: {error}. Quantization uses plain torch "
+            "operations, which are several times slower. Triton builds its launcher with a C "
+            "compiler and Python's headers; install gcc and python3-dev, or set CC to a compiler",
             stacklevel=2,
         )
         return None

@@ -7,7 +7,7 @@ def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
     """Return `x` or a copy without gaps in memory, and the order of its dimensions in memory.
 
     The dimensions are listed from the outermost to the innermost. `x` is copied if its memory has
-    gaps, or if `in_order` is True and the dimensions are in another order.
+    gaps, or if `in_order` is True and the dimensions are in a different order.
 
     in_order: True to keep the dimensions in order, because the position of a value matters (for
         random bits and square blocks).

@@ -1,9 +1,10 @@
 """CPU kernels that sum dot products as matrix units do, for `accumulated_matmul`.
 
-`accumulate/scalar.py` defines the result for one dot product; the kernels return the same bits.
-They compute in float64, which represents every intermediate number exactly: products of float32
-numbers and their scales, and integers below 2^53. `numba_float64.py` has the operations on single
-numbers. `numba_panels.py` converts the operands to panels, whose columns are computed together.
+`accumulate/scalar.py` defines the result for one dot product; the results of the kernels are
+bit-identical. They compute in float64, which represents every intermediate number exactly: products
+of float32 numbers and their scales, and integers below 2^53. `numba_float64.py` has the operations
+on single numbers. `numba_panels.py` converts the operands to panels, whose columns are computed
+together.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ class Rule(NamedTuple):
     part: int  #: products per part of a step, including padding
     align: int  #: fractional bits of a term below the largest exponent
     interval: int  #: steps between promotions; 0: no promotion
-    keep: Kept  #: type of the running sum
-    promoted: Kept  #: type of the second sum
+    keep: Kept  #: number type of the running sum
+    promoted: Kept  #: number type of the second sum
 
 
 class Fused(Rule):
@@ -108,7 +109,7 @@ def end_total(running: Any, rule: Any, scratch: Any) -> None:
 def add_step(
     rule: Any, left: Any, right: Any, row: Any, first: Any, running: Any, scratch: Any
 ) -> None:
-    """Add a step's products, from number `first` on, to the running sums of a row."""
+    """Add the products of a step, which begins with product `first`, to the sums of a row."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -275,7 +276,7 @@ def sums(
         scales: scales of A that the unit itself applies, `[batch, M, blocks]`.
         panels: operand B, converted.
         factors: scales of both operands for each promotion, `[batch, interval, row]`.
-        continued: True if the sums begin with the values in `out`, False if with zero.
+        continued: True if the sums begin with the values in `out`, False if they begin with zero.
     """
     height, depth = elements.shape[1], panels.values.shape[1]
     tiles, width = -(-height // ROWS), -(-out.shape[2] // LANES)

@@ -160,7 +160,7 @@ def _factors(operand: UnitOperand, accumulator: Accumulator) -> Floats:
 
 
 def _array(x: Tensor) -> Floats:
-    """Return the values of a float32 tensor in an array; its memory is shared if it has no gaps."""
+    """Return the values of a float32 tensor as an array; the memory of a dense tensor is shared."""
     dense = x.detach().contiguous()
     if dense.numel() == 0:
         return np.empty(dense.shape, np.float32)

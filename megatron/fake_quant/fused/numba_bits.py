@@ -22,7 +22,7 @@ SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
-#: The same two numbers for bfloat16 bits.
+#: `MAGNITUDE`, `INFINITY` and `ZERO` for bfloat16 bits.
 MAGNITUDE_16, INFINITY_16, ZERO_16 = np.int16(0x7FFF), np.int16(0x7F80), np.int16(0)
 #: Bits of 2^127 (float32). Subtracting the bits of a power of two from them gives the bits of its
 #: reciprocal.
@@ -157,7 +157,7 @@ def nearest_even(magnitude: Any, element: Any) -> Any:
 
 @inlined
 def nearest(x: Any, element: Any) -> Any:
-    """Round a number to the nearest value of the element type, ties to even; both have a sign.
+    """Round a signed number to the nearest value of the element type, ties to even.
 
     A number beyond the largest one becomes the largest one, and -0 becomes 0. The shifter is 1.5
     times that of `nearest_even`, so that the spacing at the sum is the same for either sign.
@@ -171,7 +171,7 @@ def nearest(x: Any, element: Any) -> Any:
 
 @inlined
 def with_sign(value: Any, bits: Any, element: Any) -> Any:
-    """Return the bits of `value`, a result of the input `bits`, and restore the sign of a zero."""
+    """Return the bits of `value`, the result for the input `bits`; a zero gets the input's sign."""
     return np.int32(as_bits(value) | np.int32(bits & element.zero_sign))
 
 

@@ -141,7 +141,7 @@ def group_maxima(
     divides `TILE` or is at least `inner`. `start` and `stop` count as in `blocks`. `out` must be
     zero.
 
-    finite: whether Inf and NaN are ignored.
+    finite: True if Inf and NaN are ignored.
     """
     n, inner = src.shape[1], src.shape[2]
     bands = (n + rows - 1) // rows

@@ -44,7 +44,7 @@ def larger_of_pairs(values: Any, out: Any, count: Any) -> Any:
 def block_maxima(columns: Any, scratch: Any, maxima: Any, width: Any, count: Any) -> Any:
     """Raise the maximum of each block to the largest of its columns; `columns` is overwritten.
 
-    A block that is wider than `columns` has all of them.
+    A block that is wider than `columns` contains all entries of `columns`.
     """
     rest = min(width, TILE)
     while rest & 3 == 0:

@@ -46,7 +46,7 @@ def kernel_compiler(
         folder: folder that contains the kernels; its `__pycache__` holds the cache unless
             `NUMBA_CACHE_DIR` is set.
         sources: function that returns the source files from which the kernels are compiled.
-        reorder_sums: whether sums of floating-point numbers may be computed in any order, in
+        reorder_sums: True if sums of floating-point numbers may be computed in any order, in
             several lanes of a vector register.
     """
 

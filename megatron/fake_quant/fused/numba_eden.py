@@ -116,8 +116,8 @@ def correct(up: Any, sums: Any, place: Any, cut: Any, rule: Any, buffer: Any) ->
     """Correct the scales of all columns.
 
     Random bits belong to the position of a block in a tensor whose last axis is the blocks' axis.
-    The blocks of a tile are neighbors there if blocks run along the last axis in memory, too. Their
-    bits are then generated in one loop, which LLVM vectorizes.
+    The blocks of a tile are neighbors in this tensor if blocks also run along the last axis in
+    memory. Their bits are then generated in one loop, which LLVM vectorizes.
     """
     together = rule.size // DEPTH
     row, left, drawn = place.first // cut.n, place.first % cut.n, 0

@@ -81,7 +81,7 @@ def casts(src: Any, dst: Any, kept: Any, element: Any, start: Any, stop: Any) ->
 def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
     """Return the bits of a dequantized value: `rounded` times `up`, with the sign of the input.
 
-    The result of a NaN is the canonical NaN.
+    The result for a NaN is the canonical NaN.
     """
     sign = np.int32(bits & SIGN)
     if rounded == 0:

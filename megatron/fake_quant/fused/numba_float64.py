@@ -1,7 +1,7 @@
 """Exact arithmetic on single float64 numbers, for the CPU kernels that sum dot products.
 
 A number is truncated to a multiple of 2^e by multiplying it by 2^-e, removing the fraction, and
-multiplying it by 2^e. NaN and Inf need no code of their own.
+multiplying it by 2^e. NaN and Inf need no special code.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ INFINITE_ELEMENT, INFINITE_SUM = 128, 600
 
 
 class Kept(NamedTuple):
-    """Type of a sum."""
+    """Number type of a sum."""
 
     mantissa: int  #: number of stored mantissa bits
     smallest: int  #: exponent of the smallest normal number
@@ -50,7 +50,7 @@ def exponent(x: Any, smallest: Any) -> Any:
 
 @called
 def rounded(value: Any, kept: Any) -> Any:
-    """Return a number, rounded to the type of a sum; see `scalar._rounded`."""
+    """Return a number, rounded to the number type of a sum; see `scalar._rounded`."""
     bounded = min(max(exponent_field(value), kept.smallest), INFINITE_SUM)
     scaled = value * power(kept.mantissa - bounded)
     whole = np.rint(scaled) if kept.nearest else np.trunc(scaled)

@@ -66,8 +66,8 @@ CAPS = np.array([_first_from(480, int(factor)) - 1 for factor in FACTORS], np.in
 #: Slightly larger numbers, rounded to 8 bits and then to 3, are 3/2, 7/4, 2 and 5/2. No float32
 #: number is exactly at one of the four thresholds.
 STEPS = tuple(np.int32(_first_from(end, 292) - _first_from(1, 1)) for end in (351, 417, 479, 578))
-#: The byte of a scale is 4 times the biased exponent of the maximum, minus this, plus one for each
-#: step that the maximum reaches.
+#: The byte of a scale is 4 times the biased exponent of the maximum, minus this number, plus one
+#: for each step that the maximum reaches.
 BYTE_BIAS = np.int32(4 * (127 + 3 - 48) - 1)
 SCALE_BIAS = np.int32(48)
 #: For a scale from 1 to 1.75, SHIFT minus the bits of a value has the number of places in its

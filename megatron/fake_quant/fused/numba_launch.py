@@ -55,7 +55,7 @@ _ROUNDINGS = {
 #: bytes of a tensor that two successive passes read, few enough to stay in the L2 cache
 _NEAR = 1 << 19
 _NOT_RANDOM = numba_bits.Random(False, np.uint32(0), np.uint32(0))
-#: stands for the maxima of blocks or groups where the kernel for blocks reads none; never written
+#: array passed in place of maxima of blocks or groups that the kernel does not read; never written
 _NO_MAXIMA = np.zeros((1, 1, 1), np.int32)
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
@@ -101,18 +101,18 @@ def _groups(
 
 
 class _Plan(NamedTuple):
-    """How the kernels for blocks read a tensor; follows from its shape and from the format."""
+    """Arguments with which the kernels for blocks read a tensor of one shape and format."""
 
-    shape: tuple[int, int, int]  #: `[outer, n, inner]`, the shape of the arrays that they read
+    shape: tuple[int, int, int]  #: shape of the arrays that the kernels read, `[outer, n, inner]`
     tiling: numba_blocks.Tiling
-    wide: bool  #: whether `numba_wide` computes the blocks unless rounding is stochastic
+    wide: bool  #: True if `numba_wide` computes the blocks unless rounding is stochastic
     items: int  #: number of items of work
     least: int  #: smallest number of items for a thread
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(fmt: Format, shape: tuple[int, ...], axis: int) -> _Plan:
-    """Return how the kernels read a tensor of a shape, in blocks along `axis`."""
+    """Return how the kernels read a tensor with this shape, in blocks along `axis`."""
     count = math.prod(shape)
     last = axis == len(shape) - 1 or (fmt.height == 1 and math.prod(shape[axis + 1 :]) == 1)
     outer, n, inner = numba_tiling.matrices(fmt, shape, axis, last=last)
@@ -157,7 +157,7 @@ def _blocks(
         whole = maxima(tiling.height, tiling.width, finite=False)
     in_bands = False
     if fmt.outer_size is not None:
-        # The tiles stay the same, so the plan's numbers of items hold.
+        # The tiles stay the same, so the numbers of items in the plan remain valid.
         groups, tiling = numba_tiling.outer_groups(tensors[0], fmt.outer_size, tiling)
         most, bands = groups.most, plan.shape[0] * groups.most.shape[1]
         in_bands = bands >= numba_tiling.FEW and not tiling.divided

@@ -55,7 +55,7 @@ class Rule(NamedTuple):
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
-    """Return the constants of a format, which has no tensor scale."""
+    """Return the constants of a format; no such format has a tensor scale."""
     assert isinstance(fmt.scaling, MacroScaling)
     inner = macro_blocks.block_scaling(fmt.scaling)
     carry = carry_bits(Format("mxfp4", fmt.element, inner))

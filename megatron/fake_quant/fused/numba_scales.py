@@ -130,7 +130,7 @@ def rule_of_format(fmt: Format) -> Rule:
     rule = rule._replace(target=np.float32(float8_scales.target(scaling, element)))
     if scaling.outer != "tensor":
         return rule._replace(grouped=True)
-    # Only E4M3 scales can leave the tensor scale out: it is a factor of the UE5M3 and E6M2 scales.
+    # The tensor scale can be left out only with E4M3 scales; otherwise, it is part of the divisor.
     return rule._replace(apart=scaling.apart and scaling.scale == "e4m3")
 
 

@@ -44,7 +44,7 @@ def errors(
 def add_rows(values: Any, totals: Any, width: Any, count: Any) -> Any:
     """Add the `width` neighboring values of each block to the total of the block, one by one.
 
-    A block whose width exceeds the length of `values` has the whole of it.
+    A block whose width exceeds the length of `values` contains all of them.
     """
     for b in range(count):
         total = totals[b]

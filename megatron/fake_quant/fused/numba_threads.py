@@ -44,12 +44,12 @@ if hasattr(os, "register_at_fork"):
 def run(work: Work, count: int, least: int = 1, *, backwards: bool = False) -> list[Any]:
     """Split `range(count)` into parts, and call `work(start, stop)` for each on several threads.
 
-    Every part has at least `least` items, unless `count` is smaller. At most as many threads are
-    used as torch is configured to use. Return the results in the order of the parts. If a part
-    raises an error, raise that error.
+    Every part has at least `least` items, unless `count` is smaller. The number of threads is at
+    most `torch.get_num_threads()`. Return the results in the order of the parts. If a part raises
+    an error, raise that error.
 
-    backwards: whether the last part is begun first. A second pass over a tensor then finds the
-        values that the first pass read last in the cache.
+    backwards: True to begin with the last part. A second pass over a tensor then finds in the cache
+        the values that the first pass read last.
     """
     pieces = max(1, count // least)
     threads = min(torch.get_num_threads(), pieces)

@@ -3,10 +3,10 @@
 The values of some tiles are loaded as float32 bits, quantized in place, and stored. Each column of
 a tile holds 16 neighbors along the axis of the blocks. The same code therefore quantizes along any
 axis, and vector instructions handle a different block in each lane. The columns of a block of more
-than 16 values are `near` places apart: next to each other for blocks along the last axis, and one
+than 16 values are `near` columns apart: next to each other for blocks along the last axis, and one
 strip of columns apart otherwise.
 
-Loading and storing are kernels of their own, so that they are compiled once for all formats.
+Loading and storing are separate kernels, so that they are compiled once for all formats.
 """
 
 from collections.abc import Callable

@@ -36,9 +36,9 @@ def matrices(fmt: Format, shape: tuple[int, ...], axis: int, *, last: bool) -> t
 def tiling_of(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Tiling:
     """Return the shape of a format's blocks and of tiles in matrices of `n` x `inner` values.
 
-    Blocks that span whole columns are divided if a tile of them would not stay in the cache: it
-    would be read from memory twice, in parts of rows. Blocks that span whole rows are divided if
-    there are too few of them for all threads.
+    Blocks that span whole columns are divided if a tile of whole blocks would not stay in the
+    cache, because the tile would then be read from memory twice, in parts of rows. Blocks that span
+    whole rows are divided if there are too few of them for all threads.
 
     last: True if blocks run along the last axis in memory.
     """
@@ -71,7 +71,7 @@ def maxima(src: Bits, rows: int, columns: int, *, finite: bool) -> NDArray[np.in
     least the number of columns of a matrix. Groups that span a whole axis are divided, so that all
     threads work.
 
-    finite: whether Inf and NaN are ignored.
+    finite: True if Inf and NaN are ignored.
     """
     outer, n, inner = src.shape
     height = min(rows, _ROWS) if rows >= n else rows
@@ -92,7 +92,7 @@ class OuterGroups(NamedTuple):
     rows: int  #: rows of a group, which is also the height of a band of groups
     columns: int  #: columns of a group
     strips: int  #: number of parts into which a band is cut, for more threads
-    most: NDArray[np.int32]  #: room for the groups' maxima, `[matrices, rows, columns]`: zeros
+    most: NDArray[np.int32]  #: array for the groups' maxima, all zeros, `[matrices, rows, columns]`
 
 
 def outer_groups(

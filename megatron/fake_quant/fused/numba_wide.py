@@ -1,8 +1,8 @@
 """CPU kernel for formats with `BlockScaling` whose blocks have many neighboring columns.
 
-It computes what `numba_blocks.blocks` computes. As a row of a block consists of whole chunks of
-`CHUNK` values, its loops run over one chunk. Their length is a constant, so starting a loop takes
-no time, and the factors of a block need not be copied to each of its columns.
+It computes what `numba_blocks.blocks` computes. Because a row of a block consists of whole chunks
+of `CHUNK` values, its loops run over one chunk. Their length is a constant, so starting a loop
+takes no time, and the factors of a block need not be copied to each of its columns.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
 """Give CPU kernels access to the memory of tensors, and let them write to new memory quickly.
 
-A large tensor often gets new memory from the operating system. Most of the time of a copy to it
-then goes to the system, which maps and clears pages of 4 KiB one by one. With huge pages, usually
-of 2 MiB, the whole copy takes a quarter of the time. By default, many Linux systems use huge pages
-only for programs that ask for them ("madvise" in `/sys/kernel/mm/transparent_hugepage/enabled`).
+A large tensor often gets new memory from the operating system. A copy to this memory then spends
+most of its time in the system, which maps and clears pages of 4 KiB one by one. With huge pages,
+usually of 2 MiB, the whole copy takes a quarter of the time. By default, many Linux systems use
+huge pages only for programs that request them ("madvise" in
+`/sys/kernel/mm/transparent_hugepage/enabled`).
 
 Huge pages have to be cleared, too, which takes half the time of such a copy. A process therefore
 keeps the memory of some large tensors that were freed, and uses it for new ones, as torch's
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-#: Size of huge pages, in bytes, on systems where a program cannot ask for them.
+#: Size of huge pages, in bytes, on systems where a program cannot request them.
 _NONE = 1 << 62
 #: Least size in bytes of a tensor whose memory is kept; the C library reuses smaller memory itself.
 LEAST_KEPT = 1 << 24
@@ -37,8 +38,8 @@ Advise = Callable[[int, int], Any]
 class _Memory:
     """Wrapper through which numpy reads the memory of a tensor without `Tensor.numpy`.
 
-    `Tensor.numpy` would forbid to resize the tensor's storage from then on. Selective recomputation
-    frees the memory of an activation by resizing its storage to zero.
+    After a call of `Tensor.numpy`, the tensor's storage can no longer be resized. Selective
+    recomputation frees the memory of an activation by resizing its storage to zero.
     """
 
     def __init__(self, dense: Tensor) -> None:
@@ -73,11 +74,11 @@ class _Kept(NamedTuple):
         Tensors, their views, numpy arrays and the autograd graph refer to the C++ object of a
         storage, and Python code may refer to the Python object, which counts once in C++.
         """
-        from_python = sys.getrefcount(self.storage)  # one is the argument of the function
+        from_python = sys.getrefcount(self.storage)  # one of them is the function's argument
         return from_python <= 2 and torch._C._storage_Use_Count(self.storage._cdata) == 1
 
     def is_usable(self) -> bool:
-        """Return whether nobody has freed the memory or moved it to memory shared by processes."""
+        """Return whether the memory was neither freed nor moved to memory shared by processes."""
         return self.storage.nbytes() == self.nbytes and not self.storage.is_shared()
 
 
@@ -86,7 +87,7 @@ class _KeptMemory:
 
     def __init__(self) -> None:
         self._all: list[_Kept] = []
-        #: Only tried, never waited for: a fork could inherit it in the locked state.
+        #: Lock that is never waited for, because a fork could inherit it in the locked state.
         self._lock = threading.Lock()
 
     def tensor_like(self, x: Tensor) -> Tensor | None:
@@ -107,12 +108,12 @@ class _KeptMemory:
     def add(self, tensor: Tensor) -> None:
         """Keep the memory of a new tensor.
 
-        If there is more than `MOST_KEPT` then, forget free memory first, and then the oldest.
+        If more than `MOST_KEPT` bytes would be kept, forget free memory first, and then the oldest.
         """
         if not self._lock.acquire(blocking=False):
             return
         try:
-            # Forget the first ones of this list, until the others fit beside the new one.
+            # Forget entries from the front of this list until the rest fits beside the new one.
             order = sorted(self._all, key=_Kept.is_free, reverse=True)
             while order and sum(kept.nbytes for kept in order) + tensor.nbytes > MOST_KEPT:
                 del order[0]
@@ -139,8 +140,8 @@ def empty_like(x: Tensor) -> Tensor:
 def in_new_memory(x: Tensor) -> Tensor:
     """Return `torch.empty_like(x)`, and ask the operating system to use huge pages for it.
 
-    Only huge pages that lie completely inside the tensor are asked for, so it takes as much memory
-    as with small pages once all its values are written.
+    Only huge pages that lie completely inside the tensor are requested, so the tensor takes as much
+    memory as with small pages once all its values are written.
     """
     result = torch.empty_like(x)
     size, advise = _huge_pages()
@@ -154,7 +155,7 @@ def in_new_memory(x: Tensor) -> Tensor:
 
 @functools.cache
 def _huge_pages() -> tuple[int, Advise]:
-    """Return the size of huge pages, and a function that asks for them in a range of memory."""
+    """Return the size of huge pages, and a function that requests them for a range of memory."""
     try:
         if "[madvise]" in (_HUGE_PAGES / "enabled").read_text():
             madvise = ctypes.CDLL(None).madvise

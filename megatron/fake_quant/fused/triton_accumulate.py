@@ -58,7 +58,8 @@ def largest_exponent(
 ) -> tl.tensor:
     """Return the largest of `top` and the exponents of the products of one part of a step.
 
-    The products are those with the numbers PART, PART + PARTS, ...; `left` of the step's exist.
+    The products are those with the numbers PART, PART + PARTS, ... below `left`, the number of
+    products that remain.
 
     a, b: pointers to the step's first elements; `inside` has the masks of both and `strides` the
         distances to the next elements.
@@ -118,7 +119,8 @@ def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
     """Return the integer significands and the exponents of sums, and the exponents for alignment.
 
     A number below the smallest normal number of the sum's type, 2^SMALLEST, is aligned by SMALLEST.
-    Its significand keeps all bits of a float32 number, which the value before the first step has.
+    Its significand keeps all bits of a float32 number, because the value before the first step can
+    be any float32 number.
     """
     start, unit = decode(running, -126, FLOAT32_BITS)
     return start, unit, tl.where(start == 0, ZERO, tl.maximum(unit, SMALLEST))
@@ -157,7 +159,7 @@ def fused_step(
     """Return the sum of a step of the design "fused" before it is rounded.
 
     start, unit, own: the running sum; see `decode_sum`.
-    shift: exponents of the block scales, which a step has no more than one of per operand.
+    shift: exponents of the block scales; a step has at most one block scale per operand.
     """
     top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP)
     total = truncated_sum(a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS)
@@ -334,7 +336,7 @@ def sums(
         SCALES: use of the block scales; see `Accumulator.scales`. There is a promotion after BLOCK
             products if it is "promotion".
         BLOCK: elements per block scale; 1 if there are none.
-        CONTINUED: True if the sums begin with the values in `out`, False if with zero.
+        CONTINUED: True if the sums begin with the values in `out`, False if they begin with zero.
     """
     tiles_n = tl.cdiv(width, TILE_N)
     tile = tl.program_id(0) // tiles_n

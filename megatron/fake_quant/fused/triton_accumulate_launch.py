@@ -20,7 +20,7 @@ from megatron.fake_quant.fused.triton_accumulate import SCALE_BITS
 
 TILE_M, TILE_N = 32, 64  #: rows and columns of the result per program
 WARPS = 4
-#: Largest number of mantissa bits of an element: in hardware units, and in other units.
+#: Largest number of mantissa bits of an element: in hardware units, and in research accumulators.
 _NARROW, _WIDE = 10, 23
 _LARGE = 2.0 ** (OVERFLOW_EXPONENT // 2)  #: products of smaller elements do not overflow
 

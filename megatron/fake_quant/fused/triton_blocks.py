@@ -1,8 +1,8 @@
 """GPU kernels for formats with block scales, the counterpart of `numba_blocks.py`.
 
 Each program holds a tile of values in registers. It reads and writes each value once, except that a
-search (4/6) reads them a second time. Maxima of groups that are larger than a tile, or larger than
-the blocks in it, are computed by a kernel of their own, which runs first.
+search (4/6) reads the values a second time. Maxima of groups that are larger than a tile, or larger
+than the blocks in it, are computed by a separate kernel, which runs first.
 """
 
 import triton.language as tl

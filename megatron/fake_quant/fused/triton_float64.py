@@ -44,7 +44,7 @@ def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @compiled
 def truncated(number: tl.tensor, shift: tl.tensor, LAST: tl.constexpr) -> tl.tensor:
-    """Divide integers by 2^shift, rounding toward zero. LAST: number of their bits, less 1."""
+    """Divide integers by 2^shift, rounding toward zero. LAST: number of their bits, minus 1."""
     magnitude = tl.abs(number) >> tl.minimum(shift, LAST).to(number.dtype)
     return tl.where(number < 0, -magnitude, magnitude)
 
@@ -63,7 +63,7 @@ def rounded(
     LARGEST: tl.constexpr,
     NEAREST: tl.constexpr,
 ) -> tl.tensor:
-    """Round finite float64 numbers to the type of a sum and return them in float32."""
+    """Round finite float64 numbers to the number type of a sum and return them in float32."""
     magnitude = tl.abs(value)
     field = (magnitude.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023
     exponent = tl.maximum(field, SMALLEST)

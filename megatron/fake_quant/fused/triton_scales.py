@@ -246,7 +246,7 @@ def better_e4m3(
 
     The errors of a block are added in the order of the reference: COUNT neighbors are added one by
     one, in a loop that reads them from memory again (they are in the cache). A reduction of the
-    tile in registers would add them in another order.
+    tile in registers would add them in a different order.
 
     values: pointers to the first of the neighbors; `mask` is True where it exists, `step` is the
         distance between two neighbors, and the first `limit` of them exist.

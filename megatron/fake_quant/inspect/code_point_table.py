@@ -29,8 +29,9 @@ def code_table(element: Element) -> list[Code]:
     """
     if element.is_cast:
         raise ValueError(
-            f"{element.name} is a cast of torch's with 2^{element.bits} codes, not for a table; "
-            f"see one by torch.tensor(CODE, dtype=torch.uint{element.bits}).view({element.dtype})"
+            f"{element.name} is a plain torch cast with 2^{element.bits} codes, too many for a "
+            f"table; convert one by torch.tensor(CODE, dtype=torch.uint{element.bits})"
+            f".view({element.dtype})"
         )
     digits = -(-element.bits // 4)
     return [

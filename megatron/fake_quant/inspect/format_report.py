@@ -178,7 +178,7 @@ def _layout(element: Element) -> str:
         return f"1 sign, {exponent} exponent (bias {element.bias}), {mantissa} mantissa"
     if element.is_cast:
         return f"{element.bits}"
-    return "1 sign, a dot that says how many exponent bits follow, exponent, mantissa"
+    return "1 sign, a dot that gives the number of exponent bits, exponent, mantissa"
 
 
 def _smallest(element: Element) -> float:
@@ -284,7 +284,7 @@ def _whole(fmt: Format) -> list[Line]:
             above = "" if high == target else f" x {number(high / target)}"
             most = f"amax{above}, where amax is the largest magnitude of the history"
         if target > high:
-            most = f"{number(high)} over the scale, as {target:g} is more than the element has"
+            most = f"{number(high)} / the scale, as {target:g} is more than the element has"
         twice = ", up to twice that" if fmt.scaling.power_of_two else ""
         lines = [
             ("largest", most),

@@ -6,8 +6,8 @@ is therefore its scaled value, clipped and multiplied by the scale again. The fo
 computes all three steps exactly. Two causes make the mean differ from the value:
 
     clipping   the scale maps the maximum of a block beyond the largest number
-    scales     multiplying by the stored scale does not undo the division, as in HiFloat4, whose
-               rounded reciprocal divides
+    scales     multiplying by the stored scale does not undo the division, as in HiFloat4, which
+               divides by multiplying by a rounded reciprocal
 
 MS-EDEN rounds the values to nearest and its scales at random, so the mean of a value is its rounded
 value times the mean of its scale. The bias is that of a tensor of normal values, which random

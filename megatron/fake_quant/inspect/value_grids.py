@@ -181,6 +181,6 @@ def _power(value: object) -> str:
 
 
 def _color(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
-    """Return the color of the format, else of the format without variants, else a spare color."""
+    """Return the color of a format, or of the format without variants, or else a spare color."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]

@@ -43,7 +43,7 @@ from megatron.fake_quant.quantize import fake_quantize
 KIT = "conformance vectors of megatron.fake_quant"
 VERSION = 1
 MANIFEST = "manifest.json"
-#: Formats that every kit includes in addition to named ones, for rules that these do not test.
+#: Formats that a kit includes by default besides the named ones, because they test other rules.
 VARIANTS = (
     "mxfp8:rceil",
     "nvfp4:4over6-mae",
@@ -80,7 +80,7 @@ def results(x: Tensor, fmt: Format, axis: int) -> dict[str, Array]:
 
 
 def write(folder: Path, formats: Iterable[Format]) -> str:
-    """Write a kit for `formats` to `folder`, and return a message that says so.
+    """Write a kit for `formats` to `folder`, and return a message for the user.
 
     Raises:
         ValueError: if the folder contains something other than a kit, if a format rounds at random,
@@ -149,7 +149,7 @@ def _paths(folder: Path, name: str) -> tuple[Path, Path]:
     """Return the paths of the npz file and the JSON file of the format with the given name."""
     stem = name.replace(":", ".").replace("/", "of")
     if Path(stem).name != stem:
-        raise ValueError(f"a format named {name!r}; choose a name as in --help")
+        raise ValueError(f"the format name {name!r} is not valid; choose one as in --help")
     return folder / f"{stem}.npz", folder / f"{stem}.json"
 
 
@@ -211,7 +211,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a kit.
 
     Raises:
-        ValueError: if the folder has no manifest, or one of another version.
+        ValueError: if the folder has no readable manifest of this version.
     """
     path = folder / MANIFEST
     try:
@@ -228,8 +228,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("version") != VERSION:
         raise UnusableFileError(
             path,
-            f"a kit of version {manifest.get('version')!r}, where this code reads {VERSION}; write "
-            "the kit anew",
+            f"a kit of version {manifest.get('version')!r}, but this code reads version {VERSION}; "
+            "write the kit anew",
         )
     formats = manifest.get("formats")
     if not isinstance(formats, dict) or not all(_is_entry(entry) for entry in formats.values()):
@@ -337,7 +337,7 @@ def _differing(stored: dict[str, Array], fmt: Format, fields: dict[str, Any]) ->
         return "the kit has no float32 input"
     given = stored.pop("input")
     if list(given.shape) != fields.get("shape"):
-        return f"the input has the shape {list(given.shape)}, and {MANIFEST} states another one"
+        return f"the input has the shape {list(given.shape)}, and {MANIFEST} states a different one"
     x = torch.from_numpy(given).to(_DTYPES[fields["dtype"]])
     computed = results(x, fmt, fields["axis"])
     if stored.keys() != computed.keys():

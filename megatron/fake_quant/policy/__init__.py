@@ -15,13 +15,14 @@ The format of an operation comes from the first of these sources that sets it:
 
 A quantization type sets all three operations: `FA_mxfp8` on the command line also overrides the
 environment's choice for the linear layers. The flag for all operations would therefore override a
-recipe in every layer. It overrides a recipe that the environment names, and it is refused together
-with `--quant-recipe`.
+recipe in every layer. It overrides a recipe that an environment variable sets, and it is refused
+together with `--quant-recipe`.
 
 The LM head stays in high precision unless a recipe quantizes it.
 
 `accumulators.py` sets one accumulator for all matmuls. It comes from a flag or from an environment
-variable. A recipe with accumulators of its own wins over the variable, and excludes the flag.
+variable. A recipe with accumulators of its own takes precedence over the variable, and excludes the
+flag.
 """
 
 import math
@@ -150,7 +151,7 @@ class OperationPolicy:
 class Policy:
     """Quantization policy: the formats for the operands of linear layers, QK^T and PV."""
 
-    choices: Mapping[str, Choice]  #: format by operation; unused for those in `by_recipe`
+    choices: Mapping[str, Choice]  #: format by operation; unused for operations in `by_recipe`
     recipe: Recipe | None = None
     by_recipe: frozenset[str] = frozenset()  #: operations whose formats the recipe sets
     accumulator: AccumulatorChoice | None = None  #: accumulator that is set for all matmuls
@@ -381,7 +382,7 @@ def _accumulator(
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
-    """Load the recipe that a flag or the environment names; return None if neither names one."""
+    """Load the recipe that a flag or an environment variable sets; return None without a recipe."""
     overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
     path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
@@ -405,8 +406,8 @@ def canonical_type(name: str) -> str:
 
 _current: Policy | None = None
 _environment: dict[str, str | None] = {}  #: variables from which `_current` was resolved
-_before_change: list[Callable[[], None]] = []  #: functions to call before other formats are set
-_changes = 0  #: number of times that other formats were set
+_before_change: list[Callable[[], None]] = []  #: functions to call before formats change
+_changes = 0  #: number of times that the formats changed
 
 
 def configure(
@@ -421,12 +422,12 @@ def configure(
 ) -> Policy:
     """Set this process's quantization policy from the training flags, and return it.
 
-    Call this function before the model is built. If it is called again with other formats, they
+    Call this function before the model is built. If it is called again with different formats, they
     apply to all models from the next forward pass on; all ranks must then call it. `type_flag` is
     the flag that sets `custom_quant_type`, for messages.
 
     Raises:
-        ValueError: see `resolve`; also if other formats are set while tensors are collected.
+        ValueError: see `resolve`; also if the formats change while tensors are collected.
     """
     global _changes, _current, _environment
     flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
@@ -442,20 +443,20 @@ def configure(
 
 
 def changes() -> int:
-    """Return how many times `configure` has replaced the formats by others."""
+    """Return how many times `configure` has changed the formats."""
     return _changes
 
 
 def call_before_change(function: Callable[[], None]) -> None:
     """Register a function that `configure` calls before it changes the formats.
 
-    If it raises ValueError, the formats do not change.
+    If the function raises ValueError, the formats do not change.
     """
     _before_change.append(function)
 
 
 def _settings_file(environ: Mapping[str, str]) -> Path:
-    """Return the path of the settings file; only the default path may be without a file."""
+    """Return the path of the settings file; the file may be missing only at the default path."""
     named = environ.get(SETTINGS_VARIABLE)
     if named and not Path(named).exists():
         raise ValueError(

@@ -31,10 +31,10 @@ class AccumulatorChoice:
         return ValueError(f"{self.source}: {reason}")
 
     def check(self, formats: Iterable[GemmFormats | None]) -> None:
-        """Raise ValueError if the unit cannot multiply some operands, or if nothing uses it.
+        """Raise ValueError if the unit cannot multiply some operands, or if no matmul uses it.
 
         Raises:
-            ValueError: if it is refused; the message names the flag or variable.
+            ValueError: if the accumulator is refused; the message names the flag or variable.
         """
         try:
             changed = [with_accumulator(each, self.accumulator) != each for each in formats]
@@ -50,10 +50,10 @@ class AccumulatorChoice:
 
 
 def chosen(flag: str | None, variable: str | None) -> AccumulatorChoice | None:
-    """Return the accumulator that a flag or, if it is not given, an environment variable sets.
+    """Return the accumulator set by a flag or, if no flag is given, by an environment variable.
 
     Raises:
-        ValueError: if there is no accumulator of this name; the message names the source.
+        ValueError: if there is no accumulator with this name; the message names the source.
     """
     name = flag or variable
     if not name:

@@ -11,7 +11,7 @@ becomes the lower number. The scales are not quantized in turn ("double quantiza
 NF4 is a format for weights. It has no stochastic rounding. Zero has one code, so a negative zero
 becomes a positive one.
 
-Three points differ from bitsandbytes, where they are not defined. A block with a NaN or an Inf
+Three points that bitsandbytes leaves undefined are decided here. A block with a NaN or an Inf
 becomes NaN as a whole. A block of zeros becomes zeros. If 1 / a is beyond float32, x is divided by
 a instead.
 """

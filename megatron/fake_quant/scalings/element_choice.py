@@ -22,9 +22,9 @@ and a magnitude, and those of IF4 are in two's complement.
 
 The error of a block is the sum of the squared (`mse`) or absolute (`mae`) differences of
 (element * s * a) / 2688 from x, times 6/7 for IF4's integers. Each operation is rounded to float32.
-Values 8 places apart are added first, and then their 8 sums one by one. On a tie, IF4 has E2M1
-elements and MixFP4 has integers. Stochastic rounding does not affect the choice, which is made with
-rounding to nearest.
+Values that are 8 positions apart are added first, and then the 8 sums one by one. On a tie, IF4 has
+E2M1 elements and MixFP4 has integers. Stochastic rounding does not affect the choice, which is made
+with rounding to nearest.
 
 IF4 has the codes and scales of fouroversix's PyTorch reference, with two exceptions. Where the
 rounding of a small scale lets x * m reach 7, the reference stores the code of negative zero, and

@@ -8,7 +8,8 @@ headroom:
     value  = element(x * encode) * decode
 
 Each operation is rounded to float32, in the order of Transformer Engine's Float8BlockScaling with
-float32 scales. torchao's row-wise scales are the same numbers, except that it raises b to 1e-12.
+float32 scales. torchao's row-wise scales are the same numbers, except that torchao raises b to at
+least 1e-12.
 
 For blocks below 1.3e-36, encode is the largest float32; Transformer Engine takes the largest
 bfloat16 if the tensor has that dtype.

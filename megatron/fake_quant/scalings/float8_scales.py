@@ -21,8 +21,8 @@ in the last bit; this is the order of fouroversix, which every other E4M3 format
 With a search (4/6), s has a second candidate, E4M3(b / 6 * encode * 1.5), which maps the maximum to
 4 instead of 6. The candidate with the smaller error is chosen, and the first one if both errors are
 equal. The error is the sum of |value - x| (MAE) or of its square (MSE), where value is computed as
-code * s * a / (top * bound). This is Transformer Engine's order, and codes are rounded to nearest
-in it, whatever the format's rounding mode. fouroversix adds in the order of torch's `sum`, so it
+code * s * a / (top * bound). This is Transformer Engine's order. The search rounds codes to
+nearest, whatever the format's rounding mode. fouroversix adds in the order of torch's `sum`, so it
 can choose the other candidate if errors differ by less than float32 resolves.
 
 If a is above 2^128 / (top * bound), the product code * s * a can exceed float32. If both errors are
@@ -40,12 +40,12 @@ Without an outer scale, encode, decode and outer are 1.
 If an E4M3 scale underflows to 0, its block becomes zeros; m is clamped to the largest float32, so
 that the codes of the block are not NaN. A tensor of zeros has encode = 1.
 
-The oracles do not define the result for NaN and Inf. Here, as in MX, either one makes its block
-NaN, by the NaN code of the scale, and is ignored when a is computed. (In Transformer Engine, one
-NaN makes every block's scale NaN.)
+The reference implementations do not define the result for NaN and Inf. Here, as in MX, either one
+makes its block NaN, by the NaN code of the scale, and is ignored when a is computed. (In
+Transformer Engine, one NaN makes every block's scale NaN.)
 
-With tensor parallelism, a is the maximum of the tensor that `fake_quantize` receives, which for a
-weight is a shard, unless the caller gives another a, as with `:global`. Blocks beyond a given a
+With tensor parallelism, a is the maximum of the tensor that `fake_quantize` receives, such as the
+shard of a weight, unless the caller gives a different a, as with `:global`. Blocks beyond a given a
 saturate.
 """
 
@@ -264,8 +264,8 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     """Return the rounding modes for which the format has a fused kernel on this device type."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
-    # A GPU kernel sees only a part of a row or column, so it knows neither an outer scale on top
-    # of the scales of whole rows or columns nor the error of a whole row.
+    # A GPU kernel sees only a part of a row or column, so it can compute neither an outer scale on
+    # top of the scales of whole rows or columns nor the error of a whole row.
     alone = fmt.scaling.outer == "none" and fmt.scaling.search == "none"
     parts = WHOLE_AXIS not in (fmt.scaling.size, fmt.scaling.height)
     known = device == "cpu" or alone or parts
@@ -293,11 +293,11 @@ _GROUPS = {"1x64": "64 neighbors", "1x128": "128 neighbors"}
 def _source(scaling: BlockScaling, element: ElementFormat) -> str:
     if scaling.scale == "ue5m3":
         own = (scaling.shape_name, element) == ("1 x 16", E2M1)
-        named = "AMD-FP4, unsigned E5M3 scales" if own else "unsigned E5M3 scales as of AMD-FP4"
+        named = "AMD-FP4, unsigned E5M3 scales" if own else "unsigned E5M3 scales as in AMD-FP4"
         return f"{named}, in the order of AMD's ALTO"
     if scaling.scale == "e6m2":
-        return "E6M2 scales as of HiFloat4, in the order of AMD's ALTO"
-    # Transformer Engine has formats with these settings; others use its order of operations.
+        return "E6M2 scales as in HiFloat4, in the order of AMD's ALTO"
+    # Transformer Engine has formats with these settings; other formats use its order.
     shared = (
         scaling.shape_name in ("1 x 16", "16 x 16")
         and scaling.outer in ("tensor", "row")
@@ -306,12 +306,12 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
     )
     how = "as Transformer Engine computes it" if shared else "in the order of Transformer Engine"
     if folds(scaling, element):
-        named = "NVFP4" if shared else "E4M3 scales as of NVFP4"
+        named = "NVFP4" if shared else "E4M3 scales as in NVFP4"
         return f"{named}, arXiv 2509.25149 appendix B, {how}"
     if scaling.search != "none":
-        named = "NVFP4" if shared else "E4M3 scales as of NVFP4"
+        named = "NVFP4" if shared else "E4M3 scales as in NVFP4"
         return f"{named} with 4/6, arXiv 2512.02010, {how}"
-    return "E4M3 scales as of NVFP4, in the order of fouroversix"
+    return "E4M3 scales as in NVFP4, in the order of fouroversix"
 
 
 def _found(fmt: Format, scaling: BlockScaling) -> list[tuple[str, str]]:

@@ -151,8 +151,8 @@ def describe(fmt: Format, scaling: GroupScaling, element: ElementFormat) -> Scal
         (
             (
                 "found",
-                "amax / 7 rounded to E6M2; the bit of 8 is set where their amax is 4 scales "
-                "or more, then that of 4 where theirs is 2 or more",
+                "amax / 7 rounded to E6M2; the bit of 8 values is set if their amax is at least 4 "
+                "scales, and then that of 4 values if theirs is at least 2 scales",
             ),
         ),
         range_note=", with the two bits",

@@ -16,7 +16,7 @@ reproduced bit for bit for finite values:
 - The step between neighboring values is at least 2^-126, the smallest normal float32. A scale
   therefore does not fall below 2^-120 in MX9 and 2^-123 in MX6, whatever E and d are.
 - E of a subnormal or zero maximum is -127, and its pairs have d = 0.
-- A value that rounds beyond the largest element is clamped to it, also where d = 1.
+- A value that rounds beyond the largest element is clamped to it, even where d = 1.
 
 ALTO has no code for NaN and clamps an Inf. Here, as in MX, either one makes its block NaN.
 

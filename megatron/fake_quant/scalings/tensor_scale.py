@@ -13,8 +13,9 @@ a is the tensor's largest finite magnitude. A NaN stays a NaN and an Inf saturat
 affects the scale of the other values. Transformer Engine sets the scale to 1 if the tensor has an
 Inf.
 
-The caller may give another a, such as the maximum over all ranks or over earlier tensors. Values
-beyond it are then scaled beyond the target, and saturate at the largest number of the element type.
+The caller may give a different a, such as the maximum over all ranks or over earlier tensors.
+Values beyond it are then scaled beyond the target, and saturate at the largest number of the
+element type.
 """
 
 import math

@@ -2,30 +2,30 @@
 
 `gemm.py` multiplies whole matrices. A kernel never has whole matrices of scores: it visits the keys
 tile by tile and keeps a running maximum m and a running sum l per query (online softmax). This
-changes what is rounded, because P has the running maximum when it is quantized. With unnormalized
-probabilities, the forward pass is, for each tile in the order of `Tiling`:
+changes what is rounded, because P is quantized while m is still the running maximum. With
+unnormalized probabilities, the forward pass is, for each tile in the order of `Tiling`:
 
     S  = coefficient * (scale * Q K^T), masked          m' = max(m, max of S)
     e  = exp(S - m')            P = Q(e * static scale)
     l  = l * exp(m - m') + sum of e, or of P            O  = O * exp(m - m') + P V
 
-and at the end O / l. With normalized probabilities, a first pass over the tiles computes m and l,
+The output is O / l. With normalized probabilities, a first pass over the tiles computes m and l,
 and a second one multiplies P = exp(S - m) / l by V. The backward pass recomputes S and the
 normalized P with the final m and l, from the same quantized Q and K (arXiv 2603.00040):
 
     dV = P^T dO        dP = dO V^T        D = sum of P * dP over all keys
     dS = P * (dP - D)  dQ = dS K          dK = dS^T Q
 
-D needs all tiles, so that dP is computed twice. Kernels take D = dO * O instead, which equals the
-sum only if O is exactly P V; arXiv 2603.00040 reports that this fails in four bits, and computes O
-once more in high precision for it.
+D needs all tiles, so dP is computed twice. Kernels take D = dO * O instead, which equals the sum
+only if O is exactly P V; arXiv 2603.00040 reports that this fails in four bits, and computes O once
+more in high precision for this purpose.
 
 Which values share a scale:
 
-    Q, K, V, dO  exist before the kernel runs. They are quantized whole, and cut afterwards.
+    Q, K, V, dO  exist before the kernel runs. They are quantized as a whole and then cut.
     P and dS     are quantized tile by tile. A scale for the whole tensor belongs to one tile, with
-                 the queries of all heads. For the unnormalized P, it is constant: that of the
-                 largest possible value, 1, or with a static scale S that of S * P, which is 1.
+                 the queries of all heads. For the unnormalized P, this scale is constant: it is
+                 computed from the largest possible value, 1, or it is 1 with a static scale.
 
 If a GEMM has an accumulator, each of its products is summed as the matrix unit does. The sums begin
 and end as in FlashAttention-3 (arXiv 2407.08608):
@@ -41,13 +41,14 @@ and end as in FlashAttention-3 (arXiv 2407.08608):
     dQ         one sum per tile; the tiles are added up in float32, as in memory
 
 All other arithmetic is float32, whatever the dtype of Q, K and V, because the intermediate values
-stay in a kernel's registers. A unit reads an operand without a format in this dtype. The result and
-the gradients are rounded to this dtype at the end. With one tile, they have the same bits as
-attention with whole matrices in float32. Stochastic rounding draws the bits of tile 0, counted from
-the first key, as for whole matrices, and others for each of the other tiles.
+stay in a kernel's registers. A unit reads an operand without a format in the dtype of Q, K and V.
+The result and the gradients are rounded to this dtype at the end. With one tile, they are
+bit-identical to those of attention with whole matrices in float32. For tile 0, counted from the
+first key, stochastic rounding draws the same random bits as for whole matrices; every other tile
+has its own.
 
-Shape suffixes: B batch times heads, M queries, N keys, D head dimension of Q and K, and in
-`value_BND` and the output that of V. `vt` is V^T.
+Shape suffixes: B for batch times heads, M for queries, N for keys, D for the head dimension: that
+of V in `value_BND` and in the output, otherwise that of Q and K. `vt` is V^T.
 """
 
 from collections.abc import Mapping

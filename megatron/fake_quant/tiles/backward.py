@@ -107,8 +107,8 @@ class Backward:
 
         With P = share * softmax of the tile's scores, P * (dP - D) is the share times the gradient
         of this softmax, corrected for the difference between D and the same sum over the tile. With
-        one tile, the share is 1 and the difference 0, and the result has the bits of torch's
-        softmax.
+        one tile, the share is 1 and the difference 0, and the result is bit-identical to the
+        gradient of torch's softmax.
         """
         probs_BMN, share_BM1 = factors
         rest_BM1 = _row_dot(probs_BMN, grad_BMN) - dot_BM1

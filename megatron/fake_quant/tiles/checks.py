@@ -111,13 +111,16 @@ def check_probabilities(tiling: Tiling, probs: Operand, *, unnormalized: bool) -
         return
     what = f"{' and '.join(settings)} of probabilities in tiles"
     if not unnormalized:
-        raise ValueError(f"{what}: for unnormalized probabilities only; leave one of them out")
+        raise ValueError(
+            f"{what}: for unnormalized probabilities only; make P unnormalized, or remove this "
+            "setting"
+        )
     if probs.format is None:
-        raise ValueError(f"{what} without a format for them; give fprop_a a format")
+        raise ValueError(f"{what} without a format for P; give fprop_a a format")
     if probs.hadamard is not None:
         raise ValueError(
-            f"{what} with a Hadamard transform, after which values have other signs and sums; "
-            "leave one of them out"
+            f"{what} with a Hadamard transform, which changes the signs and sums of values; "
+            "remove the transform or this setting"
         )
     largest = _largest(probs.format)
     if tiling.scale is not None and largest is not None and tiling.scale > largest:

@@ -102,7 +102,7 @@ class TiledAttention:
 
     @property
     def continues(self) -> bool:
-        """Return whether the register of a simulated unit keeps O from one tile to the next.
+        """True if the register of a simulated unit keeps O from one tile to the next.
 
         This requires that the scale of P is the same in all tiles. Otherwise, each tile begins a
         new sum, and O is added up in float32.
@@ -156,7 +156,7 @@ class TiledAttention:
     def _constant_amax(self) -> float | None:
         """Return the amax from which the scale of the unnormalized P is computed in all tiles.
 
-        The result is None if P has no scale for the whole tensor, or another one in each tile.
+        The result is None if P has no scale for the whole tensor, or a different one in each tile.
         """
         operand = self.pv.formats.fprop_a
         if operand.format is None or not operand.format.has_tensor_scale:
@@ -228,8 +228,8 @@ class TiledAttention:
     def pairwise(self, query_BMD: Tensor, key_BND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores, neither masked nor multiplied by `coefficient`, and the normalized P.
 
-        Both are whole matrices `[B, M, N]` in the dtype of the queries. They are not computed for
-        the output and cost as much memory as attention without tiles.
+        Both are whole matrices `[B, M, N]` in the dtype of the queries. The output does not need
+        them, and they take as much memory as attention without tiles.
         """
         settings = self.prepared(query_BMD.dtype)
         settings = replace(settings, qk=replace(settings.qk, observe=None))

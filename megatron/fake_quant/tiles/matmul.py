@@ -96,12 +96,12 @@ class TiledMatmul:
     seed: int | None = None
     #: function that is called with each operand that is quantized whole, before it is quantized
     observe: Observer | None = None
-    #: dtype of Q, K, V and the gradient of the output; a unit reads operands without a format in it
+    #: dtype of Q, K, V and the output's gradient, in which a unit reads operands without a format
     dtype: torch.dtype = torch.float32
 
     @property
     def operands(self) -> dict[str, Operand]:
-        """Return the operands by slot."""
+        """Operands by slot."""
         return {slot: getattr(self.formats, slot) for slot in SLOTS}
 
     def prepared(self, dtype: torch.dtype) -> "TiledMatmul":

@@ -34,7 +34,7 @@ class Tiling:
     """Size and order of the tiles of keys, and the rounding of P in them.
 
     Raises:
-        ValueError: if a value is not accepted; the message says what is.
+        ValueError: if a value is not accepted; the message lists the accepted values.
     """
 
     tile: int = TILE  #: number of keys per tile; the last tile may be shorter
@@ -83,7 +83,7 @@ class Tiling:
 
     @classmethod
     def parse(cls, text: str) -> "Tiling | None":
-        """Return the settings that have this text; None if it is the text of something else."""
+        """Return the settings that `text` describes, or None if it describes something else."""
         match = _TEXT.fullmatch(text)
         if match is None:
             return None

@@ -120,7 +120,7 @@ def int_pair(text: str) -> tuple[int, int]:
 def dtype(text: str) -> torch.dtype:
     """Return the dtype named by `text`: fp32, bf16 or fp16."""
     if text not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DTYPES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[text]
 
 
@@ -137,7 +137,9 @@ class _OneOrMore(argparse.Action):
 def _enum_member(kind: type[enum.Enum]):
     def member(text: str) -> enum.Enum:
         if text not in kind.__members__:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(kind.__members__)}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(kind.__members__)}"
+            )
         return kind[text]
 
     return member

@@ -38,7 +38,7 @@ def _checked(config: type, kwargs: dict):
     ) as error:
         reason = " ".join(str(error).split()) or f"{config.__name__} refuses the given values"
         raise UserError(
-            f"{reason.rstrip('.')}; change the flags of the same names (field a_b is --a-b)"
+            f"{reason.rstrip('.')}; change the flags with the same names (field a_b is --a-b)"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """List the configuration fields in which later releases of megatron-core differ from 0.16.1.
 
-The flags of this program are those of the fields of 0.16.1. A command line then means the same with
-every supported release, and a flag that the installed release lacks is an error.
+The flags of this program correspond to the fields of 0.16.1. A command line therefore has the same
+meaning with every supported release, and a flag that the installed release lacks is an error.
 """
 
 #: fields that a release adds; they have no flag and keep megatron-core's defaults

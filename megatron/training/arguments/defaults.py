@@ -125,7 +125,7 @@ def _virtual_stages(args: argparse.Namespace) -> int | None:
     if layers is not None and stages is not None:
         raise UserError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
-            "were both given; they set the same thing, give one"
+            "were both given, but they set the same value; give one"
         )
     if args.pipeline_model_parallel_size == 1:
         raise UserError(

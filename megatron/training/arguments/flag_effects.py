@@ -306,7 +306,7 @@ NEEDS = (
     ),
     _need("--timing-log-level above 0", lambda args: args.timing_log_level, "timing_log_option"),
     _need(
-        "--cuda-graph-impl none (the default), because a graph repeats its kernels only",
+        "--cuda-graph-impl none (the default), because a graph replays only kernels",
         lambda args: args.cuda_graph_impl in (None, "none") and not args.enable_cuda_graph,
         "log_max_attention_logit",
     ),

@@ -55,7 +55,7 @@ def check_experts(args: argparse.Namespace) -> None:
     if args.expert_model_parallel_size > 1 and args.use_cpu_initialization:
         raise UserError(
             "--use-cpu-initialization gives the experts of every expert-parallel rank the same "
-            "weights; remove it: each expert then gets its own weights, on a CPU as well"
+            "weights; remove it: each expert then gets its own weights, even on a CPU"
         )
 
 
@@ -74,7 +74,7 @@ def _check_grouped(args: argparse.Namespace) -> None:
         )
     needed = {"--bf16": args.bf16, "--disable-bias-linear": args.add_bias_linear is False}
     if missing := [flag for flag, given in needed.items() if not given]:
-        raise UserError(f"--moe-grouped-gemm needs {' and '.join(missing)}; add it")
+        raise UserError(f"--moe-grouped-gemm needs {' and '.join(missing)}; add the latter")
 
 
 def _check_expert_sizes(args: argparse.Namespace) -> None:
@@ -82,21 +82,23 @@ def _check_expert_sizes(args: argparse.Namespace) -> None:
     if experts % ranks:
         raise UserError(
             f"--num-experts {experts} cannot be spread evenly over --expert-model-parallel-size "
-            f"{ranks}; make it a multiple"
+            f"{ranks}; make it a multiple of {ranks}"
         )
     topk = args.moe_router_topk
     if topk is not None and topk > experts:
-        raise UserError(f"--moe-router-topk {topk} is above --num-experts {experts}; lower it")
+        raise UserError(
+            f"--moe-router-topk {topk} is above --num-experts {experts}; lower the former"
+        )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise UserError(
-            f"--moe-layer-freq names {len(pattern)} layers, but --num-layers is {args.num_layers}; "
+            f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}; "
             "give a 0 (dense) or a 1 (experts) for each, as in [0]+[1]*26"
         )
     if args.moe_shared_expert_intermediate_size and args.add_bias_linear is not False:
         raise UserError(
-            "--moe-shared-expert-intermediate-size needs --disable-bias-linear: the wheel's shared "
-            "experts have no biases; add it"
+            "--moe-shared-expert-intermediate-size needs --disable-bias-linear, because "
+            "megatron-core's shared experts have no biases; add --disable-bias-linear"
         )
 
 

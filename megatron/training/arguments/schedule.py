@@ -17,7 +17,7 @@ class Schedule:
 def samples_after(args: argparse.Namespace, iterations: int) -> int:
     """Return the number of samples that the first iterations of a run take.
 
-    With `--rampup-batch-size`, the batch sizes are those of megatron-core's calculator.
+    With `--rampup-batch-size`, megatron-core's calculator determines the batch sizes.
     """
     batch, consumed = args.global_batch_size, 0
     if args.rampup_batch_size is None:

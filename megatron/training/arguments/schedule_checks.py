@@ -20,9 +20,9 @@ def check_schedule(args: argparse.Namespace) -> None:
         UserError: if a value is invalid, or if two flags contradict each other.
     """
     if args.min_lr > args.lr:
-        raise UserError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
+        raise UserError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower the former")
     if args.lr_warmup_init > args.lr:
-        raise UserError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr; lower it")
+        raise UserError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr; lower the former")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise UserError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "

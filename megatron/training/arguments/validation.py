@@ -167,7 +167,7 @@ def _check_batches(args: argparse.Namespace) -> None:
         _check_rampup(args, step * pp if interleaved else step)
     if args.global_batch_size % step and args.rampup_batch_size is None:
         raise UserError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
             f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel rank(s); "
             f"make it a multiple of {step}"
         )
@@ -196,7 +196,7 @@ def _check_rampup(args: argparse.Namespace, step: int) -> None:
     start, increment, samples = args.rampup_batch_size
     flag = f"--rampup-batch-size {start} {increment} {samples}"
     if min(start, increment, samples) < 1:
-        raise UserError(f"{flag} holds a number below 1; give three numbers from 1")
+        raise UserError(f"{flag} holds a number below 1; give three numbers of at least 1")
     growth = args.global_batch_size - start
     if growth <= 0 or growth % increment:
         raise UserError(
@@ -214,7 +214,7 @@ def _check_rampup(args: argparse.Namespace, step: int) -> None:
 def _check_model(args: argparse.Namespace) -> None:
     if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
         raise UserError(
-            f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads "
+            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads "
             f"{args.num_attention_heads}; change one or give --kv-channels"
         )
     rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
@@ -227,7 +227,7 @@ def _check_model(args: argparse.Namespace) -> None:
     groups = args.num_query_groups
     if groups is not None and args.num_attention_heads % groups:
         raise UserError(
-            f"--num-attention-heads {args.num_attention_heads} is no multiple of "
+            f"--num-attention-heads {args.num_attention_heads} is not a multiple of "
             f"--num-query-groups {groups}; change one"
         )
     if args.seq_length > args.max_position_embeddings:
@@ -291,7 +291,7 @@ def _check_local_only(args: argparse.Namespace) -> None:
     if backend in ("flash", "fused"):
         raise UserError(
             f"--attention-backend {backend} belongs to Transformer Engine; remove it: the local "
-            "layers have one attention, unfused"
+            "layers have only unfused attention"
         )
 
 
@@ -306,7 +306,8 @@ def _check_data(args: argparse.Namespace) -> None:
         )
     if args.train_data_path is None and any(per_split):
         raise UserError(
-            "--valid-data-path or --test-data-path was given without --train-data-path; give it"
+            "--valid-data-path or --test-data-path was given without --train-data-path; add the "
+            "latter"
         )
     if args.split is not None:
         check_split(args.split)

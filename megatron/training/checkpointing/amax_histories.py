@@ -1,9 +1,9 @@
 """Save and load the amax histories of delayed scaling, which are part of a checkpoint.
 
-The histories of an operation (linear, qk or pv) of a module are one tensor of the checkpoint. It is
-named after the module in the whole model, so that other parallel sizes can load it. A row holds the
-amax in use, followed by the history, the newest amax first. The ranks of a pipeline stage have
-equal histories, and one of them writes.
+The histories of each operation (linear, qk or pv) of a module form one tensor of the checkpoint.
+The tensor is named after the module in the whole model, so that runs with different parallel sizes
+can load it. Each row holds the amax in use, followed by the history with the newest amax first. All
+ranks of a pipeline stage have equal histories, and one of these ranks writes the tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def sharded(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]:
 def sharded_to_load(chunks: Sequence[torch.nn.Module], folder: Path) -> dict[str, ShardedTensor]:
     """Return empty tensors for those amax histories of this rank that a checkpoint contains.
 
-    Print how many it does not contain. Must be called on all ranks.
+    Print how many histories the checkpoint lacks. Must be called on all ranks.
     """
     operations = [op for scaling in _scalings(chunks) for op in scaling.operations]
     counts = torch.tensor([len(operations), 0])
@@ -105,6 +105,6 @@ def _print_missing(wanted: int, missing: int) -> None:
         return
     some = "no" if missing == wanted else "not all"
     print_rank_0(
-        f"> the checkpoint has {some} amax histories of delayed scaling: those it lacks start "
-        "empty, with scales of 1"
+        f"> the checkpoint has {some} amax histories of delayed scaling: missing "
+        "histories start empty, with scales of 1"
     )

@@ -55,7 +55,7 @@ def check_common(common: Any) -> dict[str, Any]:
     _require(common.get("args"), "args", _is_plain, "a dictionary of flags")
     for name in ("has_optim", "has_rng"):
         _require(common.get(name), name, lambda value: type(value) is bool, "True or False")
-    _require(common.get("run"), "run", _is_texts, "a dictionary of texts")
+    _require(common.get("run"), "run", _is_texts, "a dictionary of strings")
     if common["has_optim"]:
         _require(
             common.get("opt_param_scheduler"),

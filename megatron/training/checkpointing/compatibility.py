@@ -114,7 +114,7 @@ LAYOUT = (
     "expert_tensor_parallel_size",
     "use_tp_pp_dp_mapping",
 )
-#: flags that change the training but may change when a run resumes; the log names each change
+#: flags that change the training but may change when a run resumes; the log lists each change
 NOTED = (
     "micro_batch_size",
     "global_batch_size",
@@ -131,12 +131,12 @@ NOTED = (
     "moe_z_loss_coeff",
     "moe_router_bias_update_rate",
 )
-#: all flags that every checkpoint records; it also records those in `NOTED`, which the checkpoints
-#: of earlier versions lack
+#: flags that every checkpoint records; checkpoints of the current version also record those in
+#: `NOTED`
 RECORDED = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
 #: properties of a run that must not change when the run resumes, each with the flag that sets it
 RUN = {
-    "format": "--custom-quant-type and its like",
+    "format": "--custom-quant-type and similar flags",
     "data": "--data-path",
     "split": "--split",
     "seed": "--seed",
@@ -317,24 +317,24 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
         there, here = common["args"][name], getattr(args, name)
         if there != here:
             raise UserError(
-                f"{folder} was written with {flag_of(name)} {there}, this run has {here}; use the "
-                "same or give --no-load-optim"
+                f"{folder} was written with {flag_of(name)} {there}, but this run has {here}; use "
+                "the same value or give --no-load-optim"
             )
     there, here = common["run"].get("type"), _type(args)
     if there != here:
         raise UserError(
-            f"{folder} has the optimizer of a run in {there}, whose state does not fit one in "
-            f"{here}; give the same type or --no-load-optim"
+            f"{folder} has the optimizer state of a run in {there}, which does not fit a run in "
+            f"{here}; give the same dtype or --no-load-optim"
         )
     there, here = common["args"]["expert_model_parallel_size"], args.expert_model_parallel_size
-    # With expert parallelism, the experts have an optimizer of their own. Otherwise there is only
-    # one optimizer.
+    # With expert parallelism, the experts have a separate optimizer. Otherwise, there is only one
+    # optimizer.
     if args.num_moe_experts and (there > 1) != (here > 1):
         raise UserError(
-            f"{folder} was written with --expert-model-parallel-size {there}, this run has {here}: "
-            "experts that are spread over ranks have an optimizer of their own, whose state cannot "
-            "be merged into that of the other weights; give --no-load-optim, or another size "
-            "above 1"
+            f"{folder} was written with --expert-model-parallel-size {there}, but this run has "
+            f"{here}: experts that are spread over ranks have a separate optimizer, whose state "
+            "cannot be merged into that of the other weights; give --no-load-optim, or another "
+            "size above 1"
         )
     _check_numbers(args, common, folder)
 
@@ -350,14 +350,14 @@ def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Pat
     if not differences:
         return
     if args.override_opt_param_scheduler:
-        print_rank_0(f"> overriding the optimizer's numbers: {'; '.join(differences)}")
+        print_rank_0(f"> overriding the optimizer's hyperparameters: {'; '.join(differences)}")
     elif args.use_checkpoint_opt_param_scheduler:
-        print_rank_0(f"> using the checkpoint's numbers of the optimizer: {'; '.join(differences)}")
+        print_rank_0(f"> using the checkpoint's hyperparameters: {'; '.join(differences)}")
     else:
         raise UserError(
-            f"the optimizer of {folder} has other numbers: {'; '.join(differences)}; give "
-            "--override-opt_param-scheduler to take the command line's or "
-            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+            f"the optimizer of {folder} has different hyperparameters: {'; '.join(differences)}; "
+            "give --override-opt_param-scheduler to take those of the command line or "
+            "--use-checkpoint-opt_param-scheduler to take those of the checkpoint"
         )
 
 

@@ -92,7 +92,7 @@ def _index(content: Any) -> Metadata:
     for name, entry in index.state_dict_metadata.items():
         for key in _expected(name, entry):
             if key not in index.storage_data:
-                raise ValueError(f"it does not say which file holds {name}")
+                raise ValueError(f"it does not state which file holds {name}")
     return index
 
 
@@ -211,4 +211,4 @@ def _check_files(folder: Path, index: Metadata) -> None:
         except UnusableFileError as error:
             raise DamagedError(str(error)) from None
         if size < end:
-            raise DamagedError(f"{path} has {size} bytes, but {INDEX} says it has at least {end}")
+            raise DamagedError(f"{path} has {size} bytes, but {INDEX} requires at least {end}")

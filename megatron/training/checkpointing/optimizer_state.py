@@ -34,9 +34,9 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def complete(optimizer: MegatronOptimizer) -> None:
-    """Allocate the state of torch's optimizers before it is saved, unless they have one.
+    """Allocate missing state of torch's optimizers before a checkpoint is saved.
 
-    An optimizer that has made no step yet has none. With fp16, this is the case until the loss
+    An optimizer has no state before its first step. With fp16, the first step occurs once the loss
     scale is small enough. megatron-core cannot load a checkpoint without the state.
     """
     for part in _parts(optimizer):
@@ -52,7 +52,7 @@ def complete(optimizer: MegatronOptimizer) -> None:
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Allocate the state of torch's SGD. Without momentum, it has none."""
+    """Allocate the state of torch's SGD, which has no state without momentum."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -86,17 +86,18 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
                 state["step"] = state["step"].clone()
 
 
-#: settings of a parameter group that tell the groups of a checkpoint apart with every release
+#: settings by which every release of megatron-core tells the parameter groups of a checkpoint apart
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-#: settings by which megatron-core 0.19 and later also tell them apart
+#: further settings by which megatron-core 0.19 and later tell the groups apart
 _SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def match_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Give each parameter group the schedule of its group in a checkpoint, before it is loaded.
+    """Copy the schedule of each parameter group from a checkpoint, before the state is loaded.
 
-    With another learning rate, megatron-core 0.19 and later would not find the group. Loading
-    replaces these settings in any case, and `set_numbers` restores them.
+    If, for example, the learning rate differed, megatron-core 0.19 and later would not find the
+    group in the checkpoint. Loading replaces these settings in any case, and `set_numbers` restores
+    them.
 
     Args:
         optimizer: the optimizer of this run.

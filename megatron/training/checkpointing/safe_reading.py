@@ -109,7 +109,7 @@ class Reader(CachedMetadataFileSystemReader):
             raise
         except Exception as error:  # unexpected content can raise almost any exception
             why = printable(error, limit=300) or type(error).__name__
-            raise DamagedError(f"{self._file} does not hold what its index says: {why}") from None
+            raise DamagedError(f"{self._file} does not match its index: {why}") from None
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         self._file = Path(self.path, sinfo.relative_path)
@@ -161,7 +161,7 @@ def _holds_bytes(objects: list[Any]) -> bool:
 
 
 def _reader(folder: str | Path, **options: Any) -> Reader:
-    """Return a reader. The wheel's options select caching and a library for asynchronous saves."""
+    """Return a reader; `options`, which select caching and asynchronous saves, are ignored."""
     return Reader(folder)
 
 

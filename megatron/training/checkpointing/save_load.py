@@ -162,7 +162,8 @@ def _write_errors(final: Path) -> Iterator[None]:
 def _loaded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Load this rank's part of a checkpoint, and raise the error of one rank on all ranks.
 
-    Since megatron-core 0.18, each rank reads alone; the others would go on without the failed rank.
+    Since megatron-core 0.18, each rank reads independently, so that the others would continue
+    without a rank that failed.
     """
     problem = None
     try:
@@ -304,7 +305,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         progress.levels = checked_levels(progress.levels)
     if trained.scheduler is not None and not with_optim:
         trained.scheduler.step(progress.consumed_train_samples)
-        print_rank_0("  the optimizer starts anew; the learning rate follows the samples so far")
+        print_rank_0("  the optimizer starts anew; the learning rate depends on the samples so far")
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
     return progress
 
@@ -312,8 +313,8 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
 def loaded_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the checkpoint from which the run starts, for the run card; None if there is none.
 
-    The entries are the folder, the iteration, whether the run continues it or only takes its
-    weights, and the mean of its last normal losses (at most 32; None if it stores none).
+    The entries are the folder, the iteration, whether only the weights are loaded, and the mean of
+    the last normal losses in the checkpoint (at most 32; None if it stores none).
     """
     if not resumes(args):
         return None
@@ -368,9 +369,9 @@ def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
         trained.scheduler.load_state_dict(state)
     except AssertionError as error:
         raise UserError(
-            f"the checkpoint has another schedule: {' '.join(str(error).split())}; give "
-            "--override-opt_param-scheduler to take the command line's or "
-            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+            f"the checkpoint has a different schedule: {' '.join(str(error).split())}; give "
+            "--override-opt_param-scheduler to take that of the command line or "
+            "--use-checkpoint-opt_param-scheduler to take that of the checkpoint"
         ) from error
     # `load_state_dict` applies the schedule before it reads the weight decay. `step(0)` therefore
     # applies the schedule again.

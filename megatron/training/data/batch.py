@@ -17,7 +17,8 @@ from megatron.training.data.datasets import MicroBatches, stage_needs_data
 from megatron.training.signals import raise_if_received
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-#: True for megatron-core 0.18 and later, whose function also cuts packed sequences
+#: True for megatron-core 0.18 and later, whose `get_batch_on_this_cp_rank` also divides packed
+#: sequences
 _NAMES_HYBRID = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
 
 
@@ -67,7 +68,7 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
 
 def part_of_this_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Return this context-parallel rank's part of a batch whose sequences are not packed."""
-    # Since megatron-core 0.18, the default group is that of all ranks.
+    # Since megatron-core 0.18, the default group contains all ranks.
     group = parallel_state.get_context_parallel_group()
     not_hybrid = {"is_hybrid_cp": False} if _NAMES_HYBRID else {}
     return get_batch_on_this_cp_rank(batch, cp_group=group, **not_hybrid)

@@ -57,9 +57,9 @@ def _is_reader(args: argparse.Namespace) -> bool:
 def split_sizes(args: argparse.Namespace, progress: "TrainingProgress") -> dict[str, int]:
     """Return the number of samples that the whole run takes from each split.
 
-    A resumed run with other flags may take more samples than a run with these flags from the start.
-    If the flags are unchanged, the sizes are those of the uninterrupted run, because megatron-core
-    shuffles the samples depending on their number.
+    A run that resumes with different flags may take more samples than a run that has these flags
+    from the start. If the flags are unchanged, the sizes are those of the uninterrupted run,
+    because megatron-core shuffles the samples depending on their number.
     """
     batch = args.global_batch_size
     iterations = max(args.train_iters - progress.iteration, 0)
@@ -325,7 +325,8 @@ def micro_batches(
     if length[0] is not None and length[0] < total:
         raise UserError(
             f"the data has {length[0]} samples of {args.seq_length} tokens, but the run takes "
-            f"{total}; lower --train-iters or --eval-iters, or give the blend weights to repeat it"
+            f"{total}; lower --train-iters or --eval-iters, or add weights to the blend, so that "
+            "its data is repeated"
         )
     sampler = SequentialSampler(
         total_samples=total,

@@ -172,7 +172,7 @@ def check_fits(prefix: str, tokenizer: MegatronTokenizerText) -> None:
         difference = f"a vocabulary of {recorded.vocab_size} ({recorded.type}), but {given} {size}"
     elif fingerprint(tokenizer) != recorded.fingerprint:
         difference = (
-            f"another tokenizer's ids ({recorded.type}): {given} as many tokens, but not the same"
+            f"another tokenizer's ids ({recorded.type}): {given} as many tokens, but different ones"
         )
     else:
         return

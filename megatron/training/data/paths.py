@@ -14,11 +14,11 @@ from megatron.training.errors import UserError
 def check_split(text: str) -> None:
     """Check the value of `--split`.
 
-    megatron-core reads the digits and points only: without this check, it would ignore the sign of
-    a negative number, and divide `1e-1` into two numbers.
+    megatron-core reads only the digits and decimal points. Without this check, it would ignore the
+    sign of a negative number, and split `1e-1` into two numbers.
 
     Raises:
-        UserError: unless the value consists of one to three shares, of which one is above 0.
+        UserError: unless the value consists of one to three shares, and at least one is above 0.
     """
     parts = re.split("[,/]", text)
     shares = [float(part) for part in parts if re.fullmatch(r" *(\d+\.?\d*|\.\d+) *", part)]

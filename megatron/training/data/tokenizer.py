@@ -114,7 +114,8 @@ def build_tokenizer(
     The tokenizer provides tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod
     (None if there is no end-of-document token), and the rest of the interface that megatron-core's
     data sets use. The NullTokenizer reads text that consists of numbers: the token ids from 0 to
-    `vocab_size` - 1. Its eod is `vocab_size`. Other tokenizers know their own size.
+    `vocab_size` - 1. Its eod is `vocab_size`. The size of other tokenizers follows from their
+    files.
 
     Raises:
         UserError: if the tokenizer cannot be built, or if its size is not `vocab_size`.
@@ -123,7 +124,7 @@ def build_tokenizer(
         tokenizer_type = guess_tokenizer_type(model_path)
     if tokenizer_type is None:
         raise UserError(
-            "no tokenizer is named; give --tokenizer-model (a file or folder), or --tokenizer-type "
+            "no tokenizer is given; give --tokenizer-model (a file or folder), or --tokenizer-type "
             "NullTokenizer for text that is numbers"
         )
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -154,7 +155,7 @@ def build_tokenizer(
     return tokenizer
 
 
-#: beginning of a warning that megatron-core gives when it is imported
+#: beginning of a warning that megatron-core emits when it is imported
 _NO_FUSED_KERNELS = "Transformer Engine and Apex are not installed"
 #: Text that different tokenizers split differently. It contains repeated spaces, digits, code,
 #: upper and lower case, several scripts and an emoji.
@@ -218,7 +219,7 @@ def _refuse_special(path: Path) -> None:
 
 
 def _null(vocab_size: int) -> MegatronTokenizerText:
-    """Return a tokenizer of the ids below `vocab_size`, and of its eod, `vocab_size`."""
+    """Return a tokenizer for the ids below `vocab_size`; the id of its eod is `vocab_size`."""
     with warnings.catch_warnings(), transformers_when_needed():
         warnings.filterwarnings("ignore", message=_NO_FUSED_KERNELS)
         from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
@@ -268,7 +269,7 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
         raise UserError(
             f"{path} would not be read: Hugging Face's library reads "
             f"{' and '.join(HUGGING_FACE_FILES)} of a folder; name the folder of the tokenizer, "
-            "and if this is its file, rename it to tokenizer.json"
+            "and rename this file to tokenizer.json if it holds the tokenizer"
         )
     folder = path.parent if path.is_file() else path
     if not any((folder / name).is_file() for name in HUGGING_FACE_FILES):

@@ -67,8 +67,8 @@ def read_model(folder: str) -> Model:
         config = read_json(path)
     except FileNotFoundError:
         raise UserError(
-            f"--load-hf {folder} holds no {CONFIG}; name a folder as transformers' "
-            "save_pretrained writes it"
+            f"--load-hf {folder} holds no {CONFIG}; name a folder that was written by "
+            "transformers' save_pretrained"
         ) from None
     except UnusableFileError as error:
         where = printable(error.path, limit=1000)

@@ -90,9 +90,7 @@ def _check_rope(name: str, value: Any) -> None:
 def _check_count(name: str, value: Any, bounds: tuple[int, int]) -> None:
     least, most = bounds
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(
-            f"{name} {_shown(value)}, which is not a whole number from {least} to {most}"
-        )
+        raise ValueError(f"{name} {_shown(value)}, which is not an integer from {least} to {most}")
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -78,7 +78,7 @@ def _check_routing(config: dict[str, Any]) -> None:
     They are an error even if transformers 5 ignores them, because they would change the output.
     """
     for name, supported, why in (
-        ("topk_method", "greedy", "megatron-core ranks groups of experts by another sum"),
+        ("topk_method", "greedy", "megatron-core ranks groups of experts by a different sum"),
         ("scoring_func", "softmax", "DeepSeek-V2 scores experts by a softmax"),
         ("norm_topk_prob", False, "the weights of the chosen experts are not normalized"),
         ("moe_layer_freq", 1, "every layer after the dense ones has experts"),

@@ -55,13 +55,13 @@ def _check_together(args: argparse.Namespace) -> None:
     for flag in ("load_hf", "save_hf"):
         if getattr(args, flag) is not None and args.transformer_impl not in (None, "local"):
             raise UserError(
-                f"--{flag.replace('_', '-')} knows the names of the local layers only; remove "
+                f"--{flag.replace('_', '-')} supports only the local layers; remove "
                 f"--transformer-impl {args.transformer_impl}"
             )
         if getattr(args, flag) is not None and args.moe_grouped_gemm:
             raise UserError(
-                f"--{flag.replace('_', '-')} knows the names of experts with weights of their own "
-                "only; remove --moe-grouped-gemm"
+                f"--{flag.replace('_', '-')} supports only experts with separate weights; remove "
+                "--moe-grouped-gemm"
             )
     if args.load_hf is not None and args.load is not None and args.finetune:
         raise UserError(
@@ -74,7 +74,7 @@ def _check_together(args: argparse.Namespace) -> None:
         )
     if converts(args) and args.load_hf is None and args.load is None:
         raise UserError(
-            "--save-hf with --train-iters 0 converts weights, but none were named; give --load or "
+            "--save-hf with --train-iters 0 converts weights, but none were given; give --load or "
             "--load-hf, or iterations to train"
         )
 
@@ -84,7 +84,7 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
     contradicting = [n for n in differing(expected, args) if n in given]
     if contradicting:
         raise UserError(
-            f"--load-hf {args.load_hf} holds another model than the flags describe: "
+            f"--load-hf {args.load_hf} holds another model than the one that the flags describe: "
             + "; ".join(
                 f"{flag_of(n)} is {_shown(getattr(args, n))} here and {_shown(expected[n])} there"
                 for n in contradicting

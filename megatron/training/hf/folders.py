@@ -73,7 +73,7 @@ def begin(folder: str) -> Path:
     """Create the `.partial` folder, after removing one that an interrupted run left behind.
 
     Raises:
-        RunError: if a file or folder of that name exists that this program did not create.
+        RunError: if a file or folder with this name exists that this program did not create.
     """
     partial = _partial(folder)
     if partial.exists():

@@ -47,8 +47,8 @@ class Layout:
     #: function that returns the strips (ranges of rows or columns) for a number of ranks
     strips: Callable[[int], list[Strip]]
     dim: int = 0  #: dimension along which the strips are concatenated
-    split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
-    padded: bool = False  #: whether the shards of the last ranks may end with padding
+    split: bool = True  #: True if each rank has a shard; if not, every rank has the whole tensor
+    padded: bool = False  #: True if the shards of the last ranks may end with padding
 
     def pieces(self, *, rank: int, ranks: int, length: int) -> list[Piece]:
         """Return the parts of checkpoint tensors that form one rank's shard of the model tensor.

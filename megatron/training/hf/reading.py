@@ -147,8 +147,8 @@ class Weights:
         ]
         if unknown:
             raise UserError(
-                f"--load-hf {self.folder} has {_some(unknown)}, which the model here does not "
-                "have and would drop; give a checkpoint of the plain architecture"
+                f"--load-hf {self.folder} has {_some(unknown)}, which this program's model "
+                "does not have and would drop; give a checkpoint of the plain architecture"
             )
         for source in expected.values():
             self._check_tensor(source)
@@ -159,14 +159,14 @@ class Weights:
             stored = self._open(file).get_slice(source.name)
         except SafetensorError as error:
             raise UserError(
-                f"{self.folder / file} lacks {source.name}, which {INDEX} says it has; get the "
-                "file again"
+                f"{self.folder / file} lacks {source.name}, although {INDEX} assigns it to "
+                "this file; get the file again"
             ) from error
         shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if shape != source.shape:
             raise UserError(
-                f"{source.name} in {self.folder / file} is {shape}, but by config.json it is "
-                f"{source.shape}; download the weights and config.json again"
+                f"{source.name} in {self.folder / file} has shape {shape}, but config.json "
+                f"requires {source.shape}; download the weights and config.json again"
             )
         if dtype not in PLAIN:
             raise UserError(

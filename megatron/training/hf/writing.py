@@ -4,7 +4,7 @@ A variable named `source` refers to a tensor of the checkpoint. The first rank a
 tensors one by one from the parts that the ranks hold, and writes each file once all tensors of the
 file are complete. The first rank needs memory for one file and one tensor; every other rank needs
 memory for its part of one tensor. The tensors are assigned to numbered files in advance, based on
-their shapes. After each file, all ranks learn whether writing it failed.
+their shapes. After each file, all ranks are told whether an error occurred.
 """
 
 from collections.abc import Iterator

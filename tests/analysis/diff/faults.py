@@ -22,7 +22,7 @@ def plant(path: Path, change: Callable[[Tensor], object]) -> None:
     """Change the tensor of a file in place, by `change`."""
     payload = torch.load(path, weights_only=True)
     change(payload["tensor"])
-    path.unlink()  # the file may be a link to that of another dump
+    path.unlink()  # the file may be a link to a file of another dump
     torch.save(payload, path)
 
 

@@ -28,7 +28,7 @@ COMMANDS = dict.fromkeys(re.findall(r"^python -m megatron.analysis (diff .*)$", 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Two equal runs, and one of another type, each in a folder of its own."""
+    """Two equal runs, and one with a different quantization type, each in its own folder."""
     folder = tmp_path_factory.mktemp("originals")
     write_dump(folder / "before", quant_type="bf16", iterations=2, layers=2)
     write_dump(folder / "after", quant_type="bf16", run_id=OTHER, iterations=2, layers=2)
@@ -116,7 +116,7 @@ def test_signs_of_zeros_matter_only_bit_for_bit(runs, capsys):
     assert diff(capsys, b.parent / "before", b)[0] == 0
     status, lines = diff(capsys, b.parent / "before", b, "--bitwise")
     assert status == 1
-    assert "core_attention value: equal in value (other bits" in lines[0]
+    assert "core_attention value: equal in value (but not in" in lines[0]
 
 
 def test_nan_differs_from_a_number(runs, capsys):
@@ -161,7 +161,7 @@ def test_unreadable_files_are_named_and_the_rest_is_compared(runs, capsys):
         in text
     )
     assert "[ERROR] B: " in text
-    assert "1 file(s) that an index names are missing" in text
+    assert "1 file(s) listed in an index are missing" in text
 
 
 def test_json_lines_of_two_types(originals, capsys):
@@ -284,9 +284,12 @@ def test_mistakes_end_with_status_2(runs, tmp_path, capsys):
     shutil.copytree(b, both / "two")
     for arguments, says in (
         ((a, tmp_path / "none"), "no folder"),
-        ((a, both), f"has 2 runs; choose one by --run-b: latest, 20250908_095200_abc123, {OTHER}"),
+        (
+            (a, both),
+            f"has 2 runs; choose one with --run-b: latest, 20250908_095200_abc123, {OTHER}",
+        ),
         ((a, b, "--run-a", "none"), "no run 'none'"),
-        ((a, b, "--max-relative-error", "x"), "is no limit"),
+        ((a, b, "--max-relative-error", "x"), "is not a limit"),
         ((a, b, "--max-relative-error", "-1"), "give a number of 0 or more"),
         ((a, b, "--max-relative-error", "fc9.*=1"), "no tensor matches 'fc9.*'"),
         ((a, b, "--bitwise", "--rtol", "1"), "--bitwise allows no difference"),

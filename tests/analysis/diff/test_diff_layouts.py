@@ -1,4 +1,4 @@
-"""Test `diff` on real runs: parallel layouts, ranks, micro-batches and types."""
+"""Test `diff` on real runs: parallel layouts, ranks, micro-batches and quantization types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.analysis.verification.verifying import change_card
 
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "pp2"])
 def test_two_ranks_agree_with_one(dumps, capsys, layout):
-    """Sums have another order, except under pipeline parallelism."""
+    """Sums run in a different order, except under pipeline parallelism."""
     options = () if layout == "pp2" else ("--max-relative-error", "1e-5", "--no-origins")
     status, lines = diff(capsys, dumps / "one", dumps / layout, *options)
     assert status == 0, lines[:20]
@@ -42,7 +42,7 @@ def test_a_fault_in_one_shard_is_named_by_its_rank(dumps, copied, capsys):
 
 
 def test_the_origin_of_joined_tensors(dumps, copied, capsys):
-    """A wrong output is a local error, which its inputs, joined over the ranks, do not explain."""
+    """A wrong output is a local error if its inputs, joined from all ranks, do not explain it."""
     other = copied("cp2")
     for rank in range(2):
         where = {"layer": 0, "module": "core_attention", "tensor_name": "output", "rank": rank}
@@ -69,7 +69,7 @@ def test_a_fault_in_one_micro_batch_is_named(dumps, copied, capsys):
 
 
 def write_samples(folder: Path, *, ranks: int, gradient: float, **sizes: int) -> None:
-    """Write one layer of a run whose two samples are on as many data-parallel ranks."""
+    """Write one layer of a run with two samples, on one rank or on two data-parallel ranks."""
     folder.mkdir()
     for sample in range(2):
         rank, micro_batch = (sample, 0) if ranks == 2 else (0, sample)
@@ -107,8 +107,7 @@ def test_samples_are_paired_over_other_numbers_of_data_parallel_ranks(tmp_path, 
 
 
 LOSS_SCALES = [
-    # (global batch size, data-parallel, context-parallel ranks), whether per token; gradient of a
-    # token's loss as `forward_step_calc_loss` of megatron-core computes it, for 8 tokens
+    # (global batch size, data-parallel ranks, context-parallel ranks), `calculate_per_token_loss`
     ((8, 1, 1), False),
     ((8, 2, 1), False),
     ((8, 1, 2), False),
@@ -118,7 +117,7 @@ LOSS_SCALES = [
 
 
 def gradient_of_a_token(sizes: tuple[int, int, int], per_token: bool, tokens: int = 8) -> float:
-    """Return d loss / d (loss of one token), from the code of megatron-core's schedules."""
+    """Return d loss / d (loss of one token) in `forward_step_calc_loss` of megatron-core."""
     from megatron.core.pipeline_parallel.schedules import _upstream
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -146,7 +145,7 @@ def gradient_of_a_token(sizes: tuple[int, int, int], per_token: bool, tokens: in
 def test_the_gradients_of_b_are_scaled_as_megatron_core_scales_the_loss(
     tmp_path, capsys, sizes, per_token
 ):
-    """Gradients of runs that divide the loss of a micro-batch by other numbers agree."""
+    """Gradients agree even if two runs divide the loss of a micro-batch by different numbers."""
     card = {"calculate_per_token_loss": per_token, "micro_batch_size": 2}
     for name, (batch, data, context) in (("one", (8, 1, 1)), ("other", sizes)):
         factor = gradient_of_a_token((batch, data, context), per_token)

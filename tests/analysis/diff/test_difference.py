@@ -40,7 +40,7 @@ def test_values_are_compared_as_numbers(pair, unequal, special):
         assert found.values == pytest.approx(pair, nan_ok=True)
     if special:
         assert found.relative_error == INF
-        assert found.norm == 0, "only finite places count"
+        assert found.norm == 0, "only finite values count"
 
 
 def test_bits_are_a_separate_result():

@@ -1,4 +1,4 @@
-"""Test the split of a difference: the parts of planted errors are known."""
+"""Test the split of a difference into parts, with planted errors whose parts are known."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_parts_of_a_linear_layer(monkeypatch, name, moved):
 
 
 def attend(query, key, value):
-    """Return causal attention with as many heads of keys as the queries need, [s, b, n * d]."""
+    """Return causal attention [s, b, n * d]; key heads are repeated for the heads of a group."""
     groups = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) / query.shape[3] ** 0.5
@@ -72,7 +72,7 @@ def results_of(tensors):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_parts_of_attention(backward):
-    """Four heads of queries share two of keys, in two sequences; values are narrower."""
+    """Four query heads share two key heads; the heads of values are narrower."""
     shapes = {
         "query": (5, 2, 4, 8),
         "key": (5, 2, 2, 8),

@@ -79,7 +79,7 @@ def _pickled(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def _deflated(path: Path) -> None:
-    """Write a good file with compressed members: one of them claims 2 GB."""
+    """Write a good file with compressed members, one of which expands to 256 MiB."""
     members = _members(path)
     prefix = next(iter(members)).split("/")[0]
     path.unlink()
@@ -131,7 +131,7 @@ def _many_members(path: Path) -> None:
 
 
 def _local_headers(path: Path) -> None:
-    """Let the central directory name a member far behind the end of the file."""
+    """Make the central directory refer to a member far beyond the end of the file."""
     content = bytearray(path.read_bytes())
     at = content.rindex(b"PK\x01\x02")
     content[at + 42 : at + 46] = b"\xf0\xff\xff\x7f"
@@ -155,7 +155,7 @@ def _socket(path: Path) -> None:
     path.unlink()
     with socket.socket(socket.AF_UNIX) as server:
         here = Path.cwd()
-        try:  # the name of a socket may have 107 bytes
+        try:  # the name of a socket may have at most 107 bytes
             os.chdir(path.parent)
             server.bind(path.name)
         finally:
@@ -212,7 +212,7 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "4-bit dtype": (_write(lambda: _bits(torch.float4_e2m1fn_x2)), "float4_e2m1fn_x2"),
     "bits dtype": (_write(lambda: _bits(torch.bits8)), "bits8"),
     "another dtype": (_strange_metadata(dtype="float64"), "float64"),
-    "another shape": (_strange_metadata(shape=[7]), "its record says"),
+    "another shape": (_strange_metadata(shape=[7]), "its record (is|says)"),
     "values cut short": (_truncated_data, "truncated|claims"),
     "compressed": (_deflated, "compressed"),
     "a million memo entries": (_memo_entries, "pickle"),

@@ -12,12 +12,12 @@ Change = Callable[[dict[str, Any]], Iterator[bytes]]
 
 
 def _changed(**changes: Any) -> Change:
-    """Return a good line with some of its fields replaced."""
+    """Return a function that replaces some fields of a good line."""
     return lambda line: iter([json.dumps(line | changes).encode() + b"\n"])
 
 
 def _replaced(old: str, new: str) -> Change:
-    """Return a good line in which a piece of text is replaced."""
+    """Return a function that replaces a piece of text in a good line."""
 
     def write(line: dict[str, Any]) -> Iterator[bytes]:
         text = json.dumps(line)
@@ -32,7 +32,7 @@ def _rank(**changes: Any) -> Change:
 
 
 def _bytes(content: bytes, times: int = 1) -> Change:
-    """Return `content`, repeated, before a good line."""
+    """Return a function that inserts `content`, `times` times, before a good line."""
 
     def write(line: dict[str, Any]) -> Iterator[bytes]:
         block = max(1, min(times, (1 << 20) // len(content)))
@@ -110,7 +110,7 @@ def _text(content: str | bytes) -> Write:
 
 
 def _sparse(size: int) -> Write:
-    """Write a file of zeros that takes no space on the disk."""
+    """Return a function that writes a file of zeros, which takes no space on the disk."""
 
     def write(path: Path, card: dict[str, Any]) -> None:
         with path.open("wb") as file:

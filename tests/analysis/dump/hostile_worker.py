@@ -20,7 +20,7 @@ import matplotlib
 
 matplotlib.use("agg")
 
-# what the commands import when they run, so that the limit below counts only what they read
+# The commands would import these modules later. Imported here, they do not count as memory used.
 import megatron.analysis.drawing
 import megatron.analysis.report.content
 import megatron.analysis.verification.verify  # noqa: F401

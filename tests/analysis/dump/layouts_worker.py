@@ -3,8 +3,8 @@
     layouts_worker.py FOLDER NAME...
 
 The models are a GPT and a DeepSeek. Tests run this file with one rank, or under torchrun with two,
-one process per rank. The weights follow from a parameter's global name and position, and the data
-from the data-parallel rank. The ranks of a layout therefore compute together what one rank
+one process per rank. Each weight depends only on its parameter's global name and position, and the
+data only on the data-parallel rank. The ranks of a layout therefore compute together what one rank
 computes.
 """
 
@@ -30,7 +30,7 @@ matchers:
   all: {config: both, type: glob, pattern: "decoder.*", enabled: true}
 """
 
-#: Options of the worker and the quantization type; run with as many ranks as the layout needs.
+#: Options of the worker, and the quantization type, by layout.
 LAYOUTS = {
     "one": ("--micro-batches 2", "bf16"),
     "tp2": ("--micro-batches 2 --tp 2", "bf16"),

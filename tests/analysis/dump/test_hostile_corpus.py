@@ -1,8 +1,8 @@
 """Test every reader on over a hundred hostile files and folders.
 
-Each is named in one line, without a traceback, in bounded time and memory, and the good files
-beside it are read. The hostile files are in a few dumps, because a reader needs some time per dump,
-but every assertion is about one file.
+Every hostile file is reported in one line, without a traceback, in bounded time and memory, and the
+good files beside it are read. The hostile files are in a few dumps, because a reader needs some
+time per dump, but every assertion is about one file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.analysis.fake_dump import records, values, write_tensor
 from tests.subprocesses import REPO, environment
 
 READERS = tuple(hostile_worker.READERS)
-SECONDS = 60  #: seconds for one reader of one dump; about 3 on an idle machine
+SECONDS = 60  #: time limit for one reader of one dump, in seconds; an idle machine needs about 3
 
 
 def good_tensors(folder: Path, run_id: str, count: int = 2) -> list[tuple[Path, dict]]:
@@ -55,7 +55,7 @@ def write_tensors(dump: Path) -> dict[str, Path]:
 
 
 def write_indexes(dump: Path) -> dict[str, Path]:
-    """Write one folder per kind, with two good files, one of which a hostile index names."""
+    """Write one folder per kind, with two good files, one of them listed in a hostile line."""
     hostile = {}
     for kind, (change, _) in INDEXES.items():
         run_id = f"run_{name_of(kind)}"

@@ -1,6 +1,6 @@
 """Test files that are broken, are something else, or would run code.
 
-Each reader names them, runs nothing, and reads the others.
+Each reader must report these files, execute nothing, and read all other files.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def by_store(folder, _):
                 load(record)
             except UnreadableTensorError as error:
                 told.append(str(error))
-    assert all("\n" not in each for each in told), "a line each"
+    assert all("\n" not in each for each in told), "one line per problem"
     return "\n".join(dict.fromkeys(told))
 
 

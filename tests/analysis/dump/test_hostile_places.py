@@ -65,7 +65,7 @@ def test_a_link_to_a_dump_elsewhere_is_named_and_not_followed(tmp_path, capsys):
         (place / "itself").symlink_to(place)
         (place / "nothing").symlink_to(tmp_path)
     [problem] = TensorStore(folder).problems
-    why = "a link to a folder, which is not followed; name the folder itself"
+    why = "a link to a folder, which is not followed; give the folder's own path"
     assert str(problem) == f"{folder / 'linked'}: {why}"
     assert main(["stats", str(only_links)]) == 2
     assert why in capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_a_link_to_a_dump_elsewhere_is_named_and_not_followed(tmp_path, capsys):
 def test_a_path_that_is_no_utf8_is_not_called_corrupt(tmp_path):
     [path, *_] = write_dump(tmp_path, layers=1)
     strange = path.rename(path.with_name("a\udcff.pt"))
-    with pytest.raises(UnreadableTensorError, match=r"path has bytes that are no UTF-8.*rename it"):
+    with pytest.raises(UnreadableTensorError, match=r"path is not valid UTF-8.*rename it"):
         read_tensor(strange)
 
 
@@ -92,7 +92,7 @@ NOTES = {
 
 
 def check_notes(output: Path, dump: Path) -> None:
-    """Read the notes as the drawing code does; raise if hostile ones are believed."""
+    """Read the notes as the drawing code does, and assert that hostile notes are ignored."""
     assert provenance.unchanged(output, ["report"], "x") == {}
     assert provenance.set_aside(output, ["report"], dump) == []
     provenance.remember(output, dump, [Made("report", [], {})], "new")

@@ -53,7 +53,7 @@ def test_slices_are_drawn_in_formats_without_blocks(tmp_path, draw):
         cut = {"of": shape, "start": [0] * len(shape), "step": [1] * len(shape)}
         change(path, {"slice": cut, "shape": list(part.shape)}, part)
     result = draw()
-    assert result.notes == {"a slice: without formats that have block scales": len(LAYER)}
+    assert result.notes == {"a slice: formats with block scales are left out": len(LAYER)}
     said = (tmp_path / "draw/global_statistics/global_statistics.txt").read_text()
     assert f"{len(LAYER)} tensors: a slice" in said
     assert "heatmaps/sqnr_mxfp8" in result.missing
@@ -129,7 +129,7 @@ def test_the_manifest_of_another_program_is_no_hindrance(tmp_path, draw):
 
 @pytest.fixture
 def strange(tmp_path):
-    """Write constant tensors, one without finite values, and one known by its name only."""
+    """Write constant tensors, two without finite values, and one known by its name only."""
     first, weight, output, query, key, *_ = write_dump(tmp_path, layers=1, index=False)
     for path, value in ((first, math.nan), (weight, 0.0), (query, math.inf), (key, 1.0)):
         payload = torch.load(path, weights_only=True)
@@ -164,6 +164,6 @@ def test_strange_values_make_no_figure_fail(strange, small_pictures):
                 lacking.add(f"{name}/{title}")
     assert lacking == {"comparisons"}
     found = content(figure_data)
-    # the run card records no end
+    # the run card does not record how the run ended
     assert [caution["kind"] for caution in found["cautions"][:2]] == ["unfinished", "nan"]
     json.dumps(found, allow_nan=False)

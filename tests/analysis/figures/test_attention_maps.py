@@ -46,7 +46,7 @@ def write(folder, layer, probs=None, **changes):
 
 
 def drawn(folder):
-    """Return the figures by name, or the reason why there is none."""
+    """Return the figures by name; the value is the error if a figure cannot be drawn."""
     store = TensorStore(folder)
     found = {}
     for name, make in attention_maps.draw(FigureData(store, compute(store, FORMATS), FORMATS)):
@@ -57,7 +57,7 @@ def drawn(folder):
     return found
 
 
-#: Shape and ranks of a tensor of which the shards of two ranks out of four exist.
+#: Shape and ranks of a tensor of which only two of four shards exist.
 PART = {"global_shape": [1, 4 * HEADS, TOKENS, TOKENS]}
 RANKS = [{"world": rank, "world_size": 4, "tp": rank, "tp_size": 4} for rank in (0, 1)]
 
@@ -143,7 +143,7 @@ def test_the_error_in_chunks_is_that_of_the_whole_tensor(fmt, monkeypatch):
 
     monkeypatch.setattr(attention_maps, "fake_quantize", spy)
     found = attention_maps.head_errors(probs, fmt)
-    # There are several chunks per head and sequence, unless a block has all rows.
+    # There are several chunks per head and sequence, unless a block spans all rows.
     assert len(sizes) > 6 or {"row", "column", "tensor"} & set(fmt.split(":"))
     assert max(sizes) <= 81
     whole = fake_quantize(probs, fmt, axis=-1).double()
@@ -258,7 +258,7 @@ def test_probabilities_that_underflow_are_visible(tmp_path):
 
 
 def underflowing():
-    """Return probabilities with a window of 4 keys, of which the last key has none."""
+    """Return probabilities with a window of 4 keys, the last of which has a probability of 0."""
     probs = torch.zeros(1, HEADS, TOKENS, TOKENS)
     for query in range(TOKENS):
         probs[..., query, max(query - 3, 0) : query] = 1.0 / max(min(query, 3), 1)
@@ -319,5 +319,5 @@ def test_query_and_key_that_do_not_fit_together_are_refused():
     query = torch.zeros(8, 1, 4, 16)
     with pytest.raises(NothingToDrawError, match=r"\[8, 1, 4, 16\] and \[8, 1, 3, 16\] do not fit"):
         recomputed(query, torch.zeros(8, 1, 3, 16), Softmax())
-    with pytest.raises(NothingToDrawError, match="no probabilities"):
+    with pytest.raises(NothingToDrawError, match="probabilities cannot be computed"):
         recomputed(torch.zeros(8, 16), query, Softmax())

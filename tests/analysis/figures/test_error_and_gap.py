@@ -1,4 +1,4 @@
-"""Artists of the plot of offline errors against gaps."""
+"""Tests of the artists in the plot of offline errors against gaps."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_values_that_become_inf_are_a_region_and_all_regions_add_up(tmp_path, la
     count = int(large * x.numel())
     x[:count] = 2.0**17
     if large < 1:
-        # -40960 is the first that becomes Inf; the number below it in bfloat16 becomes 2^15
+        # 40960 is the smallest magnitude that becomes Inf; the bfloat16 below it becomes 2^15
         x[count : count + 4] = torch.tensor([-40960.0, 40704.0, 0.0, 2.0**-26])
         x[count + 4] = torch.inf  # is not a finite value
     x = x.bfloat16()

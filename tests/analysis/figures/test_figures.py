@@ -151,7 +151,7 @@ def test_the_reach_of_hifloat4_has_its_two_bits_of_exponent():
     )
     [row] = format_ranges(["hifp4"], table).to_dict("records")
     assert 2.0 ** row["largest"] == pytest.approx(7.0)
-    # blocks with other scales have a wider range, so that nothing seems to overflow
+    # the scales of other blocks extend the range, so that no value seems to overflow
     assert 2.0 ** row["highest"] == pytest.approx(28.0)
     assert row["lowest"] == row["smallest"] - 3
 

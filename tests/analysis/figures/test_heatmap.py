@@ -33,7 +33,7 @@ def test_no_data_is_said_not_drawn(ax):
 
 def test_a_cell_that_is_there_twice_is_an_error(ax):
     data = pd.DataFrame([("L0", "a", 1.0), ("L1", "a", 2.0), ("L1", "a", 3.0)], columns=COLUMNS)
-    with pytest.raises(ValueError, match=r"^1 cells are there more than once, as 'L1', 'a'; give"):
+    with pytest.raises(ValueError, match=r"^1 rows repeat a cell, such as 'L1', 'a'; give"):
         plot_heatmap(data, label="dB", ax=ax)
     plot_heatmap(data.drop_duplicates(["row", "column"]), label="dB", ax=ax)
     assert len(meshes(ax)) == 1

@@ -30,7 +30,7 @@ E4M3 = np.array(
 )[:-1]
 ELEMENTS = {"mxfp4": (E2M1, 2), "mxfp8": (E4M3, 8)}
 BLOCK = 32
-#: For each operand: the axis of its first matmul along which blocks run.
+#: Axis along which blocks run in the first matmul of each operand.
 AXIS = {
     **{("linear", name): -1 for name in ("input", "weight", "grad_output")},
     **{("attention", name): -1 for name in ("query", "key", "grad_output", "attention_probs")},
@@ -92,11 +92,11 @@ def quantize(x: np.ndarray, axis: int, name: str) -> Quantized:
     distances = np.abs(scaled[..., None] - grid)
     nearest = distances.min(-1, keepdims=True)
     codes = np.where(distances == nearest, np.arange(len(grid)), 999)
-    # of two codes at the same distance, the even one
+    # a tie goes to the even code
     code = np.where(codes % 2 == 0, codes, codes + 500).min(-1)
     code = np.where(code >= 500, code - 500, code)
     edge = grid[-1] + (grid[-1] - grid[-2]) / 2
-    odd = len(grid) % 2 == 0  # the largest code is odd, so that a tie goes to the number beyond
+    odd = len(grid) % 2 == 0  # the largest code is odd, so that a tie overflows
     clipped = scaled >= edge if odd else scaled > edge
     sign = np.where(np.signbit(blocks), -1.0, 1.0)
     return Quantized(blocks, sign * grid[code] * scale, code, clipped)

@@ -1,4 +1,4 @@
-"""Tests of the artists of the plots of the first look, and of the shared style."""
+"""Tests of the artists of the plots in quick_analysis.png, and of the shared style."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_modules_of_one_figure_can_be_told_apart():
     colors = colors_of(["mxfp8", *parts])
     assert len(set(colors.values())) == len(colors)
     assert colors["mxfp8"] == FORMAT_COLORS["mxfp8"]
-    assert colors["qkv"] == colors_of(["qkv"])["qkv"], "the first keeps its own"
+    assert colors["qkv"] == colors_of(["qkv"])["qkv"], "the first module keeps its own color"
     assert len(colors_of(map(str, range(20)))) == 20, "more names than colors"
 
 

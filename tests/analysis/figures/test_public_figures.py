@@ -87,9 +87,9 @@ def test_a_selection_limits_what_is_drawn(dump, data):
     ("options", "words"),
     [
         ({"width": "wide"}, "no width 'wide'; give single, double or a number of inches"),
-        ({"width": 0.5}, "a width of 0.5 inches: give 1.5 to 40 inches"),
-        ({"width": "nan"}, "a width of nan inches"),
-        ({"font_size": 0}, "a font size of 0 points: give 4 to 40 points"),
+        ({"width": 0.5}, "the width is 0.5 inches; give 1.5 to 40 inches"),
+        ({"width": "nan"}, "the width is nan inches"),
+        ({"font_size": 0}, "the font size is 0 points; give 4 to 40 points"),
         ({"style": "poster"}, "no style 'poster'; choose from screen, paper"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_wrong_option_is_refused(options, words):
 
 
 def test_a_wrong_name_is_refused(data):
-    with pytest.raises(ValueError, match="no figure 'sqnr': its name begins with one of distrib"):
+    with pytest.raises(ValueError, match="no figure 'sqnr': a name begins with one of distrib"):
         figures.figure(data, "sqnr")
     with pytest.raises(ValueError, match="heatmaps has: sqnr_mxfp8, "):
         figures.figure(data, "heatmaps/sqnr")

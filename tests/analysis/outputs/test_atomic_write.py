@@ -1,4 +1,4 @@
-"""Output files that cannot be written are named."""
+"""Tests that errors contain the name of an output file that cannot be written."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
 def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
-    """Check that outputs are redrawn after a change of a file, of the dump or of an option."""
+    """Check that outputs are redrawn only if a file, the dump or an option has changed."""
     logs, output = tmp_path / "logs", tmp_path / "draw"
     path = write_dump(logs, layers=1)[0]
     picture, text = output / "gradients" / "by_layer.png", output / "global_statistics"
@@ -35,7 +35,7 @@ def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
         )
         assert "no overflow_analysis/special_values: every value is finite" in printed
         left = sum(each.is_file() for each in output.rglob("[!.]*")) - len(made)
-        assert (f"{left} files would be the same again" in printed) == (left > 0)
+        assert (f"{left} files are up to date" in printed) == (left > 0)
         return {each.removeprefix(f"{output}/").partition("/")[0] for each in made}
 
     everything = {"gradients", "global_statistics", "overflow_analysis"}

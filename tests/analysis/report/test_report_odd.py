@@ -45,7 +45,7 @@ def normal(seed):
 
 
 def write_odd(folder):
-    """Write weights and a first input without error, and inputs with a NaN and tiny values."""
+    """Write weights and one input of ones, and other inputs, some with a NaN and a tiny value."""
     for record in linear():
         x = torch.ones(128, 128)
         if record.tensor_name == "input" and (record.layer_idx, record.iteration) != (0, 1):

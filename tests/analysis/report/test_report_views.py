@@ -45,7 +45,7 @@ def test_a_long_loss_curve_keeps_what_matters(figure_data):
     assert max(entry["loss"]) == 30.0
     assert entry["collected"] == [1, 2]
     assert entry["notes"] == [
-        "How the run ended: no end in its run card: it was killed, or is still writing."
+        "How the run ended: no end in its run card: the run was killed or is in progress."
     ]
 
 

@@ -31,7 +31,7 @@ def heavy(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def record_of(name: str, **changes: Any) -> TensorRecord:
-    """Return the record of the first tensor of this name in a small dump, with changes."""
+    """Return the record of the first tensor with this name in a small dump, with changes."""
     all_records = (r for r, _, _ in records(run_id="r", quant_type="mxfp8", layers=1))
     record = next(r for r in all_records if r.tensor_name == name)
     return dataclasses.replace(record, **changes)

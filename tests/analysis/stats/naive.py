@@ -18,7 +18,7 @@ from megatron.fake_quant.elements import Cast
 from megatron.fake_quant.special_scalings import GroupScaling
 
 HIFLOAT8_OVERFLOW = 40960.0
-#: The rounding edge above each element's largest number, and whether a value on it rounds up.
+#: Overflow threshold of each element, and True if the threshold itself rounds up.
 EDGES = {
     "e4m3": (464.0, False),
     "e5m2": (61440.0, True),
@@ -38,13 +38,13 @@ def view(x: torch.Tensor, matrix: MatrixView, axis: str) -> tuple[torch.Tensor, 
 
 
 def quantized(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> torch.Tensor:
-    """Return each quantized value, in the order of `view` along that axis."""
+    """Return the quantized values, in the order in which `view` returns the values."""
     seen, dim = view(x, matrix, axis)
     return fake_quantize(seen.contiguous(), name, dim)
 
 
 def errors(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
-    """Return the columns of the table of formats that follow from values and results."""
+    """Return the statistics of a format that are computed from values and quantized values."""
     a = view(x, matrix, axis)[0].double().flatten().numpy()
     b = quantized(x, matrix, name, axis).double().flatten().numpy()
     both = np.isfinite(a) & np.isfinite(b)
@@ -91,7 +91,7 @@ def _clipping(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict
 
 
 def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:
-    """Return 1 for values beyond the rounding edge of the largest number, else 0."""
+    """Return 1 for values that would round to more than the largest number, else 0."""
     fmt = get_format(name)
     seen, dim = view(x, matrix, axis)
     magnitude = seen.abs().double()
@@ -121,7 +121,7 @@ def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndar
 def disagreement(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> tuple[float, float]:
     """Return `axis_disagreement` and `axis_sqnr_db`.
 
-    The signal is that of the finite results along `axis`.
+    The signal is the power of the values whose results along `axis` are finite.
     """
     row = quantized(x, matrix, name, "row").transpose(1, 2).reshape(-1).double().numpy()
     column = quantized(x, matrix, name, "column").reshape(-1).double().numpy()
@@ -136,7 +136,7 @@ def disagreement(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> t
 
 
 def codes(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:
-    """Return how often each code occurs, for values that are finite before and after."""
+    """Return how often each code occurs, for values that stay finite in the format."""
     fmt = get_format(name)
     assert not isinstance(fmt.element, Cast)
     seen, dim = view(x, matrix, axis)
@@ -150,7 +150,7 @@ def codes(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarr
 
 
 def blocks(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, object]:
-    """Return the columns that follow from the blocks, computed block by block."""
+    """Return the statistics of the blocks of a tensor, computed block by block."""
     fmt = get_format(name)
     seen, dim = view(x, matrix, axis)
     packed = quantize(seen.contiguous(), fmt, dim)

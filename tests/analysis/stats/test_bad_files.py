@@ -149,7 +149,7 @@ def test_a_file_whose_name_is_no_text_is_written_of(tmp_path, capsys):
     try:
         (tmp_path / os.fsdecode(b"bad\xff.pt")).write_bytes(b"garbage")
     except OSError:
-        pytest.skip("this file system takes no such name")
+        pytest.skip("this file system does not accept such a name")
     for ending in (".txt", ".csv", ".json"):
         output = tmp_path / f"found{ending}"
         assert main(["stats", str(tmp_path), "--formats", "mxfp8", "--output", str(output)]) == 3

@@ -34,7 +34,7 @@ def dump(tmp_path):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Return a list to which every job is added that is computed from now on."""
+    """Return a list that records every job that is computed from now on."""
     computed, original = [], jobs.measure_job
 
     def spy(job):
@@ -213,5 +213,5 @@ def test_packed_arrays_are_the_same_and_small():
 
 def test_a_file_that_is_no_cache_is_refused(tmp_path):
     (tmp_path / "statistics.sqlite").write_text("something else, longer than a header" * 10)
-    with pytest.raises(ValueError, match=r"cannot be used as a cache.*name another folder"):
+    with pytest.raises(ValueError, match=r"cannot be used as a cache.*choose another folder"):
         Cache(tmp_path, tmp_path)

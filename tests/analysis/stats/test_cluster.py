@@ -78,7 +78,7 @@ def test_workers_that_die_are_said_in_words(address, tmp_path, monkeypatch, caps
     options = ["stats", str(tmp_path), "--scheduler", address, "--cache", "none"]
     assert main(options) == 2
     printed = capsys.readouterr().err
-    assert re.search(r"\[ERROR\] workers of .* ended again and again.*--memory-limit", printed)
+    assert re.search(r"\[ERROR\] workers of .* ended repeatedly.*--memory-limit", printed)
 
 
 def test_a_scheduler_that_is_not_there_is_an_error(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Test the way from a dump to tables, files and exit statuses."""
+"""Test all steps from a dump to tables, files and exit statuses."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
 
 
 def spoil(folder):
-    """Write a dump with a truncated file, an empty one, a foreign one and one of a wrong shape."""
+    """Write a dump with a truncated, an empty and a foreign file, and one with a wrong shape."""
     paths = write_dump(folder, layers=1)
     paths[0].write_bytes(paths[0].read_bytes()[:1000])
     paths[1].write_bytes(b"")
@@ -188,7 +188,7 @@ def test_complex_tensors_are_left_out_and_others_have_a_note(tmp_path):
         write_tensor(tmp_path, record, torch.zeros(shape, dtype=dtype))
     found = stats.compute(TensorStore(tmp_path), ["mxfp8"])
     assert ["complex64" in problem.why for problem in found.problems] == [True]
-    assert "no format is computed of float64" in found.tensors["note"][0].replace(
+    assert "no format is computed for float64" in found.tensors["note"][0].replace(
         "bfloat16", "float64"
     )
 
@@ -239,7 +239,7 @@ def test_a_part_of_a_dump(dump, tmp_path):
         (["--select", "color=1"], "no condition 'color'"),
         (["--output", "stats.xml"], r"must end in .csv, .json, .txt"),
         (["--output", "missing/stats.csv"], "there is no folder missing"),
-        (["--max-memory", "lots"], "is no size; give a number"),
+        (["--max-memory", "lots"], "is not a size; give a number"),
         (["--max-memory", "10M"], "10 MiB of memory are too few; one worker takes up to"),
         (["--workers", "0"], "--workers is 0; give 1 or more"),
         (["--run", "x"], "no run 'x'"),

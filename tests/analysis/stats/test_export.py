@@ -113,7 +113,7 @@ def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
 
 
 def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
-    """The command's last lines, its text file and that of the quick look name the reasons."""
+    """The reasons are in the last lines of the command, and in the text of the first look."""
     x = torch.ones(4, 2, 8).bfloat16()
     part = {"of": [8, 2, 8], "start": [0, 0, 0], "step": [1, 1, 1]}
     for counter, slice_ in ((1, None), (2, part)):
@@ -131,7 +131,7 @@ def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
     store = TensorStore(tmp_path)
     missing, sliced = (
         "shards of tp 1 are missing",
-        "a slice: without formats that have block scales",
+        "a slice: formats with block scales are left out",
     )
     assert stats.compute(store, ["mxfp8"]).notes() == {missing: 2, sliced: 1}
     measured = measure_dump(store)
@@ -147,7 +147,7 @@ def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
 
 
 def test_shares_of_the_squared_error_are_weighted_by_it(tmp_path):
-    """A small tensor whose error is clipping does not hide a large one whose error is the grid."""
+    """A small tensor with a clipping error does not hide a large tensor with a grid error."""
     small, large = torch.full((4, 64), 50000.0), torch.full((1000, 64), 1.0625)
     found = write(tmp_path, small.bfloat16(), (large * 8192).bfloat16())
     line = next(line for line in summary(found).splitlines() if line.split()[:1] == ["hifp8"])

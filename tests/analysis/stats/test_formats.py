@@ -152,8 +152,8 @@ def test_attention_output_has_blocks_within_a_head_and_probabilities_along_keys(
 
 
 def test_saturation_counts_values_beyond_the_rounding_edge_of_the_largest_number():
-    # OCP's rule takes the largest power of two to the element's, so E2M1 has 6 at a scale of 1: 6.5
-    # rounds to 6, but 7 would go to 8
+    # OCP's rule maps the largest power of two to that of the element. The scale is therefore 1, and
+    # 6.5 rounds to 6, the largest number, but 7 would round to 8.
     x = torch.tensor([[7.5, 7.0, 6.5, 6.0] + [0.0] * 28], dtype=torch.bfloat16)
     _, found = tensor.measure(x, linear(x), group_formats(["mxfp4", "hifp8"]))
     numbers = found["mxfp4", "row"].numbers()
@@ -223,7 +223,7 @@ def test_formats_that_are_computed_pair_by_pair(name, dtype):
 
 @pytest.mark.parametrize("piece", [1 << 20, 1 << 10], ids=["whole", "pieces"])
 def test_block_scales_of_every_kind_are_measured(piece, monkeypatch):
-    """Some are counted by class, and the others value by value, in pieces of whole blocks."""
+    """Some formats are measured by class; others, value by value, in pieces of whole blocks."""
     monkeypatch.setattr(direct, "PIECE", piece)
     x = heavy((70, 200), torch.bfloat16)
     x[3] = 0

@@ -54,7 +54,7 @@ def test_shards_along_channels_are_joined_and_each_is_quantized_by_itself(tmp_pa
     one, several = whole_and_parts(tmp_path, record, x, shards)
     same_values(one, several)
     assert several.tensors.iloc[0]["shards"] == 2
-    # blocks lie within heads: nothing changes; a scale of the tensor is one of the rank's tensor
+    # Blocks lie within heads, so they do not change. Each rank's tensor has its own tensor scale.
     formats = [found.formats.set_index(["quantized_format", "axis"]) for found in (one, several)]
     for key in (("mxfp8", "row"), ("mxfp8", "column"), ("hifp8", "all")):
         for column in (
@@ -167,11 +167,11 @@ def test_shards_that_do_not_fit_and_strange_dims_are_said(tmp_path):
     assert "do not fit together" in found.problems[0].why
     write_shards(tmp_path / "zigzag", record_of("input", dims="s b <h>"), parts)
     found = stats.compute(TensorStore(tmp_path / "zigzag"), ["mxfp8"])
-    assert found.tensors["note"].str.contains("are not understood").tolist() == [True, True]
+    assert found.tensors["note"].str.contains("cannot be parsed").tolist() == [True, True]
 
 
 def test_a_part_of_a_dump_has_the_numbers_that_it_has_among_the_whole(tmp_path):
-    # blocks of an output's gradient end with each head; its width comes from the records of values
+    # Blocks of the output gradient end with each head, whose width is that of the value records.
     spread = torch.randn(64, 2, 48, generator=GENERATOR).mul(2).exp()
     grad = (values((64, 2, 48), 1.0, GENERATOR) * spread).bfloat16()
     head = values((64, 2, 1, 24), 1.0, GENERATOR)

@@ -32,7 +32,7 @@ def test_blocks_are_not_kept_until_the_end(monkeypatch, dtype):
     x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     names = ["mxfp8", "nvfp4"]
     growth = peak(x.repeat(4, 1), names) - peak(x, names)
-    assert growth < 3072 * 16 + 50_000  # the magnitude of each token, in bits and in float64
+    assert growth < 3072 * 16 + 50_000  # the magnitude of each token, as bits and as float64
 
 
 #: Script that measures a file's tensor and prints the peak memory of the process in MiB.
@@ -47,14 +47,14 @@ path, rows = sys.argv[1], int(sys.argv[2])
 matrix = matrix_view_of((rows, 1024), layer_type="linear", tensor_name="input")
 outcome = measure_job(Job(0, Part((path,), ((),), matrix, True, 0), ("mxfp8",)))
 assert outcome.contents and not outcome.failures, outcome.failures
-# not ru_maxrss: what it says of a process begins with what the one that started it had
+# not ru_maxrss, which starts at the memory use of the parent process
 [peak] = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")]
 print(int(peak.split()[1]) / 1024)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_float32_tensor_of_300_mb_takes_the_memory_of_one_of_30(tmp_path):
     """Mapped pages count until they are released.
 

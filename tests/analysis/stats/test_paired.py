@@ -1,4 +1,4 @@
-"""Statistics of paired runs against published tables, and against SciPy where it is installed."""
+"""Test statistics of paired runs against published tables, and against SciPy if installed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_every_logical_tensor_has_the_statistics_of_its_values(dumps, layout):
         assert row["rms"] == pytest.approx(x.double().square().mean().sqrt().item(), rel=1e-9)
         error = fake_quantize(x, "hifp8").double() - x.double()
         assert errors[place] == pytest.approx(error.square().mean().item(), rel=1e-9)
-    # and in the order of the whole tensor's tokens and channels
+    # The arrays are in the order of the whole tensor's tokens and channels.
     for place in (0, len(found.tensors) - 1):
         row = found.tensors.iloc[place]
         record = store.records[store.records["path"] == row["path"]].iloc[0]

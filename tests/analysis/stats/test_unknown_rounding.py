@@ -1,4 +1,4 @@
-"""Statistics of a rounding mode that is declared but not implemented raise an error."""
+"""Test that statistics refuse a rounding mode that is declared but not implemented."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Accumulators in a study: errors, gains and quantiles against models written in float64."""
+"""Test accumulators in a study: errors, gains and quantiles against models in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of formats in quick_analysis.png has the numbers of the study."""
+"""Test that the comparison of formats in quick_analysis.png has the numbers of the study."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_dump_without_operands_says_so(tmp_path):
     for path in write_dump(tmp_path, layers=1, index=False):
         if "_weight" in path.name or "_query" in path.name:
             path.unlink()
-    with pytest.raises(ValueError, match="the operands of no matmul were collected"):
+    with pytest.raises(ValueError, match="no operands of a matmul were collected"):
         first_look(TensorStore(tmp_path), ["mxfp8"])
 
 

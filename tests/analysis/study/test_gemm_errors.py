@@ -1,4 +1,4 @@
-"""The numbers of a study: they are those of a quantized run, and of plain formulas in float64."""
+"""Test the numbers of a study against quantized runs and plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_bf16_shows_only_the_rounding_of_the_result(result):
 
 
 def test_bias_and_variance_of_stochastic_rounding(folder, result):
-    """Compare with many draws: the mean result approaches the reference, the spread stays."""
+    """Compare bias and variance with the mean and the spread of many draws."""
     operands = small_dump.operands(folder)["linear"]
     x = small_dump.exact(operands)[0]
     formats = gemm_formats("linear", get_format(RANDOM))
@@ -225,7 +225,7 @@ def test_an_inf_in_one_of_several_draws_is_counted():
 
 
 def test_a_result_that_is_not_finite_has_an_infinite_error_in_the_budget(tmp_path):
-    """Eight inputs overflow to Inf in hifp8:inf, so that all three GEMMs or their parts do."""
+    """Eight inputs overflow to Inf in hifp8:inf, so that results of fprop and wgrad do, too."""
     folder = small_dump.write(tmp_path / "bf16", layers=1)
     [path] = folder.glob("*linear_L0_forward_pre_*_input.pt")
     content = torch.load(path, weights_only=True)

@@ -22,10 +22,10 @@ MODULE = "decoder.layers.0.mlp.linear_fc2"
 
 
 def gradient_of_columns(small: float) -> torch.Tensor:
-    """Return a gradient of which each column has one 6 and otherwise the value `small`.
+    """Return a gradient with one 6 in each column and the value `small` everywhere else.
 
-    The largest code of E2M1 is 6, so the scale of a column is 1. Values below 0.25 are rounded to
-    0, and then they are the whole error.
+    The largest number of E2M1 is 6, so the scale of a column is 1. Values below 0.25 are rounded to
+    0, and they are the whole error.
     """
     dy = torch.full((SIZE, SIZE), small)
     dy.fill_diagonal_(6.0)
@@ -33,7 +33,7 @@ def gradient_of_columns(small: float) -> torch.Tensor:
 
 
 def rows_of(small: float) -> pd.DataFrame:
-    """Return the rows of a layer whose input and weight are the identity, without any error.
+    """Return the rows of a layer whose input and weight are identity matrices, which are exact.
 
     Then dgrad and wgrad are the gradient itself and its transpose.
     """

@@ -1,4 +1,4 @@
-"""Operands that do not belong together are named; none of them ends the study."""
+"""Test that operands that do not fit together are reported and do not end the study."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def store(tmp_path_factory):
 
 
 def operands(store, layer_type, **changed):
-    """Return the operations of the first pass, with some tensors replaced by zeros of a shape."""
+    """Return the operations of the first pass, with some tensors replaced by zeros of any shape."""
     passes = find_passes(store, store.records).passes
     of_pass = next(each for each in passes if each.layer_type == layer_type)
 

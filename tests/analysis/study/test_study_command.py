@@ -1,4 +1,4 @@
-"""The command: its files, and what it does with interrupted studies and damaged dumps."""
+"""Test the study command: its files, interrupted studies, and damaged dumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentences of the verdict: true for any input."""
+"""Test that the sentences of the verdict are true for any input."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_nan_and_exact_results_are_said_and_drawn(error):
 
 
 def test_a_format_that_overflows_is_not_judged_by_its_finite_results():
-    """Two of three fp16-like results have NaN or Inf; the finite one is the best of all."""
+    """Two of three nvfp4 results have NaN or Inf; the finite one is the best of all results."""
     errors = {"mxfp8": {"fc1": [0.02, 0.02, 0.02]}, "nvfp4": {"fc1": [0.001, 0.001, 0.001]}}
     study = result(errors)
     study.rows.loc[

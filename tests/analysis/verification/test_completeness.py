@@ -1,6 +1,6 @@
 """Test which tensors, ranks, layers and numbers a run lacks.
 
-Some are left out on purpose, and some could not be written; these are notes.
+What is left out on purpose, or could not be written, is reported as a note.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_a_frozen_weight_is_a_note(dumps):
     assert [note.where for note in notes] == [
         f"decoder.layers.{layer}.self_attention.linear_qkv" for layer in (0, 1)
     ]
-    assert all(note.note and "grad_weight: no number is missing" in note.text for note in notes)
+    assert all(note.note and "grad_weight: not computed (frozen) or" in note.text for note in notes)
 
 
 @pytest.mark.parametrize("name", ["output", "grad_weight"])
@@ -57,8 +57,8 @@ def test_the_cards_arguments_tell_of_what_is_missing_altogether(copied):
     args = {"control_iter": 3, "num_layers": 3, "global_batch_size": 6, "micro_batch_size": 2}
     change_card(folder, arguments=args, iterations=2)
     assert [f"{each.what}: {each.text}" for each in verify(folder).errors] == [
-        "iterations: 2 were collected by the run card, but records are of 1",
-        "micro-batches: 3 of each iteration by the run card, but records are of 2",
+        "iterations: the run card implies 2, but there are records of only 1",
+        "micro-batches: the run card implies 3 per iteration, but there are records of only 2",
         "layers: no record of layer 2",
     ]
 
@@ -78,7 +78,7 @@ def test_counts_of_a_billion_take_no_memory(copied):
     assert peak < 32 << 20
     assert len(texts) < 200
     for expected in (
-        "1000000000 were collected by the run card",
+        "the run card implies 1000000000, but",
         "no record of layer 2-999999999",
         "more ranks up to rank 499999999",
     ):
@@ -166,7 +166,7 @@ def test_the_one_weight_of_an_iteration_recomputes_all_of_its_passes(copied):
     folder = copied("one")
     whole = verify(folder)
     [index] = folder.glob("*.jsonl")
-    kept, again = [], 0  # first, the weight is saved with every micro-batch
+    kept, again = [], 0  # the dump has the weight of every micro-batch
     for line in map(json.loads, index.read_text().splitlines()):
         if line["tensor_name"] == "weight" and line["micro_batch"] == 1:
             again += 1
@@ -201,7 +201,7 @@ def ends_early(folder, *, rank, after):
 def test_what_a_rank_lacks_that_reached_a_limit_is_a_note(tmp_path):
     index = ends_early(tmp_path, rank=1, after=len(LAYER) + 3)
     missing, _ = errors(tmp_path, "limited")
-    assert missing == [], "of whom nobody said who it was: of any"
+    assert missing == [], "without an event, any rank may have reached the limit"
     with index.open("a") as lines:
         for event in ("switched", "limited", "dropped", "kept"):
             line = {"event": event, "run_id": RUN, "rank": {"world": 1}, "why": f"for {event}"}
@@ -220,7 +220,7 @@ def test_what_a_rank_lacks_that_reached_a_limit_is_a_note(tmp_path):
     (tmp_path / first["file"]).unlink()
     numbers, lost = errors(tmp_path, "limited")[0]
     assert numbers.endswith("rank 1: 1 of its records' numbers are in no index and no file: 1")
-    assert "iteration 1, micro-batch 0, rank 1" in lost, "before its end nothing may be missing"
+    assert "iteration 1, micro-batch 0, rank 1" in lost, "lost before the limit"
 
 
 def test_what_a_ring_says_that_it_left_out_of_an_iteration_is_a_note(tmp_path):
@@ -235,7 +235,7 @@ def test_what_a_ring_says_that_it_left_out_of_an_iteration_is_a_note(tmp_path):
         if line not in kept:
             (tmp_path / line["file"]).unlink()
     change_card(tmp_path, arguments={"collect_ring": 2})
-    assert errors(tmp_path)[0], "nobody has said so"
+    assert errors(tmp_path)[0], "no event explains the gap"
     with index.open("a") as file:
         for iteration in (1, "one"):
             event = {"event": "left_out", "iteration": iteration, "rank": {"world": 0}}
@@ -288,7 +288,7 @@ def test_iterations_that_a_ring_or_a_flag_file_left_out_are_not_missed(tmp_path)
 
 
 def test_lost_last_records_are_missed_by_the_number_in_the_card(tmp_path):
-    """The last micro-batch of the last iteration leaves no gap, and its other passes are whole."""
+    """If the last micro-batch is lost, numbers have no gap, and all other passes are complete."""
     micro_batches(tmp_path, shared=True)
     saved = len(TensorStore(tmp_path).records)
     outcome = [{"rank": 0, "tensors": saved}, {"rank": "0"}, {"rank": 7, "tensors": 3}]
@@ -304,7 +304,7 @@ def test_lost_last_records_are_missed_by_the_number_in_the_card(tmp_path):
 
     rewrite(tmp_path, cut)
     [numbers] = errors(tmp_path)[0]
-    assert f"its last {lost} of {saved} records by the run card" in numbers
+    assert f"its last {lost} of {saved} records (run card)" in numbers
     assert lost > 10
 
 
@@ -325,7 +325,7 @@ def add_records(folder, copies):
 
 
 def test_a_weight_with_several_values_does_not_change_what_other_modules_save(tmp_path):
-    """Delayed scaling saves a weight's codes in each micro-batch, of its own module only."""
+    """A module with delayed scaling saves its weight's codes in each micro-batch; others do not."""
     micro_batches(tmp_path, shared=False)
 
     def of_another_module(line):

@@ -26,7 +26,7 @@ def test_a_number_that_another_runs_file_has_is_a_gap_all_the_same(tmp_path):
             line |= {"counter": number + 1, "file": name}
         moved.append(json.dumps(line) + "\n")
     index.write_text("".join(reversed(moved)))
-    # the other run has its fifth record only
+    # keep only the fifth record of the other run
     rewrite(tmp_path / "other", lambda line: line if line["counter"] == 5 else None, "*")
     for path in (tmp_path / "other").iterdir():
         path.rename(tmp_path / path.name)

@@ -133,7 +133,7 @@ def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
 
 
 def test_what_is_random_is_not_checked_and_the_rest_is():
-    """Only the gradient of the output is rounded stochastically: the output can be recomputed."""
+    """Only the output gradient is rounded stochastically, so the output can be recomputed."""
     random = Operand(get_format("mxfp8:sr"))
     formats = GemmFormats(MXFP8, MXFP8, random, MXFP8, random, MXFP8)
     outcomes = dict(linear(tensors_of(formats), formats, 1.0))
@@ -169,9 +169,9 @@ def test_operands_as_records_name_them():
     assert parse_operand("nvfp4+mean+H16:nvfp4") == replace(ROTATED, split="mean")
     assert parse_operand("nvfp4+dequantized") == Operand(get_format("nvfp4"), source="dequantized")
     assert parse_operand("nvfp4+H16:nvfp4+dequantized") == replace(ROTATED, source="dequantized")
-    with pytest.raises(NotCheckedError, match=r"does not know the format 'mxfp8.doubled'"):
+    with pytest.raises(NotCheckedError, match=r"unknown format 'mxfp8.doubled'"):
         parse_operand("mxfp8+doubled")
-    with pytest.raises(NotCheckedError, match="does not know the format 'mxfp9'"):
+    with pytest.raises(NotCheckedError, match="unknown format 'mxfp9'"):
         parse_operand("mxfp9")
 
 
@@ -209,7 +209,7 @@ CARD = {"iteration": 3}
 
 
 def test_the_cards_audit_is_read_as_programs_are_to_read_it():
-    """`operands` count, even if the text beside them differs."""
+    """The field `operands` is read, even if the text in `matmuls` differs from it."""
     from megatron.core.low_precision import matmul_audit
 
     softmax = matmul_audit.Softmax(0.25, None, (7, 0), 0.0, "vanilla", in_fp32=True)
@@ -228,7 +228,7 @@ def test_the_cards_audit_is_read_as_programs_are_to_read_it():
         found.append(matmul_audit._matmul(name, "pv", 1.0, unnormalized, "recipe"))
     found.append(matmul_audit._matmul(core.format(2), "pv", 1.0, IN_TILES, "recipe"))
     told = json.loads(json.dumps(matmul_audit.for_card(found)))
-    assert len(told) == len(CHOICES) + 3, "layers alike are one entry"
+    assert len(told) == len(CHOICES) + 3, "equal layers share one entry"
     card = {"quantization": [CARD | {"matmuls": ["x  linear  mxfp4  y"], "operands": told}]}
     for number, formats in enumerate(CHOICES.values()):
         for layer, expected in ((0, formats), (5, formats), (2, None)):
@@ -350,7 +350,7 @@ def test_attention_in_tiles_is_recomputed_in_tiles(dtype, shape):
 
 
 def test_where_some_values_are_not_finite_the_others_are_compared():
-    """A NaN in a key reaches the queries after it; the results of the others are compared."""
+    """A NaN in a key reaches the queries after it; results of the other queries are compared."""
     tensors = attention_tensors()
     tensors["key"][5] = torch.nan
     outputs = tensors["output"].clone()
@@ -365,6 +365,6 @@ def test_where_some_values_are_not_finite_the_others_are_compared():
         )
 
     assert not outcome(outputs).wrong
-    assert "NaN or Inf where it should be none" in outcome(outputs.nan_to_num(nan=1.0)).text
+    assert "NaN or Inf differ from the recomputation" in outcome(outputs.nan_to_num(nan=1.0)).text
     outputs[0, 0, 0] += 1
     assert outcome(outputs).wrong

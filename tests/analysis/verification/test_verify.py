@@ -73,19 +73,20 @@ def test_what_cannot_be_recomputed_is_counted(dumps, copied):
     dropout = verify(dumps / "dropout")
     [(reason, number)] = dropout.unchecked.items()
     assert number == 4
-    assert "attention with dropout 0.5: what it drops is not saved" in reason
+    assert "attention with dropout 0.5: its dropout mask is not saved" in reason
     folder = copied("dropout")
     change_card(folder, quantization=None)
     [(reason, number)] = verify(folder).unchecked.items()
     assert number == 4
-    assert "no arguments: its mask, scale and dropout" in reason
+    assert "attention with unknown mask, scale and dropout" in reason
     assert stochastic.findings == dropout.findings == []
 
 
 def test_with_arguments_in_the_card_the_reason_is_the_argument(copied):
     folder = copied("dropout")
     change_card(folder, arguments={"attention_dropout": 0.5})
-    assert verify(folder).unchecked == {"attention with dropout 0.5: what it drops is not saved": 4}
+    reason = "attention with dropout 0.5: its dropout mask is not saved"
+    assert verify(folder).unchecked == {reason: 4}
 
 
 LINEAR = {"layer": 1, "module": "linear_fc2"}
@@ -108,7 +109,7 @@ ATTENTION = {"layer": 1, "layer_type": "attention"}
     ],
 )
 def test_a_flipped_bit_is_found_in_what_follows_from_it(copied, layout, where, wrong):
-    """The exponent's second bit of one value; in an operand, all results that it enters."""
+    """The test flips an exponent bit of one value; a wrong operand makes all its results wrong."""
     folder = copied(layout)
     path = path_of(folder, micro_batch=0, rank=0, **where)
     change(path, lambda x: flip(x, bit=x.element_size() * 8 - 4))
@@ -121,7 +122,7 @@ def test_a_flipped_bit_is_found_in_what_follows_from_it(copied, layout, where, w
 
 
 def test_even_the_last_bit_of_a_bf16_output_can_be_too_much(copied):
-    """The value is 3/4 of a unit off; rounding allows 1/2, and a slack of 4 allows 2."""
+    """The value is off by 3/4 of its last bit; rounding allows 1/2, and a slack of 4 allows 2."""
     folder = copied("tp2sp-mxfp4")
     path = path_of(folder, layer=0, module="linear_qkv", tensor_name="output", rank=0)
     exact = verify(folder)
@@ -161,16 +162,16 @@ def test_the_arguments_of_an_older_card_tell_of_windows_and_scales(copied, layou
     assert count(verdict.checked, "attention, bit for bit") == RESULTS[layout][1]
     change_card(folder, arguments={"num_layers": 2})
     assert all("grad" in each.text or "output" in each.text for each in verify(folder).errors)
-    assert verify(folder).errors, "taken for causal, and with the usual scale"
+    assert verify(folder).errors, "taken for causal attention with the usual scale"
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"marks": ["stochastic sums"]}, "a way that this version does not know: stochastic sums"),
-        ({"slots": {"fprop_a": "mxfp9"}}, "does not know the format 'mxfp9'"),
-        ({"slots": {}}, "the run card's audit is not understood (KeyError: 'fprop_a')"),
-        ({"modules": 3}, "the run card's audit is not understood (TypeError"),
+        ({"marks": ["stochastic sums"]}, "a matmul with unknown properties: stochastic sums"),
+        ({"slots": {"fprop_a": "mxfp9"}}, "the unknown format 'mxfp9'"),
+        ({"slots": {}}, "a run card whose audit cannot be parsed (KeyError: 'fprop_a')"),
+        ({"modules": 3}, "a run card whose audit cannot be parsed (TypeError"),
     ],
 )
 def test_what_the_card_says_and_we_do_not_know_is_not_checked(copied, change, reason):
@@ -189,9 +190,9 @@ def test_what_the_card_says_and_we_do_not_know_is_not_checked(copied, change, re
 @pytest.mark.parametrize(
     ("softmax", "reason"),
     [
-        ({"kind": "off-by-one"}, "attention with a softmax 'off-by-one': not recomputed"),
-        ({"dropout": 0.1}, "attention with dropout 0.1: what it drops is not saved"),
-        ({"window": "wide"}, "the run card's audit is not understood (ValueError"),
+        ({"kind": "off-by-one"}, "attention with the unsupported softmax 'off-by-one'"),
+        ({"dropout": 0.1}, "attention with dropout 0.1: its dropout mask is not saved"),
+        ({"window": "wide"}, "a run card whose audit cannot be parsed (ValueError"),
     ],
 )
 def test_a_softmax_that_is_not_recomputed_is_not_checked(copied, softmax, reason):
@@ -216,7 +217,7 @@ def test_a_replica_that_differs_is_named(copied):
     [finding] = verify(folder).errors
     assert finding.what == "replica"
     assert finding.where == str(path)
-    assert "is not its replica on rank 0 (" in finding.text
+    assert "differs from its replica on rank 0 (" in finding.text
     assert "1 of 4096 values differ, by up to" in finding.text
 
 
@@ -226,7 +227,7 @@ def test_a_recomputed_forward_that_differs_is_named(copied):
     change(path, lambda x: flip(x, bit=3))
     [finding] = verify(folder).errors
     assert (finding.what, finding.where) == ("replica", str(path))
-    assert "is not the first of the same pass" in finding.text
+    assert "differs from the tensor of the first pass" in finding.text
 
 
 def test_a_lost_file_is_named_and_its_results_are_not_checked(copied):
@@ -235,9 +236,9 @@ def test_a_lost_file_is_named_and_its_results_are_not_checked(copied):
     path.unlink()
     verdict = verify(folder)
     assert [str(each) for each in verdict.errors] == [
-        f"ERROR  file: {path}: an index names it, but it is not there"
+        f"ERROR  file: {path}: listed in an index, but missing"
     ]
-    assert verdict.unchecked == {"no input to recompute it from": 2}
+    assert verdict.unchecked == {"no input to recompute the result from": 2}
 
 
 @pytest.mark.parametrize(
@@ -258,8 +259,8 @@ def test_a_file_whose_metadata_contradict_the_index_is_named(copied, change):
     torch.save(content | {"metadata": content["metadata"] | change}, path)
     [error] = [each for each in verify(folder).errors if each.what == "file"]
     assert error.where == str(path)
-    assert f"its metadata say {next(iter(change))} " in error.text
-    assert "but the index says " in error.text
+    assert f"{next(iter(change))} is " in error.text
+    assert " in its metadata, but " in error.text
 
 
 @pytest.mark.parametrize("name", ["input", "weight", "grad_output", "query", "key", "value"])
@@ -282,7 +283,7 @@ def test_a_format_that_the_audit_does_not_have_is_named(copied, name):
     assert paths
     assert {Path(error.where).name for error in errors} == paths
     assert all(
-        "its record says the format mxfp4, but the run card says mxfp8" in error.text
+        "the format is mxfp4 in its record, but mxfp8 in the run card" in error.text
         for error in errors
     )
 
@@ -310,7 +311,7 @@ def test_values_and_metadata(copied):
     change(second, lambda x: x.double())
     third.write_bytes(third.read_bytes()[:1000])
     found = {finding.where: finding.text for finding in verify(folder).errors}
-    assert found[str(second)] == "holds float64, but its record says float32"
+    assert found[str(second)] == "holds float64, but the dtype in its record is float32"
     assert found[str(third)].startswith("not an archive of torch.save: corrupt, truncated")
     assert found[str(first)] == "128 NaN and 0 Inf of 4096 values"
 
@@ -361,7 +362,7 @@ def test_what_does_not_say_what_it_is_is_counted(tmp_path, changes):
     assert [each.what for each in verdict.findings if not each.note] == []
     [(reason, number)] = verdict.unchecked.items()
     assert number == 1
-    assert "metadata do not say what they are" in reason
+    assert "tensors that their metadata do not identify" in reason
 
 
 def test_a_layer_type_of_another_program_is_read(tmp_path):

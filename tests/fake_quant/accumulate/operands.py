@@ -14,7 +14,7 @@ KINDS = ("random", "spread", "subnormal", "canceling", "zeros")
 
 
 def on_grid(x: Tensor, name: str) -> Tensor:
-    """Round to the element type, whose largest number replaces larger ones."""
+    """Round to the element type; larger magnitudes saturate at its largest number."""
     element = get_element_type(name)
     x = x.clamp(-element.max, element.max)
     return x.to(element.dtype).float() if isinstance(element, Cast) else round_to(x, element)

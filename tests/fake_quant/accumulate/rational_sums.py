@@ -78,7 +78,7 @@ def nvidia(
 
 
 def promoted(a: Numbers, b: Numbers, scales: Scales | None, elements: tuple[str, str]) -> F:
-    """Add the sum of each 128 products on Hopper to a float32 sum with a fused multiply-add."""
+    """Add Hopper's sum of every 128 products to a float32 sum with a fused multiply-add."""
     total = F(0)
     for number, block in enumerate(steps(len(a), 128)):
         part = slice(block.start, block.stop)
@@ -123,7 +123,7 @@ def cdna3(
     length: int,
     halves: int,
 ) -> F:
-    """Add products in one or two halves, and round down where two sums are aligned."""
+    """Add the products of a step in one or two halves; round down when two sums are aligned."""
     assert scales is None
     least = [LEAST[name] for name in elements]
     running = F(0)

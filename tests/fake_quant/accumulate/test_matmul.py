@@ -101,10 +101,10 @@ def test_two_units_differ_in_a_sum_that_needs_15_bits():
         ({"b_NK": torch.ones(3, 5)}, r"A \(2, 4\) and B \(3, 5\) do not fit"),
         ({"accumulator": "hopper"}, "unknown accumulator 'hopper', did you mean"),
         ({"elements": ("e4m3", "e2m1")}, "hopper_fp8 does not multiply e2m1 elements; it mult"),
-        ({"elements": ("hif8", "hif8")}, "no description of a unit that does is public"),
+        ({"elements": ("hif8", "hif8")}, "no description of a matrix unit that multiplies"),
         ({"elements": ("e4m3", "e4m9")}, "unknown element 'e4m9'.* or e4m3fnuz, e5m2fnuz"),
-        ({"a_MK": torch.full((2, 4), 0.3)}, "A contains 0.3, which is no number of the .*e4m3"),
-        ({"a_MK": torch.full((2, 4), torch.inf)}, "A contains inf, which is no number"),
+        ({"a_MK": torch.full((2, 4), 0.3)}, "A contains 0.3, which is not a number of .*e4m3"),
+        ({"a_MK": torch.full((2, 4), torch.inf)}, "A contains inf, which is not a number"),
         ({"scales": (torch.ones(2, 1),) * 2}, "hopper_fp8 applies no block scales; multiply"),
         (
             {"accumulator": "fp32", "scales": (torch.ones(2, 1),) * 2},
@@ -120,15 +120,15 @@ def test_two_units_differ_in_a_sum_that_needs_15_bits():
         ),
         (
             {"accumulator": "blackwell_mx", "scales": (torch.ones(2, 1), torch.full((3, 1), 3.0))},
-            "scales of B contain 3, which is no E8M0 scale; pass powers of two",
+            "scales of B contain 3, which is not an E8M0 scale; pass powers of two",
         ),
         (
             {"accumulator": "blackwell_mx", "scales": (torch.zeros(2, 1), torch.ones(3, 1))},
-            "scales of A contain 0, which is no E8M0 scale",
+            "scales of A contain 0, which is not an E8M0 scale",
         ),
         (
             {"accumulator": "blackwell_nvfp4", "scales": (-torch.ones(2, 1), torch.ones(3, 1))},
-            "scales of A contain -1, which is no E4M3 scale; pass numbers of E4M3 from 0 on",
+            "scales of A contain -1, which is not an E4M3 scale; pass nonnegative E4M3 numbers",
         ),
     ],
 )
@@ -186,10 +186,10 @@ def test_autocast_does_not_round_the_operands():
     [
         ({"elements": ("e4m3",)}, "elements is a tuple of 1"),
         ({"elements": "e4m3"}, "elements is a str"),
-        ({"elements": ("e4m3", "e4m3"), "accumulator": "fp32"}, "no number of the element type"),
+        ({"elements": ("e4m3", "e4m3"), "accumulator": "fp32"}, "not a number of the element"),
         ({"scales": (torch.ones(1, 1),) * 3, "accumulator": "blackwell_mx"}, "scales is a tuple"),
         ({"scales": (torch.ones(1, 1), None), "accumulator": "blackwell_mx"}, "a NoneType"),
-        ({"accumulator": None}, "None is no accumulator"),
+        ({"accumulator": None}, "None is not an accumulator"),
     ],
 )
 def test_malformed_arguments_are_refused(arguments, message):

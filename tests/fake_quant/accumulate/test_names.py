@@ -38,7 +38,7 @@ def test_the_parts_of_a_spelled_out_name_are_fields():
 
 
 def test_the_spelling_of_a_unit_sums_as_the_unit_does():
-    """A spelled-out accumulator takes every element type, and is equal otherwise."""
+    """A spelled-out accumulator takes every element type, but otherwise equals the named one."""
     unit, spelled = get_accumulator("hopper_fp8"), get_accumulator("fda:l32:f13:m13:rz")
     assert (unit.step, unit.align_bits, unit.keep) == (
         spelled.step,
@@ -66,7 +66,7 @@ def test_the_spelling_of_a_unit_sums_as_the_unit_does():
         ("fda:l32:fx:m23:rz", "fx sums a step exactly, which is defined for l1 only, not for l32"),
         ("fda:l32:f13:m13:rz:p100", "after 100 products is inside a step of 32"),
         ("fda:l32:f13:m13:rz:pe8m9", "there is none; add a promotion interval such as p128"),
-        (13, "13 is no accumulator's name; give a text"),
+        (13, "13 is not the name of an accumulator; give a string"),
         ("fda:" + "l" * 200, "choose a name of at most 100 characters"),
     ],
 )

@@ -54,7 +54,7 @@ def test_every_simulated_accumulator_has_a_rational_definition():
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_sums_equal_rational_arithmetic(name):
-    """Each of them is written independently; sums are negative, tiny, canceled or zero."""
+    """The compared implementations are independent; sums are negative, tiny, canceled or zero."""
     random = torch.Generator().manual_seed(3)
     accumulator = get_accumulator(name)
     length = max(2 * accumulator.step + 5, 150 if accumulator.promote_every else 11)

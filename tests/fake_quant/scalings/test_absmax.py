@@ -135,7 +135,7 @@ def test_special_blocks():
 def test_stochastic_rounding_and_unknown_tables_are_refused():
     with pytest.raises(ValueError, match="nf4 does not take 'sr'; it has no variants"):
         get_format("nf4:sr")
-    with pytest.raises(ValueError, match=r"no stochastic rounding under .*; choose nearest"):
+    with pytest.raises(ValueError, match=r"no stochastic rounding with .*; choose nearest"):
         Format("own", TableElement("nf4"), AbsmaxScaling(), "stochastic")
     with pytest.raises(ValueError, match="unknown table of values 'nf3'; choose one of nf4"):
         TableElement("nf3")

@@ -118,7 +118,7 @@ def test_it_matches_the_definition(make, name):
 
 @names
 def test_the_choice_has_the_lower_error_in_rational_numbers(name):
-    """Blocks of quarters, whose tensor maximum makes every operation exact, except by 6/7."""
+    """Values are multiples of 1/4; the tensor maximum makes all operations exact, except by 6/7."""
     x = torch.from_numpy(GENERATOR.integers(-24, 25, (200, 16)).astype(F) / 4)
     x[0, 0] = 2688.0
     stored = quantize(x, name).scales.block()[1:, 0].tolist()
@@ -141,7 +141,7 @@ def test_the_choice_has_the_lower_error_in_rational_numbers(name):
 @pytest.mark.parametrize(
     ("name", "scales", "codes"),
     [
-        # From fouroversix's PyTorch reference, commit dadfad6, by the squared and absolute error.
+        # From fouroversix's PyTorch reference, commit dadfad6, with squared and absolute errors.
         ("if4", [254, 124], [*range(7, -1, -1), *range(15, 8, -1), 0]),
         ("if4_mae", [254, 124], [*range(7, -1, -1), *range(15, 8, -1), 0]),
         # The same integers with a sign and a magnitude, and a scale of 384 instead of 448.

@@ -37,11 +37,11 @@ def scale_byte(amax: float) -> int:
     ("amax", "exponent", "mantissa"),
     [
         # bf16(1/7) = 146 / 1024 = 0.142578125, just below 1/7 = 0.142857...
-        (7.0, 0, 0),  # 0.998 has 8 bits 0.99609375 or 1: 1022 / 1024 is half-way, to even: 1
+        (7.0, 0, 0),  # 7 * 146 / 1024 is half-way from 0.99609375 to 1 in 8 bits: to even, 1
         (1.0, -3, 1),  # 146 / 1024 is 1.140625 * 2^-3, above the half-way 1.125
         (8.0, 0, 1),
-        (7.75, 0, 0),  # 1.10498 in 8 bits 1.1015625, below it
-        (7.9, 0, 0),  # 1.12637 rounds to 1.125 in 8 bits first, half-way, to even: 1
+        (7.75, 0, 0),  # 1.10498 is 1.1015625 in 8 bits, below 1.125
+        (7.9, 0, 0),  # 1.12637 is 1.125 in 8 bits, half-way from 1 to 1.25: to even, 1
         (7.94, 0, 1),  # 1.13207 is 1.1328125 in 8 bits
         (9.7, 0, 2),  # 1.38301 becomes 1.3828125, above 1.375, half-way from 1.25 to 1.5
         (13.2, 1, 0),  # 1.88203 is 1.8828125, above 1.875, half-way from 1.75 to 2
@@ -96,7 +96,7 @@ def exact_group(group: list[float]) -> list[Fraction]:
             unit *= 2
         while x < unit * 2 ** (bits - 1):
             unit /= 2
-        return round(x / unit) * unit  # Python's goes to even
+        return round(x / unit) * unit  # Python's `round` takes ties to even
 
     magnitude = [Fraction(abs(x)) for x in group]
     seventh = rounded(Fraction(1, 7), 8)

@@ -101,12 +101,12 @@ def test_the_mantissa_moves_the_maximum_to_6_in_rational_numbers(name):
 
 
 def test_a_named_macro_block():
-    """The mantissa 39 is that of ALTO's macro_block_scaling, commit 74e251d."""
+    """ALTO's macro_block_scaling, commit 74e251d, also finds the mantissa 39."""
     x = torch.tensor([1.3, *[0.1] * 31, *[0.7] * 64])
     found = quantize(x, "mxfp4_macro")
     assert found.scales.block().tolist() == [[125, 124, 124, 0, 39]]
     codes = unpack_nibbles(found.codes, 96)
-    # 1.3 * (1 + 39/256) = 1.498 is 5.99 quarters; 0.7 becomes 6.45 eighths, and 0.1 0.46 quarters.
+    # 1.3 * (1 + 39/256) = 1.498 is 5.99 quarters, 0.7 is 6.45 eighths, and 0.1 is 0.46 quarters.
     assert codes.tolist() == [7, *[1] * 31, *[7] * 64]
     assert float(fake_quantize(x, "mxfp4_macro")[0]) == float(F(1.5) / F(1 + 39 / 256))
 

@@ -46,7 +46,7 @@ def quantized_block(values: list[float], name: str) -> list[float]:
         ("e4m3", "floor", 511.0, 0),  # saturates
         ("e4m3", "floor", 512.0, 1),
         ("e4m3", "floor", 1.0, -8),
-        # One ulp below 2^k log2 in float32 gives k: microxcaling and quark are one too high.
+        # One ulp below 2^k, log2 in float32 is k, so microxcaling and quark are one too high.
         ("e4m3", "floor", 512.0 * (1 - ULP / 2), 0),
         ("e2m1", "floor", 1.0 - ULP / 2, -3),
         # RCEIL: 448 just fits, the next float32 does not (torchao's log2 misses that with E2M1).
@@ -66,7 +66,7 @@ def quantized_block(values: list[float], name: str) -> list[float]:
         ("e2m1", "even", 7.0, 1),
         ("e4m3", "even", 495.9, 0),  # 1.9375 * 2^8 = 496 is half-way from 1.875 to 2
         ("e4m3", "even", 496.0, 1),
-        # The ends. The smallest float32 is 2^-149, where E8M0 would need 2^-157.
+        # The ends of the range: 2^-149, the smallest float32, would need the scale 2^-157.
         ("e4m3", "floor", 2.0**-149, -127),
         ("e4m3", "floor", 2.0**-119, -127),
         ("e4m3", "floor", 2.0**-118, -126),
@@ -141,7 +141,7 @@ def test_nan_and_inf_maxima_have_the_nan_byte():
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        # amax 448 has scale 1 in E4M3; 500 has, too, and saturates.
+        # An amax of 448 has scale 1 in E4M3, and so has an amax of 500, which saturates.
         ("mxfp8", [448.0, 17.0, -19.0, 2**-10], [448.0, 16.0, -20.0, 0.0]),
         ("mxfp8", [500.0, 17.0], [448.0, 16.0]),
         # RCEIL takes scale 2 instead: 250 lies between 240 and 256, 8.5 half-way from 8 to 9.
@@ -167,7 +167,7 @@ def test_nan_and_inf_maxima_have_the_nan_byte():
         ("mxint8", [2.0**127, 3 * 2.0**120], [2.0**127, 2.0**122]),
         # The floor rule never overflows: the largest float32 becomes 1.75 * 2^127 in E4M3.
         ("mxfp8", [2.0**128 * (1 - ULP / 2)], [1.75 * 2.0**127]),
-        # RCEIL rounds it up to 2^128, which is no float32: Inf, as in a cast.
+        # RCEIL rounds it up to 2^128, which is not a float32 number, so it becomes Inf.
         ("mx:e4m3:b32:rceil", [2.0**128 * (1 - ULP / 2)], [np.inf]),
     ],
 )
@@ -260,7 +260,7 @@ property_names = pytest.mark.parametrize(
 
 @property_names
 def test_it_is_idempotent(name):
-    """The maximum of a block may shrink, but never to where a finer scale loses a value."""
+    """The maximum of a block may shrink, but never so far that a finer scale changes a value."""
     x = torch.cat([rows_at_every_scale(), random_bit_patterns(1 << 16).view(-1, 32)])
     once = fake_quantize(x, name)
     once = once[~once.isinf().any(dim=1)]  # rounded up past the largest float32

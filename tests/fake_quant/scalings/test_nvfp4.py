@@ -42,9 +42,10 @@ kinds = pytest.mark.parametrize("kind", references.KINDS)
         # 17 * 6 = 102: a scale of 17 is half-way from 16 to 18 in E4M3, to even 16: 102 / 16 is
         # 6.375 and saturates at 6 * 16.
         ([2688.0] + [0.0] * 15 + [102.0], [448.0, 16.0], [2688.0] + [0.0] * 15 + [96.0]),
-        # 2^-10 is half of the smallest scale and goes to 0, and takes 6 * 2^-10 along.
+        # 2^-10 is half of the smallest scale and becomes 0, and so does 6 * 2^-10 under it.
         ([2688.0] + [0.0] * 15 + [6 * 2.0**-10], [448.0, 0.0], [2688.0] + [0.0] * 16),
-        # 3 * 2^-10 is half-way to 2^-8, even: 18 * 2^-10 is 4.5 times that, and goes to 4.
+        # 3 * 2^-10 is half-way from 2^-9 to 2^-8, to even 2^-8; 18 * 2^-10 is 4.5 times that, and
+        # becomes 4.
         (
             [2688.0] + [0.0] * 15 + [18 * 2.0**-10],
             [448.0, 2.0**-8],
@@ -63,12 +64,12 @@ def test_named_blocks(values, scales, expected):
 
 
 def test_the_tensor_scale_takes_the_maximum_to_the_largest_number():
-    """1 is 2688 / 2688, with two roundings: 1 / 2688 and 1 / (448 * that)."""
+    """The scale is 1 / (2688 / amax), with both divisions rounded to float32."""
     decode_scale = quantize(torch.ones(16), "nvfp4").scales.whole()
     assert decode_scale == np.float32(1) / np.float32(2688)
     x = torch.tensor([3.0, 0.5])
     assert quantize(x, "nvfp4").scales.whole() == np.float32(1) / (np.float32(2688) / np.float32(3))
-    # The value comes back as 6 * 448 * decode, here an ulp off.
+    # The maximum becomes 6 * 448 * decode, which differs from 3 by an ulp.
     expected = np.float32(2688) * (np.float32(1) / (np.float32(2688) / np.float32(3)))
     assert fake_quantize(x, "nvfp4")[0] == expected
 
@@ -99,12 +100,12 @@ def check(x: torch.Tensor, name: str) -> None:
 @variants
 @pytest.mark.parametrize("make", [every_bfloat16, every_float16], ids=["bfloat16", "float16"])
 def test_every_half_precision_value_matches_float32_arithmetic(make, name):
-    """Values are ordered, so that most blocks have one exponent; shuffled; and without specials."""
+    """Values are in order, so that most blocks have one exponent; shuffled; and all below 2^12."""
     x = make()
     check(x.view(256, -1), name)
     shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))]
     check(shuffled.view(256, -1), name)
-    moderate = torch.where(x.abs() < 2.0**12, x, 1.0)  # else a tensor's maximum is out of the way
+    moderate = torch.where(x.abs() < 2.0**12, x, 1.0)  # keeps the tensor's maximum near
     check(moderate.view(256, -1), name)
 
 

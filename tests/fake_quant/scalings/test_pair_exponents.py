@@ -126,7 +126,7 @@ def test_it_matches_rational_numbers(name):
     ],
 )
 def test_named_blocks(name, values, scales, codes, expected):
-    """A clamped value in a lower pair, ties to even in both directions, and a short block."""
+    """A short block has a clamped value in a lower pair, and ties to even in both directions."""
     found = quantize(torch.tensor(values), name)
     assert found.scales.block().tolist() == [scales]
     assert found.codes.tolist() == codes

@@ -35,16 +35,16 @@ names = pytest.mark.parametrize("name", NAMES)
         ("fp8_e4m3", [56.0, 1.0625, 1.1875], [56.0, 1.0, 1.25]),
         # 448 / 512 = 0.875 loses its mantissa: 0.5. 512 becomes 256, and 17 becomes 8.5.
         ("fp8_e4m3:pow2", [512.0, 17.0], [512.0, 16.0]),
-        # E5M2 has 4 steps a binade: 57344 / 57344 is 1.
+        # E5M2 has 4 steps per binade; 57344 / 57344 is 1.
         ("fp8_e5m2", [57344.0, 9.0, 11.0], [57344.0, 8.0, 12.0]),
         # 15 / 7.5 = 2: 8.5 becomes 17, of HiFloat8's 15, 16, 20; 0.53 becomes 1.06, of 1, 1.125.
         ("hifp8:t15", [7.5, 0.53, 0.54], [7.5, 0.5, 0.5625]),
         ("hifp8:t15:pow2", [7.5, 0.53, 0.54], [7.5, 0.5, 0.5625]),
-        # 15 / 8 = 1.875, as a power of two 1.
+        # 15 / 8 = 1.875 is rounded down to a power of two, 1.
         ("hifp8:t15:pow2", [8.0, 1.0625], [8.0, 1.125]),
         ("fp8_e4m3", [0.0, -0.0], [0.0, -0.0]),
         ("hifp8:t15", [0.0, -0.0], [0.0, 0.0]),
-        # An Inf saturates and has no say in the scale; without a finite number the scale is 1.
+        # An Inf saturates and does not affect the scale; without a finite number, the scale is 1.
         ("fp8_e4m3", [448.0, np.inf, -np.inf, 17.0], [448.0, 448.0, -448.0, 16.0]),
         ("fp8_e4m3", [np.inf, 0.0], [448.0, 0.0]),
         ("hifp8:t15", [7.5, -np.inf], [7.5, -16384.0]),
@@ -57,7 +57,7 @@ def test_named_tensors(name, values, expected):
 
 
 def test_the_scale_is_one_division_rounded_once():
-    """torch's number over tensor multiplies by a reciprocal: 448 * (1 / 3) is another float32."""
+    """torch divides a number by a tensor via the reciprocal, but 448 * (1 / 3) is not 448 / 3."""
     twice = 0
     for amax in np.arange(3, 99, dtype=np.float32):
         once = np.float32(448) / amax

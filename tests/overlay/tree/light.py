@@ -1,11 +1,11 @@
-"""Script that starts a process with the `forkserver` method, and imports no megatron-core."""
+"""Script that starts a process with the `forkserver` method, without importing megatron-core."""
 
 import multiprocessing
 import sys
 
 
 class Message:
-    """A class of the main module, which another process can unpickle only from there."""
+    """A class of the main module, which another process can unpickle only from this module."""
 
 
 def child(queue, message: Message) -> None:

@@ -1,3 +1,3 @@
-"""A module beside the script, which Python finds only if the script's folder is in `sys.path`."""
+"""A module next to the script, which Python finds only if the script's folder is in `sys.path`."""
 
 NAME = "sibling of the script"

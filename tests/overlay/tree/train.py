@@ -15,7 +15,7 @@ from megatron.training import get_args, initialize, train, training
 
 
 class Message:
-    """A class of the main module, which another process can unpickle only from there."""
+    """A class of the main module, which another process can unpickle only from this module."""
 
     def __init__(self, text: str):
         self.text = text
@@ -28,7 +28,7 @@ def run() -> None:
 
 
 def child(queue, message: Message) -> None:
-    """Put where this process finds its packages, and train in a spawned process."""
+    """Send the paths of this spawned process's packages to its parent, and train."""
     from megatron.fake_quant import policy
 
     files = [megatron.core.__file__, megatron.training.__file__]
@@ -64,13 +64,13 @@ def train_alone(*_) -> None:
 
 
 def start_pool() -> None:
-    """Train in a process that is killed at the end of the block, as every process of a pool."""
+    """Train in a process of a pool, which is killed at the end of the `with` block."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         pool.map(train_alone, [None])
 
 
 def leave_child() -> None:
-    """Train in a process of a fork server, for which Python waits at its exit."""
+    """Train in a process of a fork server, for which this process waits when it exits."""
     multiprocessing.get_context("forkserver").Process(target=train_alone).start()
 
 

@@ -47,9 +47,10 @@ def whole_sequence(logits: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def outcome(options: list[str], *, unchecked: bool) -> torch.Tensor | str | None:
-    """Return the logits of a command line, or why it is refused."""
+    """Return the logits of a command line, or the message of the error that it causes."""
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
-        del os.environ[name]  # the wheel sets them, and would later refuse another backend
+        # megatron-core sets these variables and would later refuse a different attention backend.
+        del os.environ[name]
     flags.differing = (lambda expected, args: []) if unchecked else differing
     try:
         run, chunks = hf_worker.loaded(options)
@@ -57,7 +58,7 @@ def outcome(options: list[str], *, unchecked: bool) -> torch.Tensor | str | None
             return hf_worker.logits_of(run, chunks)
     except UserError as error:
         return str(error)
-    except Exception as error:  # an error of the wheel; the test names the flag
+    except Exception as error:  # raised by megatron-core; the test reports the flag
         return f"CRASHED with {type(error).__name__}: {error}"
     finally:
         if parallel_state.is_initialized():

@@ -67,12 +67,12 @@ TWO_RANKS = {
     "sequence_parallel": TENSOR,
     "tensor_model_parallel_size": "--tensor-model-parallel-size 2",
 }
-#: cases without experts, which need sequence parallelism beside tensor parallelism
+#: cases that are left out, because experts need sequence parallelism with tensor parallelism
 NO_EXPERTS = [
     ("deepseek", "tensor_model_parallel_size"),
     ("deepseek", "distribute_saved_activations"),
 ]
-#: flags that other checks than the tables refuse on a CPU, with a part of the message
+#: flags that checks other than the tables refuse on a CPU, each with a part of the message
 REFUSED = {
     **dict.fromkeys(
         (
@@ -101,7 +101,7 @@ REFUSED = {
     "persist_layer_norm": "needs NVIDIA's apex",
     "pipeline_model_parallel_comm_backend": "UCC-backend requires",
     "qk_clip": "does nothing here",
-    "transformer_impl": "knows the names of the local layers only",
+    "transformer_impl": "supports only the local layers",
     "variable_seq_lengths": "allgather does not support variable sequence length",
 }
 #: flags that change the model's function but not the shapes of its weights
@@ -170,9 +170,9 @@ def written(folder: Path) -> dict[str, Path]:
 
 
 def run(folder: Path, checkpoints, cases: dict[str, tuple[str, str, bool]], ranks: int) -> dict:
-    """Return the logits of each case from the rank that has them, or why there are none.
+    """Return the logits of each case from the rank that has them, or the message of its error.
 
-    cases: checkpoint, flags and whether contradictions are accepted, by name.
+    cases: by name, the checkpoint, the flags, and True if contradictions are accepted.
     """
     base = [
         *("--seq-length", str(hf_models.TOKENS), "--micro-batch-size", "2", "--lr", "0"),

@@ -1,7 +1,7 @@
 """Tests that every flag is read by some code or is refused, so that no flag silently does nothing.
 
 A reader is a source file that loads `args.x`, `config.x` or the like, in this tree or in the
-wheel's code for GPT models. Declarations, `__post_init__` and checks do not count.
+code of megatron-core for GPT models. Declarations, `__post_init__` and checks do not count.
 tests/data/option_readers.txt lists the reader of every flag. To rewrite it after adding a flag:
 
     python -m tests.training.arguments.test_flag_readers
@@ -24,7 +24,7 @@ from tests.training.runs import MINIMAL
 
 TABLE = REPO / "tests" / "data" / "option_readers.txt"
 WHEEL = Path(megatron.core.__path__[1])
-#: parts of the wheel that a GPT model on the local layers never runs, and declarations
+#: parts of megatron-core that a GPT model with local layers never runs, and declarations
 ELSEWHERE = (
     "inference",
     "ssm",
@@ -56,7 +56,7 @@ ELSEWHERE = (
 #: files of this tree that check or describe flags without acting on them
 CHECKS = ("validation.py", "flag_effects.py", "moe_mla_checks.py", "schedule_checks.py", "/hf/")
 HOLDERS = ("args", "ddp", "run", "settings", "transformer", "optimizer")
-#: flags that act by setting another one, and the file that sets it
+#: flags that act by setting another flag, and the file that sets the other flag
 SETS_ANOTHER = {
     "group_query_attention": "megatron/training/arguments/defaults.py",
     "use_rotary_position_embeddings": "megatron/training/arguments/defaults.py",
@@ -73,13 +73,13 @@ SETS_ANOTHER = {
     "help": "argparse",
     "use_mcore_models": "nothing: accepted for older scripts, as its help says",
 }
-#: flags that nothing but the configuration reads since a release after 0.16.1, for older scripts
+#: flags that only the configuration reads since a release after 0.16.1, kept for older scripts
 SUPERSEDED = {
     "cuda_graph_scope": "wheel transformer/transformer_config.py",
     "moe_deepep_num_sms": "wheel transformer/transformer_config.py",
     "moe_hybridep_num_sms": "wheel transformer/transformer_config.py",
 }
-#: flags that a check of their own refuses
+#: flags that are refused by a separate check
 REFUSED_ELSEWHERE = {
     "cache_mla_latents": "refused by moe_mla_checks.py",
     "qk_clip": "refused by moe_mla_checks.py",
@@ -109,7 +109,7 @@ def _reads(tree: ast.AST):
 
 @cache
 def readers() -> dict[str, str]:
-    """Return the first file that reads each name; this tree has precedence over the wheel."""
+    """Return the first file that reads each name; this tree comes before megatron-core."""
     files: dict[str, str] = {}
     roots = ((REPO, REPO / "megatron", CHECKS, ""), (WHEEL, WHEEL, ELSEWHERE, "wheel "))
     for base, root, left_out, prefix in roots:
@@ -140,7 +140,7 @@ def test_every_flag_has_a_reader_or_is_refused():
     assert [line for line in table().splitlines() if line.endswith("NOTHING")] == []
 
 
-@pytest.mark.skipif(installed_release() != TESTED_BY_CI, reason=f"the table is of {TESTED_BY_CI}")
+@pytest.mark.skipif(installed_release() != TESTED_BY_CI, reason=f"table of {TESTED_BY_CI}")
 def test_the_readers_are_a_visible_decision():
     assert TABLE.read_text(encoding="utf-8") == table()
 

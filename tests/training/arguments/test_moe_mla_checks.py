@@ -14,7 +14,7 @@ from tests.training.runs import MINIMAL
 
 MLA = (*MINIMAL, "--multi-latent-attention", "--disable-bias-linear", "--swiglu")
 EXPERTS = (*MLA, "--num-experts", "4", "--moe-ffn-hidden-size", "32")
-#: message for --moe-grouped-gemm: it needs bf16, and a megatron-core that has grouped experts
+#: message for --moe-grouped-gemm, which needs bf16 and a megatron-core with grouped experts
 GROUPED = "needs --bf16" if hasattr(experts, "GroupedMLP") else "does nothing here: since release"
 TENSOR = ("--tensor-model-parallel-size", "2")
 
@@ -77,7 +77,7 @@ def test_mla_alone_needs_no_sequence_parallelism():
 
 
 def test_queries_are_compressed_only_if_the_flag_says_so():
-    """Megatron-LM and DeepSeek-V2-Lite have no compression; the wheel's dataclass has rank 512."""
+    """Megatron-LM and DeepSeek-V2-Lite have no compression, but megatron-core's default is 512."""
     run = parse_args([*MLA])
     assert run.transformer.q_lora_rank is None
     assert run.args.q_lora_rank is None
@@ -95,7 +95,7 @@ def test_a_single_optimizer_cannot_be_loaded_where_experts_are_spread():
 
 
 def flops(**changes):
-    """Return the FLOPs per token of DeepSeek-V2-Lite, with changes."""
+    """Return the FLOPs per token of DeepSeek-V2-Lite with some arguments changed."""
     args = Namespace(
         num_layers=27,
         hidden_size=2048,
@@ -123,13 +123,13 @@ def flops(**changes):
 
 
 def test_operations_are_six_a_parameter_that_a_token_meets():
-    """DeepSeek-V2's paper counts 2.4B of the Lite model's 15.7B."""
+    """DeepSeek-V2's paper states that 2.4B of the Lite model's 15.7B parameters are active."""
     attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
     experts = 3 * 2048 * (6 * 1408 + 2816) + 2048 * 64
     parameters = 27 * attention + 3 * 2048 * 10944 + 26 * experts + 2048 * 102400
     assert flops() == 6 * parameters
     assert 2.4e9 < parameters < 2.5e9
-    # Scores have 192 features and values 128, over the unmasked half of the square.
+    # Scores sum over 192 features and values have 128; half of the score matrix is unmasked.
     assert flops(seq_length=4096) - flops() == 6 * 27 * 16 * (192 + 128) * 2048
 
 

@@ -1,4 +1,4 @@
-"""Run `pretrain_gpt.py`, and print the processes that it has started and not ended."""
+"""Run `pretrain_gpt.py`, and print those of its child processes that are still running."""
 
 import multiprocessing
 import sys

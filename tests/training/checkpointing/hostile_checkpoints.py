@@ -39,7 +39,7 @@ class Checkpoint:
         self.common = self.path / "common.pt"
 
     def edit_index(self, change: Callable[[Any], None]) -> None:
-        """Change the index, as an object."""
+        """Unpickle the index, change the object, and write it back."""
         index = pickle.loads(self.index.read_bytes())
         change(index)
         self.index.write_bytes(pickle.dumps(index))
@@ -51,7 +51,7 @@ class Checkpoint:
         torch.save(common, self.common)
 
     def replace(self, part: str, data: bytes) -> None:
-        """Replace the first object whose name starts with `part` by other bytes."""
+        """Replace the first object whose name starts with `part` by `data`."""
         file = self.path / "__0_0.distcp"
         offset = file.stat().st_size
         with file.open("ab") as end:

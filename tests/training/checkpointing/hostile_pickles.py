@@ -53,7 +53,7 @@ def programs(canary: Path) -> dict[str, bytes]:
 
 def bombs() -> dict[str, bytes]:
     """Return pickles of a few bytes for which an unpickler needs gigabytes or endless time."""
-    again = b"".join(b"q%ch%c\x86" % (i, i) for i in range(80))  # each pair holds the last twice
+    again = b"".join(b"q%ch%c\x86" % (i, i) for i in range(80))  # each pair holds the previous one
     return {
         "memo": b"\x80\x02]r\xff\xff\xff\x7f.",
         "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
@@ -81,7 +81,7 @@ def damaged() -> dict[str, bytes]:
 
 
 def archive(data: bytes, *, compression: int = zipfile.ZIP_STORED, **parts: bytes) -> bytes:
-    """Return an archive as torch.save writes it, around any pickle."""
+    """Return an archive like those of torch.save that contains the given pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", compression) as file:
         file.writestr("archive/data.pkl", data)

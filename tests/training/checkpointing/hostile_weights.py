@@ -98,7 +98,7 @@ def _configs(canary: Path) -> Changes:
         "tied text": {"tie_word_embeddings": "yes"},
     }
     found = {k: _writes("config.json", json.dumps(CONFIG | v)) for k, v in fields.items()}
-    found["hidden 2^30"] = (found["hidden 2^30"][0], "by config.json")
+    found["hidden 2^30"] = (found["hidden 2^30"][0], "but config.json requires")
     found["layers of no tensor"] = (found["layers of no tensor"][0], "config.json claims")
     texts = {
         "deep": DEEP,

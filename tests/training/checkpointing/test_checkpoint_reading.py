@@ -39,7 +39,7 @@ def as_python_3_11_0_does(member, protocol):
 
 
 def test_an_index_that_python_3_11_0_wrote_is_read(checkpoints, tmp_path, monkeypatch):
-    """Python 3.11.0 to 3.11.3, which Debian 12 has, pickle enumerations in a way of their own."""
+    """Python 3.11.0 to 3.11.3, as in Debian 12, pickles enumerations unlike other releases."""
     folder = shutil.copytree(checkpoints / "iter_0000004", tmp_path / "iter_0000004")
     index = FileSystemReader(folder).read_metadata()
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_python_3_11_0_does)

@@ -18,7 +18,7 @@ from tests.training.runs import MODEL, NO_DROPOUT, refused, succeeded, train
 
 WORKER = Path(__file__).with_name("hostile_checkpoints_worker.py")
 SIZE = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
-MEMORY = 1 << 30  #: bytes that all cases together may add to the process
+MEMORY = 1 << 30  #: bytes by which the process may grow in all cases together
 
 
 def opened(cases: list[Case], corpus: Path, root: Path, canary: Path) -> list[dict]:
@@ -162,7 +162,7 @@ def test_one_rank_speaks_for_all(corpus, tmp_path):
     save = ("--save", good, "--save-interval", "2", "--train-iters", "2")
     succeeded(train(*words, *save, ranks=2))
     checkpoint = Checkpoint(good, iteration=2)
-    # Only the damage can end this run: it may use a schedule other than that of the checkpoint.
+    # The run may use a schedule other than the checkpoint's, so only the damage can end it.
     load = ("--load", good, "--train-iters", "4", "--override-opt_param-scheduler")
     for payload in (archive(pickle.dumps(Touch(canary))), archive(b"N.")):
         checkpoint.replace("rng_state/shard_1", payload)

@@ -37,7 +37,7 @@ def latest(folder: Path) -> str:
 def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     corpus, tmp_path, layout, ranks
 ):
-    """The run is killed three times, each time later while it writes the second checkpoint."""
+    """The run is killed three times, at later and later points of writing the second checkpoint."""
     folder = tmp_path / "ck"
     common = ("--data-path", corpus, *layout, "--save-interval", "2")
     steps = tmp_path / "steps.json"
@@ -93,7 +93,7 @@ def test_half_a_replacement_is_undone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def halves(corpus, tmp_path_factory):
-    """Train on two tensor-parallel ranks, with a checkpoint every two of six iterations."""
+    """Train six iterations on two tensor-parallel ranks, with a checkpoint every two iterations."""
     folder = tmp_path_factory.mktemp("halves")
     options = ("--data-path", corpus, *NO_DROPOUT, "--save", folder, "--save-interval", "2")
     whole = train(*options, *TENSOR, "--sequence-parallel", ranks=2)

@@ -99,14 +99,14 @@ matchers:
 
 def test_the_type_of_the_weights_may_change_without_the_optimizer(run_quickly, second):
     changed = (*second, "--bf16", "--allow-changed-run")
-    assert "give the same type or --no-load-optim" in refused(run_quickly(*changed))
+    assert "give the same dtype or --no-load-optim" in refused(run_quickly(*changed))
     rest = succeeded(run_quickly(*changed, "--no-load-optim"))
     rates = {number: float(line["lr"]) for number, line in rest.lines.items()}
     assert rates == {3: 7.5e-4, 4: 0}, "the schedule does not start anew"
 
 
 def test_a_finished_run_says_that_nothing_is_left(run_quickly, checkpoints, tmp_path):
-    """Its checkpoint is still written to another folder; nothing is written to its own folder."""
+    """The checkpoint is still saved if --save is not the folder that it was loaded from."""
     other = tmp_path / "other"
     for save in (checkpoints, other):
         done = succeeded(run_quickly("--load", checkpoints, "--save", save))
@@ -118,7 +118,7 @@ def test_a_finished_run_says_that_nothing_is_left(run_quickly, checkpoints, tmp_
 
 
 def test_a_finished_run_is_evaluated_again_and_extended(run_quickly, tmp_path):
-    """The evaluation at the end does not count, and a smaller batch leaves enough samples."""
+    """The final evaluation consumes no samples, and a smaller batch leaves enough of them."""
     evaluated = ("--eval-iters", "1", "--eval-interval", "2", "--load", tmp_path)
     first = succeeded(run_quickly(*evaluated, "--save", tmp_path))
     again = succeeded(run_quickly(*evaluated))
@@ -133,7 +133,7 @@ def test_a_finished_run_is_evaluated_again_and_extended(run_quickly, tmp_path):
 
 
 def validations(training: Training) -> list[tuple[str, str]]:
-    """Return the place and the loss of each evaluation of a run."""
+    """Return the iteration (and the data set, at the end) and the loss of each evaluation."""
     pattern = r"^ validation loss at iteration (.+?) \| lm loss value: (\S+)"
     return re.findall(pattern, training.output, re.M)
 
@@ -228,7 +228,7 @@ def test_the_optimizer_s_numbers_are_refused_or_taken(run_quickly, checkpoints, 
     changes = (("--adam-beta2", "0.9"), ("--adam-eps", "1e-2"), ("--weight-decay", "0.9"))
     for flags in changes[:1] if layout else changes:
         message = refused(run_quickly(*load, *flags))
-        assert "--use-checkpoint-opt_param-scheduler to take the checkpoint's" in message
+        assert "--use-checkpoint-opt_param-scheduler to take those of the checkpoint" in message
         assert succeeded(run_quickly(*load, *flags, KEEP)).losses == same.losses
         taken = succeeded(run_quickly(*load, *flags, OVERRIDE)).losses
         assert taken[3] == same.losses[3]
@@ -238,7 +238,7 @@ def test_the_optimizer_s_numbers_are_refused_or_taken(run_quickly, checkpoints, 
 def test_sgd_and_a_learning_rate_of_the_embedding_go_on(run_quickly, tmp_path):
     """megatron-core allocates no state for SGD, and does not mark the parameters of --decoupled-lr.
 
-    Without the mark, parameters get the learning rate of other ones from a checkpoint.
+    Without the mark, these parameters get the learning rate of the others from a checkpoint.
     """
     flags = ("--optimizer", "sgd", "--decoupled-lr", "1e-1")
     whole = succeeded(run_quickly(*flags, "--save", tmp_path, "--save-interval", "2"))
@@ -258,7 +258,7 @@ def test_a_checkpoint_before_the_first_step_of_the_optimizer(run_quickly, tmp_pa
 
 
 def test_saving_starts_no_process_that_stays(tmp_path):
-    """The queue of megatron-core's asynchronous saves would be in another process."""
+    """megatron-core would start a process for the queue of its asynchronous saves."""
     worker = Path(__file__).with_name("children_worker.py")
     done = forks.run(worker, *MOCK_DATA, "--train-iters", "1", "--save", tmp_path)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1", done.stderr

@@ -17,7 +17,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--append-eo
 
 
 def make(folder: Path, documents: int) -> Path:
-    """Write a data set with this number of documents, always at the same prefix."""
+    """Write a data set with the given number of documents, always with the same prefix."""
     rows = (" ".join(str((i + k) % 97) for k in range(20 + i % 50)) for i in range(documents))
     (folder / "in.txt").write_text("\n\n".join(rows))
     where = ["--input", str(folder / "in.txt"), "--output-prefix", str(folder / "o")]

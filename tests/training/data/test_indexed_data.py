@@ -30,7 +30,7 @@ def change(prefix: Path, offset: int, form: str, value: int) -> None:
 
 
 def test_a_wrong_place_is_found_before_training(run_quickly, corpus, tmp_path):
-    """Without the check, the run would train on other tokens."""
+    """Without the check, the run would train on the wrong tokens."""
     prefix = copy_of(corpus, tmp_path)
     change(prefix, HEADER + 4 * DOCUMENTS + 8 * 5, "<q", 14)
     line = refused(run_quickly("--data-path", prefix))
@@ -41,7 +41,7 @@ def test_a_wrong_place_is_found_before_training(run_quickly, corpus, tmp_path):
 
 
 def test_every_wrong_byte_that_training_reads_is_found(tmp_path):
-    """Every wrong byte is found, except in bounds between documents of any length."""
+    """Only the bounds between documents are left out, because documents may have any length."""
     prefix = hostile_inputs.sound_pair(tmp_path)
     check_index(str(prefix))
     path = Path(f"{prefix}.idx")
@@ -113,9 +113,9 @@ def cached(run_quickly, tmp_path_factory) -> Path:
 
 
 def test_a_damaged_sample_index_ends_the_run(run_quickly, cached, tmp_path):
-    """megatron-core would unpickle a file that is not an array, and so execute it."""
+    """megatron-core would unpickle a file that is not an array, which may execute code."""
     folder = Path(shutil.copytree(cached, tmp_path / "cache"))
-    assert succeeded(run_quickly("--data-cache-path", folder)), "whole ones are taken"
+    assert succeeded(run_quickly("--data-cache-path", folder)), "undamaged indices are accepted"
     (index,) = folder.glob("*/*-train-document_index.npy")
     index.write_bytes(b"cos\nmkdir\n(S'executed'\ntR.")
     line = refused(run_quickly("--data-cache-path", folder))

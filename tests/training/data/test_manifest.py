@@ -1,4 +1,4 @@
-"""Data records its tokenizer: training refuses another one, and accepts data without a record."""
+"""Tests of manifests: training refuses a different tokenizer, but needs no manifest."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ def test_the_tokenizer_that_made_the_data_fits(made):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("second", "another tokenizer's ids .* as many tokens, but not the same; give the --tok"),
+        ("second", "another tokenizer's ids .* as many tokens, but different ones; give the --tok"),
         ("larger", r"a vocabulary of 400 \(sentencepiece\), but the tokenizer .* has 500; give"),
     ],
 )

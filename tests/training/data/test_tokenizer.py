@@ -1,4 +1,4 @@
-"""megatron/training/data/tokenizer.py builds the wheel's tokenizers from files of every kind."""
+"""Tests that data/tokenizer.py builds megatron-core's tokenizers from files of every kind."""
 
 import base64
 import shutil
@@ -172,7 +172,7 @@ def test_many_texts_get_the_ids_that_each_gets_where_the_file_says_otherwise(fol
 
 def test_a_tiktoken_file_gives_the_ids_of_its_hugging_face_conversion(folders, tmp_path):
     """The reference is the converter of transformers with Llama 3's pattern."""
-    pytest.importorskip("tiktoken", minversion="0.12", reason="it reads files by a further package")
+    pytest.importorskip("tiktoken", minversion="0.12", reason="older releases need blobfile")
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     from megatron.training.data.tiktoken_tokenizer import _LLAMA3
@@ -240,7 +240,7 @@ def test_a_million_blanks(folders):
 
 
 def test_the_families_are_those_of_the_tiktoken_package(monkeypatch):
-    """The package's constructors would download ranks; all their other settings are compared."""
+    """The package would download the merge ranks; all other settings are compared."""
     from tiktoken_ext import openai_public
 
     from megatron.training.data.tiktoken_tokenizer import FAMILIES
@@ -296,7 +296,7 @@ def test_a_fingerprint_is_of_what_a_tokenizer_does(folders, tmp_path):
     ("kind", "name", "message"),
     [
         ("GPT2BPETokenizer", "x", r"unknown tokenizer type 'GPT2BPETokenizer'; choose one of Sent"),
-        (None, None, "no tokenizer is named; give --tokenizer-model"),
+        (None, None, "no tokenizer is given; give --tokenizer-model"),
         (None, "broken/other.json", r"other.json would not be read: Hugging Face's .* of a folder"),
         ("HuggingFaceTokenizer", "text.model", "text.model would not be read"),
         (None, "two", r"two holds 2 .tiktoken files \(a.tiktoken, b.tiktoken\); name one of them"),

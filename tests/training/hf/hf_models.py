@@ -1,4 +1,4 @@
-"""Write small checkpoints with random weights by transformers, and compute its logits of them.
+"""Write small checkpoints with random weights, and compute their logits, with transformers.
 
 The weights are larger than usual initial weights, so no softmax is flat, and the norms are not all
 ones. A tensor in the wrong place therefore changes the logits.

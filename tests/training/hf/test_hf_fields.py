@@ -36,7 +36,7 @@ def test_what_is_fixed_or_expressed_is_what_is_compared():
 
 
 WITHOUT_A_FLAG = {"activation_func", "gated_linear_unit"}
-#: Flags that contradict the published value where the default of `another_value` would equal it.
+#: Flags that contradict the published value, for fields where `another_value` does not.
 CONTRARY = {
     "swiglu": "--quick-geglu",
     "position_embedding_type": "--position-embedding-type learned_absolute",

@@ -80,7 +80,7 @@ def test_tensors_that_are_missing_or_superfluous_are_named(folder):
         folder, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(120, 64)})
     )
     with pytest.raises(
-        UserError, match=r"has model\.layers\.0\.self_attn\.q_norm, which the model here"
+        UserError, match=r"has model\.layers\.0\.self_attn\.q_norm, which this program"
     ):
         check(folder)
 
@@ -94,7 +94,7 @@ def test_older_checkpoints_store_what_is_computed(folder):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.ones(120, 32), r"is \(120, 32\), but by config\.json it is \(120, 64\)"),
+        (torch.ones(120, 32), r"has shape \(120, 32\), but config\.json requires \(120, 64\)"),
         (torch.ones(120, 64, dtype=torch.int8), "is stored as I8; --load-hf takes F64, F32"),
     ],
 )
@@ -112,7 +112,7 @@ def test_an_index_that_is_wrong_is_refused(folder):
         ("{", "is not an index of tensors"),
         ("[]", "is not an index of tensors"),
         (json.dumps({"weight_map": {"a": "../other.safetensors"}}), "outside of its folder"),
-        (json.dumps({"weight_map": swapped}), "which model.safetensors.index.json says it has"),
+        (json.dumps({"weight_map": swapped}), "although model.safetensors.index.json assigns it"),
     ):
         index.write_text(text)
         with pytest.raises(UserError, match=message):

@@ -45,10 +45,10 @@ def test_the_flags_of_the_architecture_are_filled_in(tmp_path):
     assert not args.untie_embeddings_and_output_weights
     assert (args.max_position_embeddings, args.seq_length) == (131072, 4096)
     (note,) = [note for note in run.notes if note.startswith("--load-hf ")]
-    assert "--num-layers" not in note, "it was given"
+    assert "--num-layers" not in note, "the command line sets it"
     for shown in ("--hidden-size 2048", "--swiglu", "--no-add-bias-linear", "--hidden-dropout 0.0"):
         assert f" {shown} " in note
-    assert "rotary-percent" not in note, "it is what it would be without"
+    assert "rotary-percent" not in note, "the checkpoint's value is the default"
 
 
 def test_deepseeks_routing_and_yarn(tmp_path):
@@ -86,7 +86,7 @@ def test_every_contradiction_is_named(tmp_path):
     text = str(refusal.value)
     assert "--num-layers is 4 here and 27 there" in text
     assert f"--moe-layer-freq is 1 here and [0,{'1,' * 25}1] there" in text
-    assert "--qk-head-dim" not in text, "it is the checkpoint's"
+    assert "--qk-head-dim" not in text, "it equals the checkpoint's value"
     assert "Leave these flags out" in text
 
 
@@ -104,7 +104,7 @@ def test_every_contradiction_is_named(tmp_path):
         ),
         ("llama31-8b", ("--load", "x", "--finetune"), "both name the weights to start from"),
         ("llama31-8b", ("--save", "x", "--save-hf", "y", "--train-iters", "0"), "remove --save"),
-        ("llama31-8b", ("--transformer-impl", "transformer_engine"), "the local layers only"),
+        ("llama31-8b", ("--transformer-impl", "transformer_engine"), "only the local layers"),
     ],
 )
 def test_what_contradicts_a_checkpoint_is_refused(tmp_path, name, options, message):
@@ -176,7 +176,7 @@ def test_what_transformers_cannot_hold_is_refused_before_training():
     parse_args(options)
     with pytest.raises(UserError, match="intermediate-size is 96 and must be 64"):
         parse_args([*options, "--moe-shared-expert-intermediate-size", "96"])
-    with pytest.raises(UserError, match="none were named; give --load or --load-hf"):
+    with pytest.raises(UserError, match="none were given; give --load or --load-hf"):
         parse_args([*MINIMAL, "--save-hf", "out", "--train-iters", "0"])
 
 

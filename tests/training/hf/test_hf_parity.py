@@ -120,10 +120,10 @@ def test_logits_are_those_of_transformers(results, theirs):
 
 
 def test_every_layout_counts_the_parameters_of_transformers(results, checkpoints):
-    """No copy counts: of a norm, of a tied embedding, or of an expert.
+    """Copies of a norm, of a tied embedding or of an expert are not counted.
 
-    The weights are not initialized here, so the model marks those that are split between ranks
-    itself. The gradient norm needs these marks, too.
+    The weights are not initialized here, so the code under test must itself mark those that are
+    split between ranks. The gradient norm needs these marks, too.
     """
     ranks, found = results
     for case in CASES[ranks]:

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` with `--load-hf` and `--save-hf` works as a user starts it."""
+"""Tests of `pretrain_gpt.py` with `--load-hf` and `--save-hf`, started as a user would."""
 
 import shutil
 import signal
@@ -82,9 +82,9 @@ def whole(corpus, deepseek, tmp_path_factory) -> tuple[Training, Path]:
 
 
 def test_two_tensor_parallel_ranks_have_the_gradients_of_one(corpus, deepseek, whole):
-    """Shards that are not marked as such would be missing in the norm of the gradients.
+    """Shards that are not marked as such would be missing from the gradient norm.
 
-    The weights are not initialized, so megatron-core marks none of them.
+    The weights are not initialized, so megatron-core marks no shards.
     """
     vocabulary = ("--make-vocab-size-divisible-by", "4")  # as large as on one rank
     options = ("--data-path", corpus, "--load-hf", deepseek, *MOVING, "--exit-interval", "1")
@@ -97,8 +97,8 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
 ):
     """The same command runs three times.
 
-    It is first stopped halfway, then killed while it exports the weights, and at last only has to
-    export them.
+    The first run is stopped halfway, the second is killed while it exports the weights, and the
+    third only has to export them.
     """
     common = ("--data-path", corpus, "--load-hf", deepseek, *MOVING)
     uninterrupted, theirs = whole
@@ -108,7 +108,7 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     restart = (*common, "--save-hf", out, "--save", folder, "--load", folder)
     half = finished(*restart, "--exit-interval", "2")
     assert f"> no checkpoint in {folder} yet: starting from --load-hf {deepseek}" in half.output
-    assert "> --save-hf waits until --train-iters 4" in half.output
+    assert "> --save-hf writes nothing before --train-iters 4" in half.output
 
     env = environment(PYTHONPATH=REPO, KILL_AT="megatron.training.hf.folders:write_config:1")
     killed = forks.run(WORKER, *BATCH, *restart, env=env)
@@ -132,9 +132,9 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
 
 
 def test_a_checkpoint_of_ours_is_exported_and_converted_alike(corpus, tmp_path):
-    """Two ranks export when training ends; converting their checkpoint on one rank gives the same.
+    """Two ranks export the same weights as a conversion of their checkpoint on one rank.
 
-    transformers computes the same loss as this program.
+    The exported model has the same loss in transformers as in this program.
     """
     options = ("--data-path", corpus, "--save", tmp_path / "ck", "--save-hf", tmp_path / "out")
     shape = (*NO_DROPOUT, "--train-iters", "2")
@@ -162,7 +162,7 @@ def periodic(folder: Path) -> Path:
 def assert_same_loss(folder: Path, corpus: Path) -> None:
     """Assert that training starts with the loss that transformers computes."""
     model = hf_models.read(folder)
-    assert model.config.vocab_size == 128, "no padding takes a share of the softmax"
+    assert model.config.vocab_size == 128, "padding would take a share of the softmax"
     labels = PERIOD.roll(-1)
     theirs = torch.nn.functional.cross_entropy(model(PERIOD[None]).logits[0], labels).item()
     ours = finished("--data-path", corpus, "--load-hf", folder, *MOVING, "--train-iters", "1")

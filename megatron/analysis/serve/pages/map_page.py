@@ -33,7 +33,7 @@ from megatron.analysis.serve.study_map import module_of, not_studied, study_map
 
 WORST = 12  #: number of tensors in the list of the worst ones
 CELL = 31  #: minimum width of a cell, in which a number of four characters fits
-MOST_TEXTS = 200_000  #: maximum number of cells with a text of their own
+MOST_TEXTS = 200_000  #: maximum number of cells that have hover texts
 
 
 def page(explorer: Explorer, address: Address, data: dict[str, dict[str, Any]]) -> Part:
@@ -205,14 +205,14 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
 
 
 def _why_empty(explorer: Explorer, address: Address, why: str) -> str:
-    """Return what an empty map says: `why`, or which part of its address was not studied."""
+    """Return the message of an empty map: `why`, or the part of the address that is not studied."""
     if address.statistic == OUTPUT_SQNR.name:
         return not_studied(explorer.study(), address)
     return why
 
 
 def _iteration(explorer: Explorer, address: Address) -> dict[str, int]:
-    """Return the iteration of the second run: the same, or its last one."""
+    """Return the iteration to show of the second run: the same if it has one, or its last one."""
     run = next(r for r in explorer.catalog.runs if r["id"] == address.other)
     same = address.iteration in run["iterations"]
     return {"iteration": address.iteration if same else run["iterations"][-1]}

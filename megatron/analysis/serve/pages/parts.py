@@ -12,7 +12,7 @@ from megatron.analysis.serve.charts import Figure
 from megatron.bounded_files import printable
 
 Part = Any  #: a Dash component, or a text
-#: Components; Dash's type hints do not know the attributes `data-*` and `aria-*`.
+#: Components; Dash's type hints lack the attributes `data-*` and `aria-*`.
 html: Any = dash.html
 dcc: Any = dash.dcc
 
@@ -67,7 +67,7 @@ def panel(
         label: name for screen readers.
         data: part of the URL on which the panel depends, and its version.
         wide: use the whole width of the page.
-        at_once: load the content with the page; otherwise when the section comes near the window.
+        at_once: load the content with the page, and not when the section comes near the window.
     """
     loading = html.P("Loading …", className="message loading")
     return html.Section(
@@ -92,7 +92,7 @@ def bare_panel(name: str, data: dict[str, Any], content: Part) -> Part:
 
 
 def _stores(name: str, data: dict[str, Any], *, at_once: bool) -> list[Part]:
-    """Return what the browser knows about a panel.
+    """Return the stores in which the browser keeps the state of a panel.
 
     Dash requests the content from the server when the store of the request appears or changes. The
     script of the page adds that store when the panel comes near the window, and from then on copies
@@ -119,7 +119,7 @@ def select(
     Args:
         label: text in front of the selector.
         parameter: name of the parameter.
-        options: value and text of each choice; of too many, those near the chosen one are shown.
+        options: value and text of each choice; if there are too many, some near the chosen one.
         value: chosen value.
         clears: other parameters to remove after a change, separated by spaces.
     """

@@ -29,7 +29,7 @@ def page(explorer: Explorer) -> Part:
             ["end", run["ending"]],
             ["tensors", f"{run['tensors']:,}{so_far}"],
             ["collected iterations", f"{len(iterations):,} ({span}){so_far}"],
-            *([name, text] for name, text in facts(card) if name != "status"),  # "end" says more
+            *([name, text] for name, text in facts(card) if name != "status"),  # "end" shows more
         ]
         heading = f"heading-run-{number}"
         parts = [

@@ -38,7 +38,7 @@ class Static(Component):
 
 
 def static(part: Part) -> Part:
-    """Return a part whose largest elements without components of callbacks are `Static`."""
+    """Return a part in which the largest elements that no callback changes are `Static`."""
     if isinstance(part, (list, tuple)):
         return [static(child) for child in part]
     if not isinstance(part, Component):

@@ -68,7 +68,7 @@ _FIELDS = {
     "dims": "dims",
     "timestamp": "written",
 }
-#: Numbers of a format in the table, with their headings and whether they are shares.
+#: Numbers of a format in the table: name, heading, and True if the number is a share.
 _ERRORS = (
     ("sqnr_db", "SQNR (dB)", False),
     ("gain", "gain", True),

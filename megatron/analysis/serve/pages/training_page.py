@@ -35,7 +35,7 @@ MOST_SERIES = 8  #: maximum number of runs whose scalars are drawn together, the
 MOST_POINTS = 2000  #: maximum number of points of a curve
 MOST_EVENTS = 60  #: maximum number of events in the list, the newest ones
 LONGEST_TEXT = 300  #: maximum length of a text of an event, in characters
-#: Several files of a run give the same curve; the gaps of a line show those below it.
+#: Several files of a run may contain the same curve; the gaps of a dashed line show the line below.
 _DASHES = ("solid", "8px,8px", "2px,6px")
 #: Statistics of `--tensor-statistics`, with their labels.
 _COLUMNS = {
@@ -117,12 +117,12 @@ def _rate(explorer: Explorer) -> str:
 def curves(explorer: Explorer, search: str) -> list[Part]:
     """Return one figure per scalar, with one line per run."""
     series = [s for s in explorer.training.series if s.values][-MOST_SERIES:]
-    if not series and explorer.follower.reading:  # its events may hold losses
+    if not series and explorer.follower.reading:  # events in the index may contain losses
         return [message("Reading the index …")]
     if not series:
         return [
             message(
-                "No event file, log or statistics file in this folder; --logs DIR names the folder "
+                "This folder has no event file, log or statistics file; --logs DIR sets the folder "
                 "of the run's event files."
             )
         ]
@@ -217,8 +217,8 @@ def statistics(explorer: Explorer, address: Address, search: str) -> list[Part]:
 def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
     """Return the map of a statistic; None if there is nothing to show.
 
-    Cells with a value that is NaN or Inf are red. An infinite SQNR is no such value: it means that
-    there is no error.
+    Cells with a value that is NaN or Inf are red. An infinite SQNR is not marked, because it means
+    that there is no error.
     """
     from megatron.analysis.serve.statistics import BY_NAME
 
@@ -227,7 +227,7 @@ def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
     values["bad"] = np.isnan(numbers) if column == "sqnr_db" else ~np.isfinite(numbers)
     values["value"] = numbers.mask(values["bad"])
     if column in ("sqnr_db", "underflow") and "format" in own:
-        values = values[own["format"].astype(str) != "none"]  # the others have no such statistic
+        values = values[own["format"].astype(str) != "none"]  # unquantized operands lack both
     if values.empty:
         return None
     modules = values["module"].astype(str).str.replace("decoder.layers.", "L", regex=False)

@@ -21,7 +21,7 @@ _CLIPPED, _INF, _NAN = "#e08a1e", "#7a1f4b", "#8a5fbf"
 
 
 def histogram(subject: Subject) -> Shown:
-    """Draw what becomes of the values by power of two, above the ranges of the formats."""
+    """Draw a histogram that shows what a format does to the values, above the formats' ranges."""
     arrays, fmt = subject.arrays(), subject.address.format
     counts = arrays.positive + arrays.negative
     if not counts.any():

@@ -14,9 +14,9 @@ Values and results are float32 bits. `sums` is the tuple `Errors.sums` of four a
                     MAGNITUDE_ERROR and RELATIVE, by binade of the value
 
 The first three rows of `binade_sums` split the squared error by cause. The error of a value that
-becomes zero is due to underflow. The error of another value beyond the rounding edge of the largest
-number is due to clipping. All other values are rounded to a neighboring number of the format; their
-error is due to the grid of these numbers.
+becomes zero is due to underflow. The error of any other value above the overflow threshold, which
+would round to more than the largest number, is due to clipping. All other values are rounded to a
+neighboring number of the format; their error is due to the grid of these numbers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
     """Add to `sums` the error of a value that occurs `n` times.
 
     Args:
-        clipped: whether the value is beyond the rounding edge of the format's largest number.
+        clipped: whether the value would round to more than the format's largest number.
 
     Returns:
-        Whether both the value and its quantized result are finite.
+        True if both the value and its quantized result are finite.
     """
     counts, totals, binade_counts, binade_sums = sums
     compared = False

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.analysis.stats.kernels.compiled import kernel, sum_kernel
 from megatron.fake_quant.fused.numba_bits import as_float, widen
 
-#: Positions in the result of `product_error_sums`: the number of compared values, the sums of x²,
-#: x e, e² and e over them (x: reference, e: error), and the number of pairs that are not finite.
+#: Positions in the result of `product_error_sums`: the number of compared values, their sums of x²,
+#: x e, e² and e (x: reference, e: error), and the number of pairs that are not finite.
 COUNT, XX, XE, EE, E, NONFINITE = range(6)
 
 

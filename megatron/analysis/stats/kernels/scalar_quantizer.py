@@ -88,9 +88,9 @@ class ScalarQuantizer(NamedTuple):
 def rounding_limit(element: ElementFormat) -> np.int32:
     """Return the bits of the largest float32 that rounds to the element type's largest number.
 
-    The rounding edge lies half a step above the largest number. A value on the edge is a tie. It is
-    rounded down only if ties go to even and the largest number has an even mantissa. (Without
-    mantissa bits, it is rounded up.)
+    The overflow threshold lies half a step above the largest number. A value equal to the threshold
+    is a tie. A tie is rounded down only if ties go to even and the largest number has an even
+    mantissa. (Without mantissa bits, it is rounded up.)
     """
     half_step = 1 << (22 - element.mantissa_bits)
     top = int(element_bits(element).top)
@@ -255,7 +255,7 @@ def element_magnitude(scaled: Any, quantizer: Any) -> Any:
 
 @inlined
 def is_clipped(scaled: Any, quantizer: Any) -> Any:
-    """Return whether a scaled magnitude lies beyond the rounding edge of the largest number."""
+    """Return whether a scaled magnitude would round to more than the largest number."""
     if quantizer.kind == FLOAT or quantizer.kind == HIFLOAT8:
         return scaled > quantizer.limit
     return element_magnitude(scaled, quantizer) == INFINITY

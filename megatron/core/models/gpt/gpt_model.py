@@ -1,8 +1,8 @@
 """Extend GPTModel: name its layers, and check that they are quantized and collected as requested.
 
-The file is overlaid because a linear layer knows neither its name nor its layer's number. Both
-decide whether it is quantized and how its tensors are recorded. The seam is the end of `__init__`,
-where the wheel too iterates over all named modules.
+The file is overlaid because a linear layer has no access to its name or its layer's number, which
+determine whether it is quantized and how its tensors are recorded. The seam is the end of
+`__init__`, where the wheel too iterates over all named modules.
 """
 
 from megatron.collection.module_identity import assign_identities

@@ -8,8 +8,8 @@ layers. The seam is `forward`.
 Each linear layer of each expert gets a module of its own, `ExpertLinear`, with the name that it has
 in `SequentialMLP`. With a format, this module quantizes the operands of its expert and multiplies
 them. Therefore, results and records equal those of `SequentialMLP` with the same weights. Experts
-without a format are still multiplied together by grouped_gemm, also when they are collected. If
-this package is not installed, as on a CPU, each expert's product is torch's.
+without a format are still multiplied together by grouped_gemm, even when they are collected. If
+this package is not installed, as on a CPU, torch multiplies for each expert separately.
 
 Shape suffixes: T tokens, H input features, O output features, E experts of this rank.
 """
@@ -125,7 +125,7 @@ class _Expert(torch.nn.Module):
 
 
 if hasattr(_upstream, "GroupedMLP"):
-    #: whether the package grouped_gemm is installed
+    #: True if the package grouped_gemm is installed
     HAVE_GROUPED_GEMM = _upstream.gg.grouped_gemm_is_available()
     if not HAVE_GROUPED_GEMM:
         _upstream.gg = SimpleNamespace(

@@ -76,7 +76,7 @@ class FusedAttnFunc(torch.autograd.Function):
 
 class TransformerEngineBaseModule(torch.nn.Module):
     def __setattr__(self, name, value):
-        """Set an attribute without asking the class, as Transformer Engine does for speed."""
+        """Set most attributes without torch's checks, as Transformer Engine does for speed."""
         if isinstance(value, torch.nn.Parameter | torch.nn.Module):
             super().__setattr__(name, value)
         else:

@@ -1,4 +1,4 @@
-"""Trainer of another source tree, in the place of this project's `megatron.training`."""
+"""Trainer of another source tree, which replaces this project's `megatron.training`."""
 
 from .global_vars import get_args
 from .training import initialize, train

@@ -1,4 +1,4 @@
-"""Arguments of the trainer, under the names that Megatron-LM gives them."""
+"""Arguments of the trainer, with the same names as in Megatron-LM."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The arguments of the run, in the place where Megatron-LM keeps them."""
+"""The arguments of the run, kept in the same module as in Megatron-LM."""
 
 _GLOBAL_ARGS = None
 

@@ -1,6 +1,6 @@
-"""Trainer of another source tree: a loop over megatron-core's schedules, as Megatron-LM has one.
+"""Trainer of another source tree: a loop over megatron-core's schedules, as in Megatron-LM.
 
-Like Megatron-LM's, it has its own `megatron.training`, requires CUDA, and asks for NCCL.
+Like Megatron-LM, the tree has its own `megatron.training`, requires CUDA, and selects NCCL.
 """
 
 import os
@@ -65,7 +65,7 @@ def _mean(losses):
 
 
 def train(batches, *, load: str | None) -> None:
-    """Train the model, continue at `load`, and print each iteration's loss, bit for bit."""
+    """Train the model, from the checkpoint `load` if given; print exact losses in hexadecimal."""
     args, model, schedule = get_args(), build(), get_forward_backward_func()
     if load is not None:
         state = torch.load(load)
