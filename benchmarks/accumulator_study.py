@@ -57,7 +57,7 @@ DATA = (
 
 
 def flags(sequence: int, batch: int, warmup: int) -> list[str]:
-    """Return the flags of a run that all accumulators share."""
+    """Return the training flags that do not depend on the accumulator."""
     sizes = ["--micro-batch-size", str(batch), "--global-batch-size", str(batch)]
     return [*MODEL, "--seq-length", str(sequence), *DATA, str(warmup), *sizes]
 
@@ -189,15 +189,16 @@ def page(
         f"`{command}`",
         "![Errors of sums, and differences in loss](accumulators.png)",
         "## Errors of single matmuls",
-        f"Llama with 2 layers of width 128, trained for {options.trained} iterations of "
-        f"{options.batch[0] * options.batch[1]} tokens in bf16. The operands of "
+        f"The model is a Llama with 2 layers of width 128, trained in bf16 for {options.trained} "
+        f"iterations of {options.batch[0] * options.batch[1]} tokens. The operands of "
         f"`linear_fc2` and of attention in the second layer are quantized to {FORMAT}. "
-        "Each cell has the relative error of the sums and, in parentheses, their gain: below zero, "
-        "results are too small. The first row is the error of the format, for comparison.",
+        "Each cell contains the relative error of the sums and, in parentheses, their gain: if it "
+        "is below zero, results are too small. The first row is the error of the format, for "
+        "comparison.",
         error_table(rows),
         "## Loss",
-        f"The same model with 256 tokens per iteration, {options.iterations} iterations, all "
-        f"matmuls in {FORMAT}, seeds {seeds}. Runs with the same seed differ only in the "
+        f"The same model is trained for {options.iterations} iterations of 256 tokens, with all "
+        f"matmuls in {FORMAT} and the seeds {seeds}. Runs with the same seed differ only in the "
         f"accumulator. The final loss is the mean of the last {LAST} iterations. Intervals are "
         "Student's t intervals of the mean difference over the seeds.",
         loss_table(losses),

@@ -1,4 +1,4 @@
-"""Measure how fast each accumulator sums products, and compare it with other implementations.
+"""Measure how fast simulated accumulators sum products, compared with other implementations.
 
     python benchmarks/accumulators.py                      # all named accumulators, 1024^3 products
     python benchmarks/accumulators.py --quick              # few products; write no file
@@ -55,15 +55,16 @@ SEED = 1234
 #: number of products per call of the slower implementations
 PRODUCTS = {"scalar": 1 << 14, "reference": 1 << 20, "numpy": 1 << 22}
 READING = (
-    "The columns scalar, numpy and reference give the time per product of that implementation "
-    "divided by that of `accumulated_matmul`. Share of fp32: the speed of `accumulated_matmul` "
-    "divided by that of `torch.matmul` in float32, with the same number of threads. Differing: "
-    "number of results in which another implementation differs from `accumulated_matmul`."
+    "The columns scalar, numpy and reference give the time per product of the implementation with "
+    "this name, divided by that of `accumulated_matmul`. The column share of fp32 is the speed of "
+    "`accumulated_matmul` divided by that of `torch.matmul` in float32 with the same number of "
+    "threads. The column differing is the number of results of the three implementations that "
+    "differ from those of `accumulated_matmul`."
 )
 
 
 class Case(NamedTuple):
-    """Operands of one accumulator."""
+    """An accumulator, and the operands of a product that it sums."""
 
     accumulator: Accumulator
     a: UnitOperand
@@ -138,7 +139,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_case(accumulator: Accumulator, shape: list[int]) -> Case:
-    """Return operands for an accumulator; block scales are powers of two."""
+    """Return a case with random operands for an accumulator; block scales are powers of two."""
     rows, columns, depth = shape
     name = (accumulator.elements or ("bfloat16",))[0]
     element, generator = get_element_type(name), torch.Generator().manual_seed(SEED)

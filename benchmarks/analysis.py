@@ -229,13 +229,14 @@ def main(arguments: list[str] | None = None) -> None:
             "# Statistics of a dump",
             "",
             f"{processor}; {os.cpu_count()} cores; Python {platform.python_version()}, {versions}. "
-            f"Formats: {', '.join(options.formats)}; every statistic, along both axes where there "
-            f"are blocks. Made by `python benchmarks/analysis.py` in {time.time() - start:.0f} s.",
+            f"Formats: {', '.join(options.formats)}. All statistics are measured; those of formats "
+            "with blocks are measured along both axes. Made by `python benchmarks/analysis.py` in "
+            f"{time.time() - start:.0f} s.",
             "",
             results_page.table(HEAD, rows),
             "",
-            f"Plain: one tensor in {options.every}, on all cores. Ours: the best of "
-            f"{options.rounds}; the peak is the largest.",
+            f"The row plain measures one tensor in {options.every}, on all cores. In the rows "
+            f"ours, times are the best of {options.rounds} rounds, and peaks are the largest.",
             "",
             "## Tiny tensors",
             "",

@@ -92,8 +92,9 @@ def main() -> None:
     text = (
         "# Memory of attention by sequence length\n\n"
         f"`{results_page.quoted('attention_memory.py')}`\n\n"
-        "One step of one sequence, 4 layers of width 256 with 8 heads, bf16, attention in MXFP8. "
-        "Memory is the peak of the step\nabove that of the model.\n\n"
+        "Each row measures one training step with one sequence, in bf16 with attention in MXFP8. "
+        "The model has 4 layers of\nwidth 256 with 8 heads. Memory is the peak during the step, "
+        "minus the memory of the model.\n\n"
         f"{results_page.table(HEAD, lines)}\n"
     )
     results_page.publish(text, Path(options.output) if options.output else None)

@@ -60,7 +60,7 @@ HEAD = (
     "peak MiB",
 )
 #: Text that the report adds for each kind of raw write; `writing_speed.py` defines the kinds.
-RAW = {"raw": "", "direct": ", past the page cache"}
+RAW = {"raw": "", "direct": ", bypassing the page cache"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -185,7 +185,7 @@ class Worker:
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python interpreter that has mindstudio-probe, or None to skip its measurement."""
+    """Return a Python that has mindstudio-probe; None if mindstudio-probe is not measured."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -270,9 +270,9 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
     blocked = statistics.median(step["blocked"] for step in steps)
     host = max(step["host"] for step in steps)
     return [
-        f"- Everything collected: the training thread is blocked for {blocked * 1e3:.4g} ms per "
-        f"step, which is {middle:.3g} times the time of plain copies of the same tensors to the "
-        f"host (quartiles {low:.3g} to {high:.3g}).",
+        f"- If everything is collected, the training thread is blocked for {blocked * 1e3:.4g} ms "
+        f"per step, which is {middle:.3g} times the time of plain copies of the same tensors to "
+        f"the host (quartiles {low:.3g} to {high:.3g}).",
         f"- Host memory used by the collection: at most {host:.0f} MiB of the permitted "
         f"{options.host_gib * 1024:.0f} MiB (`--collect-max-host-gib`).",
         f"- The writer alone, with {options.disk_mib} MiB per round until all data is on the disk: "
@@ -305,11 +305,11 @@ def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, re
     ]
     peer = f", mindstudio-probe {release}" if release else ""
     facts = (
-        f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
-        f"2 micro-batches of 2 per step, {options.dtype}, no quantization; {options.rounds} "
-        f"rounds, {options.threads} threads, {platform.processor() or platform.machine()}, Python "
-        f"{platform.python_version()}, torch {version('torch')}, megatron-core "
-        f"{version('megatron-core')}{peer}."
+        f"{options.layers} layers of width {options.hidden_size}, sequences of "
+        f"{options.seq_length}, 2 micro-batches of 2 per step, {options.dtype}, no quantization; "
+        f"{options.rounds} rounds, {options.threads} threads, "
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch "
+        f"{version('torch')}, megatron-core {version('megatron-core')}{peer}."
     )
     head = ["# Collection", "", f"`{results_page.quoted('collection.py')}`", "", facts, ""]
     return "\n".join(

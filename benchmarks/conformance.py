@@ -38,7 +38,8 @@ from megatron.fake_quant.inspect import vector_kit  # noqa: E402
 from megatron.fake_quant.names import get_format  # noqa: E402
 
 WORKER = Path(__file__).with_name("conformance_worker.py")
-#: Formats that other packages (peers) also have, in addition to those in the table FORMATS.
+#: Formats that are compared in addition to those in the table FORMATS, because other packages
+#: (peers) have them, too.
 SPELLED_OUT = (
     "mx:e4m3:b32:rceil",
     "mx:e5m2:b32:rceil",
@@ -61,7 +62,8 @@ SPELLED_OUT = (
 )
 
 
-#: For each peer that can be loaded from its source: the option, its field, and the peer's name.
+#: For each peer that can be loaded from its source: the option, the attribute of the parsed
+#: options, and the peer's name.
 SOURCES = (
     ("--fouroversix", "fouroversix", "fouroversix"),
     ("--transformer-engine", "transformer_engine", "Transformer Engine"),

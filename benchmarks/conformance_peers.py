@@ -73,7 +73,7 @@ def gfloat() -> peers.Finder:
 
 
 def ml_dtypes() -> peers.Finder:
-    """Return a function that maps a format, which may be bf16, to the cast of ml_dtypes."""
+    """Return a function that maps a format (bf16 included) to the cast of ml_dtypes."""
     import ml_dtypes
 
     def cast(x: Tensor) -> Tensor:

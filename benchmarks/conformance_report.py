@@ -12,9 +12,10 @@ INTRODUCTION = (
     "tests one rule. *Agree*: all values are equal; zeros of either sign are equal, and so are all "
     "NaNs. *Last bits*: values differ by at most 4 units in the last place, as if products were "
     "rounded in a different order. *Differ*: values differ by more. *Refused*: the package raises "
-    "an error. The numbers count vectors. Where a package differs, the table shows a small input, "
-    "and the results of the package and of the kit for the first of its numbers; all numbers that "
-    "are not shown are zeros. NaN and Inf are shown only if there is no other difference."
+    "an error. The numbers in these four columns are numbers of vectors. If a package differs, the "
+    "table shows a small input, and the results of the package and of the kit for the first number "
+    "of this input; all numbers that are not shown are zeros. NaN and Inf are shown only if there "
+    "is no other difference."
 )
 SOURCES = (
     "A package whose release is *source* was loaded from a given folder. In the source of "
@@ -22,8 +23,8 @@ SOURCES = (
     "recipes, and the scales and blocks of FP8 in its tests."
 )
 OPEN = (
-    "The definitions of most formats leave open what happens to NaN and Inf. In this project, each "
-    "of them makes its block NaN and does not affect an outer scale. These packages differ:"
+    "The definitions of most formats do not specify what happens to NaN and Inf. In this project, "
+    "a NaN or Inf makes its block NaN and does not affect an outer scale. These packages differ:"
 )
 LONGEST = 3  #: maximum number of values of an input that the table shows
 
@@ -76,7 +77,7 @@ def total(results: list[Event]) -> str:
 
 
 def counts(results: list[Event]) -> str:
-    """Return a table with one row per package and format."""
+    """Return a table of how many vectors agree, differ or are refused, by package and format."""
     rows = []
     for event in results:
         cases = [c for c in event["cases"] if c["vector"] not in SPECIAL] or event["cases"]

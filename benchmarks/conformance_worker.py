@@ -49,7 +49,7 @@ def load_all(sources: dict[str, str]) -> dict[str, peers.Finder]:
 
 
 def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name, the input and the values of each vector; blocks run along the last axis."""
+    """Yield the name, input and expected values of each vector; blocks run along the last axis."""
     npz = next(file for file in entry["files"] if file.endswith(".npz"))
     with np.load(kit / npz, allow_pickle=False) as arrays:
         for vector, fields in entry["vectors"].items():
@@ -64,7 +64,7 @@ def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tensor]:
-    """Yield copies of a row that keep the value at `column` and more and more other values."""
+    """Yield copies of a row that are zero except at `column` and at ever more other columns."""
     start = column - column % size
     whole = x[row].float().abs().nan_to_num(math.inf, posinf=math.inf)
     block = whole[start : start + size]
@@ -112,7 +112,7 @@ def case(
 
 
 def compare(call: peers.Call, fmt: Format, kit: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Compare a package with all vectors of a format."""
+    """Compare a package's results with the kit's values for all vectors of a format."""
     agree, bits, differ = [], [], []
     refused: dict[str, str] = {}
     cases = []

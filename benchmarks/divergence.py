@@ -180,7 +180,7 @@ def all_runs() -> dict[str, Run]:
 
 
 def poison(model: Any, kind: str, factor: float) -> None:
-    """Multiply a weight by `factor`; for `nan`, set an element of the last layer's fc2 to NaN."""
+    """Multiply a weight by `factor`; if `kind` is "nan", set one of its elements to NaN instead."""
     import torch
 
     named = {name: weight for chunk in model for name, weight in chunk.named_parameters()}
@@ -357,18 +357,19 @@ def page(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")),
         "Small models train on the default corpus with `--collect-ring 5` and the default limits. "
         "A run's twin has the same weights and data, but no fault. The jump is the first iteration "
-        "whose loss is not finite or exceeds the twin's by 20%. It counts as kept if the ring that "
-        "is written first has this iteration and the one before it. The faults, the 20% and one "
-        "margin of the detector were adjusted once, after a first trial: weaker faults, such as an "
-        "fc2 of the last layer scaled by 300 to 1000, did not make the loss jump and were "
-        "replaced, and one gradual rise had been missed.",
+        "whose loss is not finite or exceeds the twin's by 20%. It counts as kept if the first "
+        "ring that is written contains this iteration and the one before it. The faults, the 20% "
+        "and one margin of the detector were adjusted once, after a first trial: weaker faults, "
+        "such as an fc2 of the last layer scaled by 300 to 1000, did not make the loss jump and "
+        "were replaced, and the detector had missed one gradual rise.",
         "## Planted divergences",
         f"The jump is kept in {len(planted) - len(missed)} of {len(planted)} runs. It is found in "
         f"its own iteration in {at_once} of them, so `--collect-ring 2` would keep it, too.",
-        "The faults: from the iteration on, the learning rate is the given number (lr); the weight "
-        "of the last norm (norm) or of the embedding, which is also the output layer (embedding), "
-        "is multiplied by it; one element of the last layer's fc2 is NaN (nan); the tokens of one "
-        "batch are random (random) or never occur in the text (absent). A bad batch raises the "
+        "The name of a run states its fault. From the given iteration on, the learning rate is set "
+        "to the number in the name (lr), or the weight of the last norm (norm) or of the "
+        "embedding, which is also the output layer (embedding), is multiplied by this number, or "
+        "one element of the last layer's fc2 is NaN (nan). In other runs, the tokens of one batch "
+        "are random (random) or never occur in the text (absent). A bad batch raises the "
         "loss only after the model has learned which tokens are frequent: in iteration 12 it "
         "changes nothing, and in iteration 30 it raises the loss from 6.9 to 8.3, which the "
         "default limit of 25% does not count as a jump.",

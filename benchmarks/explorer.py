@@ -39,14 +39,14 @@ import results_page
 REPO = Path(__file__).resolve().parents[1]
 FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 MAP = ".panel-map .heatmaplayer image"
-#: CSS selector of the element that appears last in each figure and table of a tensor, for those
-#: that fit in a window of 1400 x 900 pixels.
+#: CSS selector of the element that appears last in each figure or table on the page of a tensor.
+#: Only the figures and tables that fit in a window of 1400 x 900 pixels are listed.
 IN_WINDOW = {
     "histogram": ".panel-histogram .js-plotly-plot .barlayer path",
     "errors": ".panel-errors .js-plotly-plot .scatterlayer .trace",
     "facts": ".panel-facts table",
 }
-#: JavaScript that records when each of these elements appears after the mouse button is pressed.
+#: JavaScript that records when each element in CHECKS appears after the mouse button is pressed.
 WATCH = """
 (() => {
   const checks = CHECKS;
@@ -78,7 +78,7 @@ CELL = """
 
 @dataclass
 class Times:
-    """Measured seconds: per step, and, for each click, until each part of the page appears."""
+    """Measurements of one server: times of steps and of clicks in seconds, and its memory."""
 
     steps: dict[str, float] = field(default_factory=dict)
     clicks: list[dict[str, float]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Times:
 
 
 def enlarge(source: Path, target: Path, records: int, layers: int) -> int:
-    """Link the files of a dump of one run into a dump of at least `records` records.
+    """Create a dump of at least `records` records by linking the files of a dump of one run.
 
     Returns the number of records. Layers and iterations repeat those of the source.
 
@@ -170,7 +170,7 @@ def served(folder: Path, cache: Path) -> Iterator[tuple[str, float, int]]:
 
 
 def measure(folder: Path, cache: Path, browser: Any, clicks: int) -> Times:
-    """Serve a dump and measure the times that a user waits."""
+    """Serve a dump, and measure how long a user waits for each step and after each click."""
     found = Times()
     with served(folder, cache) as (address, seconds, pid):
         found.steps["address"] = seconds
@@ -202,7 +202,7 @@ def measure(folder: Path, cache: Path, browser: Any, clicks: int) -> Times:
 
 
 def click(tab: Any, address: str, number: int) -> dict[str, float]:
-    """Open the map at an address, click one of its cells, and return the seconds per part."""
+    """Click a cell of the map at an address; return the seconds until each part appears."""
     tab.goto(f"{address}&format={FORMATS[number % len(FORMATS)]}")
     tab.wait_for_selector(MAP)
     time.sleep(1.5)  # a user looks at the map before clicking
@@ -237,7 +237,7 @@ def page(found: Times) -> str:
 
 
 def main() -> None:
-    """Parse the command line, and print the results."""
+    """Enlarge the dump that the command line names, measure the explorer, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

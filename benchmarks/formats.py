@@ -103,21 +103,23 @@ MEMORY = {
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
 }
 GOALS = (
-    "The project's goals are limits for the time of our function over that of a copy: 2; 4 if two "
-    "candidates are computed for each block (4/6, IF4, MixFP4); 2.5 for HiFloat4. Columns with a "
-    "dtype and an axis have this ratio. The fastest peer should take at least 4 times as long as "
-    "ours; the smallest and largest of its ratios are shown, with the name of the closest one. "
-    "Peers get new memory from the operating system for their results, and our function keeps up "
-    "to 128 MiB of freed results for its next ones. The last column has the ratios if all freed "
-    "memory is kept, for both sides. The goal is out of reach where a copy to reused memory is "
-    "not 4 times as fast as the peer either."
+    "The project limits the time of our function divided by that of a copy: the limit is 4 if two "
+    "candidates are computed for each block (4/6, IF4, MixFP4), 2.5 for HiFloat4, and 2 for all "
+    "other formats. The columns with a dtype and an axis contain this ratio. The second goal is "
+    "that the fastest peer takes at least 4 times as long as our function; the smallest and the "
+    "largest of these ratios are shown, with the name of the peer that comes closest. Peers get "
+    "new memory from the operating system for their results, and our function reuses up to "
+    "128 MiB of freed results. The last column contains the ratios if both sides reuse all freed "
+    "memory. The second goal is out of reach if even a copy to reused memory is not 4 times as "
+    "fast as the peer."
 )
 READING = (
-    "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's "
-    "time over ours; reused: the same if both reuse freed memory. Differ: number of elements "
-    "that differ from ours; in brackets, if smaller, the number that differ by more than 4 units "
-    "in the last place of the input's dtype. The reasons are given below. If a format has no "
-    "peer, no package that pip can install implements it."
+    "Ours / reused: our time divided by that of clone if both reuse freed memory. Speed-up: the "
+    "fastest peer's time divided by ours; reused: the same if both reuse freed memory. Differ: "
+    "number of elements of the peer's result that differ from ours; in brackets, if smaller, the "
+    "number of elements that differ by more than 4 units in the last place of the input's dtype. "
+    "The reasons are given below. If a format has no peer, no package that pip can install "
+    "implements it."
 )
 
 

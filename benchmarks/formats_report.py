@@ -81,7 +81,7 @@ def apart(differ: int, far: int) -> str:
 
 
 def goals(cases: list[Event]) -> str:
-    """Return a table with one row per format: its ratios to a copy, and whether it meets its goals.
+    """Return a table with one row per format: its times over a copy's, and which goals it meets.
 
     The first goal is the limit of each ratio to a copy. The second one is that the fastest peer
     takes at least `PEER_GOAL` times as long.
@@ -108,7 +108,7 @@ def goals(cases: list[Event]) -> str:
     text = (
         f"{within} of {len(rows)} formats are within their limit in every case. Of the "
         f"{len(with_peers)} with a peer, {ahead} are at least {PEER_GOAL} times as fast as the "
-        "fastest one in every case."
+        "fastest peer in every case."
     )
     return f"{text}\n\n{results_page.table(header, rows)}"
 
@@ -119,11 +119,11 @@ def _axis(case: Event) -> str:
 
 
 def _beside_peers(cases: list[Event]) -> list[str]:
-    """Return cells: the closest peer, the range of our speed-ups, and whether the goal is met.
+    """Return the cells of a table row that compare our code with the fastest peer of each case.
 
-    In each case of the format, only the fastest peer counts. The last cell has the range of our
-    speed-ups if freed memory is reused. The goal is out of reach in a case in which a copy to
-    reused memory is not `PEER_GOAL` times as fast as the peer either.
+    The cells contain the closest peer, the range of our speed-ups, whether the goal is met, and the
+    range of our speed-ups if freed memory is reused. The goal is out of reach in a case in which a
+    copy to reused memory is not `PEER_GOAL` times as fast as the peer either.
     """
     fastest = [(case, peers_of(case)[0]) for case in cases if peers_of(case)]
     if not fastest:

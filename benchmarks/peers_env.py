@@ -21,7 +21,7 @@ ESSENTIAL = ("torch", "numpy", "numba")
 #: measured on one of its models), einops and psutil (megatron-core needs them), and triton (torchao
 #: and fouroversix import it even where they run plain torch).
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil", "triton")
-#: Packages whose builds need other packages that must already be installed.
+#: Packages that are built without isolation, because their builds need packages already installed.
 NOT_ISOLATED = ("fouroversix",)
 PROBE = """
 import importlib.metadata, json

@@ -190,7 +190,7 @@ class Theirs:
 
 
 def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
-    """Return a Markdown table of each program's times and rates, followed by their ratios."""
+    """Return a Markdown table of each program's times and rates, followed by speed ratios."""
     head = ("", "seconds", "CPU seconds", "documents/s", "MB of text/s", "million tokens/s")
     rows = []
     for name in NAMES:
@@ -207,8 +207,9 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
             "",
             "Our documents per second divided by those of `datasets`, from the JSONL file to token "
             f"ids on the disk: {ratio(rounds, 'seconds', LOAD, MAP)}; divided by those of `map` "
-            f"alone, which starts from Arrow: {ratio(rounds, 'seconds', MAP)}. Per CPU second: "
-            f"{ratio(rounds, 'cpu', LOAD, MAP)}; {ratio(rounds, 'cpu', MAP)}.",
+            f"alone, which starts from Arrow: {ratio(rounds, 'seconds', MAP)}. The same two ratios "
+            f"for documents per CPU second: {ratio(rounds, 'cpu', LOAD, MAP)} and "
+            f"{ratio(rounds, 'cpu', MAP)}.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Measure what `--tensor-statistics` adds to a training step.
+"""Measure how much time `--tensor-statistics` adds to a training step.
 
     python benchmarks/statistics_cost.py                  # bf16, mxfp8, mxfp4 and nvfp4
     python benchmarks/statistics_cost.py --types hifp8 --rounds 20
@@ -122,10 +122,11 @@ def main() -> int:
     text = [
         "# What the statistics of operands cost",
         f"`{results_page.quoted('statistics_cost.py')}`",
-        f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, 2 "
-        f"micro-batches of 2 per step, bf16; {options.rounds} pairs of steps, {options.threads} "
-        f"threads, torch {version('torch')}, megatron-core {version('megatron-core')}. A measured "
-        "step measures all operands of its first micro-batch.",
+        f"{options.layers} layers of width {options.hidden_size}, sequences of "
+        f"{options.seq_length}, 2 micro-batches of 2 per step, bf16; {options.rounds} pairs of "
+        f"steps, {options.threads} threads, torch {version('torch')}, megatron-core "
+        f"{version('megatron-core')}. A measured step measures all operands of its first "
+        "micro-batch.",
         results_page.table(HEAD, rows),
     ]
     results_page.publish("\n\n".join(text) + "\n", options.output)

@@ -96,7 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join(
         [
             *("# What a real format would store", "", f"`{command}`", ""),
-            f"Weights of the linear layers ({numbers}), codes and scales.",
+            "Each size includes the codes and scales of all weights of the linear layers "
+            f"({numbers}).",
             *("", results_page.table(head, rows), ""),
         ]
     )

@@ -53,10 +53,11 @@ TOLERANCE = 0.01  #: largest accepted relative difference between the errors of 
 GOAL = 5  #: factor by which our study should be faster
 READING = (
     "Operands/s: quantized operands per second, six per matmul and format, in the median round. "
-    "Times as fast: our operands per second divided by those of the faster plain study, as the "
-    "median of the rounds' ratios, with their range. At most: the time of the faster plain study "
-    "divided by that of the matmuls alone, which every study has to compute. The goal is out of "
-    "reach where this bound is below the goal. Error budgets need two of every three products."
+    "Times as fast: the operands per second of our study divided by those of the faster plain "
+    "study, as the median of the rounds' ratios, with their range. At most: the time of the faster "
+    "plain study divided by that of the matmuls alone, which every study has to compute. The goal "
+    "is out of reach if this bound is below the goal. Error budgets need two of every three "
+    "products."
 )
 #: Names of the two studies on the page; the key is True for the study with error budgets.
 STUDIES = {True: "with error budgets", False: "without error budgets"}
@@ -151,7 +152,7 @@ def bound_of(case: peer_process.Event) -> float | None:
 
 
 def faster(case: peer_process.Event, prefix: str) -> list[float] | None:
-    """Return torch's times with its faster threading, intra or inter; None without torchao."""
+    """Return plain torch's times with the faster threading (intra, inter); None without torchao."""
     times = case["times"]
     ways = [times[name] for name in (f"{prefix}intra", f"{prefix}inter") if name in times]
     return min(ways, key=statistics.median) if ways else None
@@ -179,9 +180,10 @@ def result_of(cases: list[peer_process.Event], *, budget: bool) -> str:
         return ""
     unreachable = sum(bound < GOAL for bound in bounds)
     return (
-        f"{STUDIES[budget].capitalize()}, ours is {min(ratios):.2f} to {max(ratios):.2f} times as "
-        f"fast: the goal, {GOAL} times as fast, is met at {sum(r >= GOAL for r in ratios)} of "
-        f"{len(ratios)} sizes" + (f" and out of reach at {unreachable}." if unreachable else ".")
+        f"{STUDIES[budget].capitalize()}, our study is {min(ratios):.2f} to {max(ratios):.2f} "
+        f"times as fast as the faster plain study: the goal, {GOAL} times as fast, is met at "
+        f"{sum(r >= GOAL for r in ratios)} of {len(ratios)} sizes"
+        + (f" and out of reach at {unreachable}." if unreachable else ".")
     )
 
 

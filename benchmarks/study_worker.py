@@ -140,7 +140,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def differences(own: study_plain.Errors, other: study_plain.Errors) -> dict[str, tuple[float, int]]:
-    """Return, by format, the largest relative difference of the errors and their number."""
+    """Return, by format, the largest relative difference of errors, and the number of errors."""
     found: dict[str, tuple[float, int]] = {}
     for key, numbers in own.items():
         a, b = numbers["relative_error"], other[key]["relative_error"]

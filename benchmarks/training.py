@@ -47,6 +47,11 @@ TYPES = (
 )
 BASE = "bf16"
 HEAD = ("type", "step s", "over bf16", "quartiles", "peak MiB", "over bf16", "added", "over bf16")
+READING = (
+    "The columns over bf16 give the value to their left divided by that of bf16. The ratio of step "
+    "times is a median over the rounds, followed by its quartiles. The column added is the peak of "
+    "training minus the peak that had been reached when the model was built, in MiB."
+)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -189,16 +194,15 @@ def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
 def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
     """Return the report as Markdown: the setup and the table."""
     facts = (
-        f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
-        f"2 micro-batches of 2 per step, {options.dtype}; {options.rounds} rounds, "
-        f"{options.threads} threads, {platform.processor() or platform.machine()}, Python "
-        f"{platform.python_version()}, torch {version('torch')}, megatron-core "
-        f"{version('megatron-core')}."
+        f"{options.layers} layers of width {options.hidden_size}, sequences of "
+        f"{options.seq_length}, 2 micro-batches of 2 per step, {options.dtype}; "
+        f"{options.rounds} rounds, {options.threads} threads, "
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch "
+        f"{version('torch')}, megatron-core {version('megatron-core')}."
     )
     command = results_page.quoted("training.py")
-    return "\n".join(
-        ["# Training step", "", f"`{command}`", "", facts, "", results_page.table(HEAD, table), ""]
-    )
+    parts = ["# Training step", f"`{command}`", facts, READING, results_page.table(HEAD, table)]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -268,7 +268,7 @@ def _names_nccl(value: Any) -> bool:
     return isinstance(value, str) and "nccl" in value.lower()
 
 
-#: factory functions to replace besides those that megatron-core calls, which `NAMES` contains
+#: factory functions that `activate_for_scripts` replaces in addition to those in `NAMES`
 _FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty_like", "empty_permuted", "empty_strided", "eye"),
     *("full", "full_like", "linspace", "logspace", "normal", "ones_like", "rand", "rand_like"),

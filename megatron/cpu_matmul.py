@@ -52,7 +52,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def _through_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a matmul function of torch that multiplies slow dtypes in float32."""
+    """Wrap a matmul function of torch so that it multiplies slow dtypes in float32."""
 
     @functools.wraps(function)
     def multiplied(*args: Tensor, **kwargs: Any) -> Tensor:

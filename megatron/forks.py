@@ -96,7 +96,7 @@ def _become(
 
 def _end(pid: int) -> None:
     """Ask a fork to end, kill it if it does not, and wait for it."""
-    # The process is gone if it ended, and was waited for, while the signal arrived.
+    # The fork may have ended, and may have been waited for, just before a signal arrived.
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
             os.kill(pid, number)

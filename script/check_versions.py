@@ -55,7 +55,7 @@ def requirements(environment: Environment) -> list[str]:
     """Return the requirements that pip installs into an environment."""
     replaced = {line.partition("==")[0] for line in environment.exact}
     groups = TABLES["RUNTIME"] | TABLES["TEST"]
-    # torch's CUDA builds require the only triton that fits; `install` adds one to CPU builds.
+    # torch's CUDA builds install the triton that fits them; `install` adds one to CPU builds.
     kept = {name: groups[name] for name in groups if name not in (*replaced, "triton")}
     lines = TABLES["requirements"](kept)
     if environment.releases == "lowest":
@@ -93,7 +93,7 @@ def install(environment: Environment, folder: Path) -> Path:
 
 
 def check(environment: Environment, python: Path) -> None:
-    """Exit with an error unless the tests and the driver would use an environment.
+    """Exit with an error unless the tests and the driver would accept the environment's Python.
 
     Raises:
         SystemExit: if its packages are not within the ranges of setup.py.
@@ -117,7 +117,7 @@ def check(environment: Environment, python: Path) -> None:
 
 
 def collects(python: Path, folder: Path, settings: dict[str, str]) -> bool:
-    """Collect tensors with the driver, and return whether it succeeds and they are correct."""
+    """Collect tensors with the driver; return whether this succeeds and `verify` finds no error."""
     command = ["bash", "run_tensor_collection.sh", "single", "mxfp8"]
     command += ["--start-iterations", "0", "--tensor-path", str(folder)]
     driver = subprocess.run(command, cwd=REPO, env=settings, stdout=sys.stderr, check=False)

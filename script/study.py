@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train with quantization types and recipes, and in bf16: do offline errors predict the loss gap?
+"""Train in bf16 and in other formats, and test whether offline errors predict the loss gap.
 
     python script/study.py --formats mxfp8 mxfp6_e2m3 mxfp4 nvfp4 nvfp4:sr --seeds 5 \\
         --continue-iterations 100 --output-dir study_runs
@@ -208,14 +208,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ConfigError(f"{name} is given after --, but the study sets it; see --help")
         if name == "--min-lr" and options.continue_lr is not None:
             raise ConfigError(
-                "--continue-lr and --min-lr after -- contradict each other, because the learning "
-                "rate decays to a tenth of the former; give one of them"
+                "--continue-lr contradicts the --min-lr given after `--`, because the learning "
+                "rate decays to a tenth of --continue-lr; give one of them"
             )
     return options
 
 
 def _check_contradictions(options: argparse.Namespace) -> None:
-    """Raise ConfigError if two options are given of which one would have no effect."""
+    """Raise ConfigError if an option is given that another given option makes ineffective."""
     for first, others in IGNORED.items():
         for second in others:
             if getattr(options, first) is not None and getattr(options, second) is not None:

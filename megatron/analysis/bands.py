@@ -17,7 +17,8 @@ from megatron.analysis.statistics_history import OPERAND
 
 WINDOW = 32  #: number of previous values from whose range a band is computed
 ENOUGH = 8  #: minimum number of previous values for a band
-#: minimum distance from the range of the previous values to the ends of the band, by statistic
+#: minimum distance from the range of the previous values to the ends of the band, by statistic: in
+#: powers of two for amax and rms, in dB for sqnr_db
 LEAST = {"amax": 2.0, "rms": 2.0, "sqnr_db": 6.0}
 
 

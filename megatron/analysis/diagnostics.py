@@ -35,7 +35,7 @@ NOTES = 6
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A warning about one or more tensors."""
+    """A warning about tensors, about a format, or about a run."""
 
     #: Kind of the warning: unfinished, partial, nan, poisoned, overflow, clipping, underflow,
     #: low_sqnr, bias, gain, dead_channels or outliers.

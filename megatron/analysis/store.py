@@ -147,7 +147,7 @@ class TensorStore:
         return self.load_with_metadata(record)[0]
 
     def load_with_metadata(self, record: Any) -> tuple[Tensor, dict[str, Any] | None]:
-        """Return what `load` returns, and the metadata in the file (None if there are none).
+        """Return what `load` returns, and the metadata in the file (None if the file has none).
 
         Raises:
             ValueError, UnreadableTensorError: as for `load`.

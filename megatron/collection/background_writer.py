@@ -31,7 +31,7 @@ PATIENCE = 300.0  #: time without progress after which the disk is considered de
 
 
 class Writer:
-    """Base class for writers of one rank's records; it stores nothing and never fails."""
+    """Base class for writers of one rank's records; most of its methods do nothing."""
 
     error: str | None = None  #: reason why writing has stopped; None while it continues
     slow: str | None = None  #: reason why training no longer waits for the disk in this iteration
@@ -125,7 +125,7 @@ class BackgroundWriter(Writer):
 
     @property
     def bytes(self) -> int:  # type: ignore[override]
-        """Size of the written files plus an upper bound on that of pending ones, in bytes.
+        """Size of the written files plus an upper bound on the size of pending files, in bytes.
 
         A file whose write ends during this call counts twice, because pending files are counted
         first.

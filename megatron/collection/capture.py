@@ -110,7 +110,7 @@ class Capture:
         }
 
     def note_accumulators(self, **formats: GemmFormats | None) -> None:
-        """Record the accumulators of this layer's matmuls with all tensors that are saved later.
+        """Add the accumulators of this layer's matmuls to the records of all tensors saved later.
 
         Args:
             formats: formats of each operation (linear, qk or pv).
@@ -173,7 +173,7 @@ class Capture:
         return self._fields["layer_idx"], self._fields["module"]
 
     def _measures(self, *, operation: str, phase: str, format: str | None) -> bool:
-        """Return whether the statistics measure a tensor that is not quantized.
+        """Return whether `save` measures a tensor; `observer` measures quantized operands.
 
         A forward pass that is recomputed has been measured before.
         """

@@ -371,7 +371,7 @@ class Collector:
         }
 
     def add_to_card(self, name: str, value: list[Any] | dict[str, Any]) -> None:
-        """Add to a list or a dictionary of the run card, for the next time that it is written."""
+        """Add `value` to the list or dictionary `name` of the run card, which is written later."""
         if isinstance(value, dict):
             self._card[name] = self._card.get(name, {}) | value
         else:

@@ -105,8 +105,8 @@ class DirectFile:
         self._put(self._piece[:pages])
         self._use_cache(True)
         self._put(self._piece[pages : self._filled])
-        # Start writing the cached part to disk now, while the next file is being filled. Otherwise
-        # Linux delays this by many seconds, and all later writes then wait for the disk.
+        # Start writing the part in the page cache to disk now, while the next file is being filled.
+        # Otherwise, Linux delays this by many seconds, and all later writes then wait for the disk.
         if hasattr(os, "posix_fadvise"):  # macOS has no posix_fadvise
             with contextlib.suppress(OSError):  # if this call fails, no data is lost
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -37,11 +37,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-#: maximum number of normal values over which the long median is taken; if this many unusual values
-#: occur in a row, they become the new normal values
+#: maximum number of normal values over which the long median is taken; if this many finite unusual
+#: values occur in a row, they become the new normal values
 WINDOW = 32
 RECENT = 5  #: maximum number of normal values over which the short median is taken
-#: number of normal values below which a value must exceed their median by more to be a jump
+#: number of normal values that suffice; with fewer, a jump must exceed their median by more
 ENOUGH = 8
 NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of the two medians
 
@@ -114,7 +114,7 @@ class _Watched:
     """Recent normal values of the loss or gradient norm, and the unusual values after them."""
 
     def __init__(self, name: str, factor: float, levels: Levels, uniform: float = math.inf):
-        """Create the history of one number.
+        """Create the history of the loss or of the gradient norm.
 
         Args:
             name: LOSS or GRAD_NORM.
@@ -181,7 +181,7 @@ class _Watched:
         return level + (bound - level) / 2 if self.unusual else bound
 
     def _multiple(self, part: float) -> float:
-        """Return the lower of the two medians, each raised by `part` of its allowed excess."""
+        """Add `part` times the allowed excess to both medians, and return the lower result."""
         excess = (self._factor - 1) * part
         return min(
             _typical(window) + excess * _typical([abs(value) for value in window])

@@ -1,4 +1,4 @@
-"""Compare the ranks of a run, and what they select."""
+"""Check that the ranks of a run collect into one folder, and that selected modules exist."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -15,9 +15,9 @@ NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
 
 
 def check_folders(folder: str | None) -> None:
-    """Compare the folders of all ranks, which are None on ranks that collect nothing.
+    """Check that all ranks or none of them collect tensors, and warn if the folders differ.
 
-    Different folders cause a warning.
+    The folder is None on a rank that collects nothing.
 
     Raises:
         ValueError: if the collection is enabled on some ranks but not on others.

@@ -161,7 +161,7 @@ def configure(
 
 
 def _refuse_other_formats() -> None:
-    """Raise ValueError if this run collects: its run card and file names state the formats."""
+    """Refuse to change the formats if this run collects: its run card and file names state them."""
     if enabled():
         raise ValueError(
             "the formats cannot change while tensors are collected, because the run card states "
@@ -189,7 +189,7 @@ def knows_last_iteration() -> bool:
 
 
 def add_to_card(name: str, value: list[Any] | dict[str, Any]) -> None:
-    """Add to a list or a dictionary of the run card, for the next time that it is written."""
+    """Add `value` to the list or dictionary `name` of the run card, which is written later."""
     if _collector is not None:
         _collector.add_to_card(name, value)
 
@@ -519,7 +519,7 @@ def close_at_exit() -> None:
 
 
 def end_with_error(reason: str) -> NoReturn:
-    """Mark the collection as failed, and end the program with status 1, when Python exits."""
+    """Mark the collection as failed, and end the program with status 1; called at exit."""
     if _collector is not None:
         _collector.give_up(reason)
     close()

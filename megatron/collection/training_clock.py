@@ -29,7 +29,7 @@ class Clock:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
         self._micro_batch: MicroBatch | None = None
-        #: True between the forward passes of a model in `training_iteration`.
+        #: True in a `training_iteration` while no forward pass of a whole model runs.
         self.between_passes = False
         self.recomputing = False  #: True if the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training

@@ -94,9 +94,9 @@ class BlockScaling:
     #: columns if `size` is 1, and one block for all values if `size` is `WHOLE_AXIS`.
     height: int = 1
     scale: ScaleType = "e8m0"
-    #: number to which a block's maximum is mapped; with E8M0 scales and the rule rceil or ceil, the
+    #: number to which a block's maximum is mapped; with the scale rules "rceil" and "ceil", the
     #: largest number to which it may be mapped. None for the largest number of the element type,
-    #: which the rules floor and even may exceed
+    #: which the maximum may exceed with the scale rules "floor" and "even"
     top: float | None = None
     #: fraction of `top` to which a block's maximum is mapped, such as 16/17; with E8M0 scales,
     #: factor by which values are multiplied before they are rounded
@@ -129,7 +129,7 @@ class BlockScaling:
 
     @property
     def method(self) -> str:
-        """Key, in the table of `scalings/`, of the module that implements the scaling."""
+        """Key of the scaling's module in the table of `scalings/__init__.py`."""
         return {"e8m0": "mx", "fp32": "float32"}.get(self.scale, "float8")
 
     @property

@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """Return the largest magnitude of a tensor: Inf if it has one, and 0 if all values are NaN.
+    """Return the largest magnitude of a tensor: Inf if any value is Inf, and 0 if all are NaN.
 
     The result is a float32 tensor without dimensions.
     """

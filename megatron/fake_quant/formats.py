@@ -156,12 +156,12 @@ class Format:
 
     @property
     def columns(self) -> bool:
-        """True if a scale applies to a whole column, which is orthogonal to the blocks' axis."""
+        """True if each block is a whole column, across the axis that is given with the tensor."""
         return self.height == WHOLE_AXIS and not self.one_block
 
     @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # formats are few and small
     def across(self) -> "Format":
-        """Return the format with one scale per row that replaces this one with a scale per column.
+        """Convert a format with one scale per column to the format with one scale per row.
 
         Along the other axis of a matrix, the returned format has the same blocks as this one. A
         format with `one_block` also becomes a format with one scale per row; both give the same

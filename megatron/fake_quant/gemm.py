@@ -143,7 +143,7 @@ _NO_SECOND = (
 
 
 def _constant(gradient: Tensor, sources: tuple[Tensor, ...], *, kept: bool) -> Tensor:
-    """Return a gradient whose derivative with respect to `sources` is refused.
+    """Return `gradient`, and refuse to compute its derivative with respect to `sources`.
 
     Args:
         gradient: gradient of a quantized matmul.
@@ -172,7 +172,7 @@ def _gradients_of_gradients() -> bool:
 
 
 class _ConstantGradient(torch.autograd.Function):
-    """Return a gradient whose derivative is refused.
+    """Function that returns a gradient unchanged and refuses to compute its derivative.
 
     Quantization rounds, so the derivative of a gradient from quantized operands is zero almost
     everywhere, and no format defines another one. Without this function, autograd would silently
@@ -202,7 +202,7 @@ _QuantizedMatmul.forward.__signature__ = inspect.signature(  # type: ignore[attr
 
 
 def _kept(operand: "SplitMatrix | _Prepared", sums_M1: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the values and the scale of a quantized operand, divided by `sums_M1` if given.
+    """Return a quantized operand's values and scale; divide the rows by `sums_M1`, if given.
 
     The scale is empty if it is 1.
     """
@@ -384,7 +384,7 @@ def quantized_matmul(
     observe: Observer | None = None,
     amax_of: AmaxCallback | None = None,
 ) -> Tensor:
-    """Return `alpha * A @ B^T`; fake-quantize the operands of this and of the gradients' GEMMs.
+    """Return `alpha * A @ B^T`; fake-quantize the operands of this GEMM and of both gradients.
 
     Args:
         a_MK: A, with the shape `[..., M, K]`. All tokens form one axis, so blocks along M run over

@@ -38,7 +38,7 @@ class SplitMatrix(NamedTuple):
     dtype: torch.dtype | None = None
 
     def is_unrounded(self) -> bool:
-        """Return whether the matrix has more precision than its dtype; see `unrounded.py`.
+        """Return whether rounding the matrix to its dtype could change it; see `unrounded.py`.
 
         This is not a property, because torch.compile of torch 2.6 cannot trace properties of a
         named tuple.

@@ -66,7 +66,7 @@ from megatron.fake_quant.variants import (
     without_defaults,
 )
 
-# This is a plain dictionary for the same reason as TRACEABLE_FORMATS.
+# torch.compile of torch 2.6 can trace a dictionary, but not a mapping proxy.
 ALIASES: Mapping[str, str] = {
     "mxfp8_e4m3": "mxfp8",
     "hif8": "hifp8",
@@ -89,7 +89,7 @@ for _base in FORMATS.values():
 
 
 class UnknownFormatError(ValueError):
-    """Error about a name that does not begin with the name or the spelling of a format."""
+    """Error about a name that begins with neither a named nor a spelled-out format."""
 
 
 def get_format(name: str) -> Format:
@@ -147,7 +147,7 @@ def _parsed(name: str) -> Format:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _cached(name: str) -> Format:
-    """Return what `_parsed` returns, marked as a format that has a name."""
+    """Return the format from `_parsed` after calling its method `mark_named`."""
     fmt = _parsed(name)
     fmt.mark_named()
     return fmt

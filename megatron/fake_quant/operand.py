@@ -22,7 +22,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Hadamard transform and format of one GEMM operand, which by default stays unchanged."""
+    """Split, Hadamard transform and format of one GEMM operand; by default, nothing changes."""
 
     format: Format | None = None  #: None if the operand is not quantized
     hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization

@@ -39,7 +39,7 @@ def _alone(fmt: Format, seeds: Tensor | None) -> bool:
 
 
 def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
-    """Return the format and the block layout of a sample; errors are those of `fake_quantize`."""
+    """Return the format and block layout of a sample; raise the same errors as `fake_quantize`."""
     check_tensor(x, "quantize")
     known = from_text(fmt)
     return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)

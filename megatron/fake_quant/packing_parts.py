@@ -1,4 +1,4 @@
-"""Convert a tensor to codes and scales, and convert these back, for `packing.py`.
+"""Convert a tensor to codes and scales and back, for `packing.py`.
 
 A part that a format does not have is an empty tensor here, because an operator can return only
 tensors.
@@ -28,7 +28,7 @@ Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales and ten
 
 
 def check_values(shape: tuple[int, ...], fmt: Format) -> None:
-    """Refuse an empty tensor, which has no maximum from which a scale could be computed.
+    """Refuse an empty tensor, which has no maximum for a scale, unless the format is a cast.
 
     Raises:
         ValueError: if there are no values and the format is not a cast.

@@ -64,7 +64,7 @@ def multiply(a: SplitMatrix, b: SplitMatrix, alpha: float, plain: Matmul) -> Ten
 
 
 def product_dtype(a: SplitMatrix, b: SplitMatrix) -> torch.dtype:
-    """Return the dtype of a product, which is that of `torch.matmul` for tensors."""
+    """Return the dtype of a product, which is the one that `torch.matmul` would choose."""
     autocast = autocast_of(a.values.device.type)
     if autocast is not None and autocast[0]:
         return autocast[1]

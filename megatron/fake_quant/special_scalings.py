@@ -131,7 +131,7 @@ class ChoiceScaling(_Scaling):
 
 @dataclass(frozen=True, slots=True)
 class MacroScaling(_Scaling):
-    """Scaling with an E8M0 scale per 32 values and an 8-bit mantissa per 128 values."""
+    """Scaling of mxfp4_macro: an E8M0 scale per 32 values and an 8-bit mantissa per 128 values."""
 
     rule: ScaleRule = "even"
     #: number that no scaled magnitude exceeds; None if only `rule` determines the scales
@@ -154,7 +154,7 @@ class TensorScaling(_Scaling):
     target: float
     power_of_two: bool = False  #: True if the scale is rounded down to a power of two
     amax: AmaxSource = "own"  #: amax from which the scale is computed
-    #: number of amaxes in the history of delayed scaling, whose maximum is the amax; otherwise 0
+    #: length of the amax history whose maximum delayed scaling uses; 0 without delayed scaling
     history: int = 0
     #: True if the scale is not applied to quantized values; see `Format.with_scale_apart`
     apart: bool = False

@@ -78,7 +78,7 @@ def kind_of(fmt: Format, dtype: torch.dtype, device: str) -> Kind:
 
 
 def _is_exact(fmt: Format, dtype: torch.dtype) -> bool:
-    """Return whether `dtype` represents every quantized value of its tensors exactly.
+    """Return whether `dtype` represents every quantized value of tensors in `dtype` exactly.
 
     `dtype` is bfloat16 or float16.
     """
@@ -152,7 +152,7 @@ def quantize_parts(
 
 
 def unpacked_parts(quantized: QuantizedTensor, dtype: torch.dtype) -> SplitMatrix:
-    """Return the operand that codes and scales stand for, as `quantize_parts` returns it.
+    """Return the operand that codes and scales represent, in the form of `quantize_parts`.
 
     `dtype` is the dtype of the tensors that the GEMM multiplies.
     """
@@ -186,7 +186,7 @@ def _is_short(fmt: Format) -> bool:
 def values_and_scale(
     x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the values of `x` in units of a scale, in the dtype of `x`, and the scale."""
+    """Return `x`, quantized but without its tensor or row scale, and this scale in float32."""
     if fmt.has_tensor_scale:
         amax = local_amax(x) if amax is None else amax.to(x.device)
         if isinstance(fmt.scaling, TensorScaling):
@@ -201,7 +201,7 @@ def values_and_scale(
 
 
 def _row_scale(x: Tensor, fmt: Format, axis: int) -> Tensor:
-    """Return the float32 scale of each row of `x`, for scales of whole rows along `axis`."""
+    """Return the float32 scales of `x` for a format whose blocks are whole rows along `axis`."""
     assert isinstance(fmt.scaling, BlockScaling)
     assert isinstance(fmt.element, ElementFormat)
     amax = x.abs().amax(axis, keepdim=True).float()
@@ -213,7 +213,7 @@ def _row_scale(x: Tensor, fmt: Format, axis: int) -> Tensor:
 def _quantize_apart(
     x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the values of `x` in units of a scale, and the scale; see `operator_rules.py`."""
+    """Compute `values_and_scale` of each sample as a torch operator; see `operator_rules.py`."""
     known = from_text(fmt)
     layout = BlockLayout.of(tuple(x.shape[batch:]), known, axis)
     results = [

@@ -154,20 +154,20 @@ _CHANGES: Mapping[str, Callable[[BlockScaling, str], BlockScaling]] = MappingPro
 
 
 def _delayed(scaling: TensorScaling, variant: str) -> TensorScaling:
-    """Return a scaling with delayed scaling, whose history has the length that `variant` gives."""
+    """Return `scaling` as delayed scaling with the history length that `variant` sets."""
     digits = variant.removeprefix("delayed")
     history = 1 if variant == "recent" else int(digits) if digits else HISTORY
     return replace(scaling, amax="delayed", history=history)
 
 
 def _with_headroom(scaling: TensorScaling, variant: str) -> TensorScaling:
-    """Return a scaling whose target is multiplied by the fraction that `variant` gives."""
+    """Return `scaling` with its target multiplied by the fraction in `variant`."""
     fraction = _fraction(variant[4:])
     check_headroom(fraction)
     return replace(scaling, target=scaling.target * share(fraction))
 
 
-#: Function that applies a variant to the scaling of a tensor, by the property that it changes.
+#: Function that applies a variant to a tensor scaling, by the property that the variant changes.
 _TENSOR_CHANGES: Mapping[str, Callable[[TensorScaling, str], TensorScaling]] = MappingProxyType(
     {
         "top": lambda scaling, variant: replace(scaling, target=float(variant[3:])),
@@ -225,7 +225,7 @@ def _accepts(fmt: Format, variant: str) -> bool:
 
 
 def canonical_name(base: Format, fmt: Format) -> str:
-    """Return the canonical name of `fmt`: that of `base`, and its variants in a fixed order."""
+    """Return the canonical name of `fmt`: the name of `base`, then variants in a fixed order."""
     changes = _changes(base.scaling, fmt.scaling)
     if fmt.rounding != base.rounding:
         changes.append(ROUNDINGS[fmt.rounding].suffix)

@@ -47,7 +47,7 @@ def announcement(request: Request, sources: Sources) -> Iterator[str]:
 
 
 def _overlaid(base: Path) -> int:
-    """Return the number of files of the base that a file of this tree replaces."""
+    """Return the number of files of the megatron-core in `base` that this tree replaces."""
     ours = OURS / "core"
     return sum(
         (base / path.relative_to(ours)).is_file()

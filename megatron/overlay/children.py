@@ -86,7 +86,7 @@ def _report_at_end() -> None:
 
 
 def _report() -> None:
-    """Create the file of this process if it has run a model; remove it if its request failed."""
+    """Create this process's file if it ran a model without a failure; otherwise, remove it."""
     _report_at_end()
     program_end = sys.modules["megatron.core.low_precision.program_end"]
     file = Path(os.environ[FOLDER], str(os.getpid()))

@@ -191,7 +191,7 @@ def requested(request: Request) -> str | None:
 
 
 def end_without_atexit() -> None:
-    """Run what is registered with `atexit`, in a process that ends without running it."""
+    """Do what this project's `atexit` functions do, in a process that ends without calling them."""
     from megatron.core.low_precision import program_end
 
     session.close_at_exit()

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _end(request: Request) -> None:
-    """End this process at Python's exit, with an error if its children have run no model."""
+    """Check the run again at Python's exit, and end this process with an error if it failed."""
     failure: str | None = "the end of the run could not be checked"
     try:
         failure = _collecting().finish(request)
@@ -121,7 +121,7 @@ def _collecting() -> ModuleType:
 
 
 def _run(request: Request) -> None:
-    """Run the script until it ends normally; any other end is raised."""
+    """Run the script, and return if it ends normally; otherwise, raise its exception."""
     try:
         with _watching_ends(request):
             execution.execute(request)
@@ -203,7 +203,7 @@ def _refuse_missing_packages(error: ModuleNotFoundError, request: Request) -> No
 
 
 def _set_variables_without_cuda() -> None:
-    """Set the variables that torchrun sets for one rank, and one that Megatron-LM's checks need."""
+    """Set torchrun's environment variables for one rank, and one that Megatron-LM's checks need."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return

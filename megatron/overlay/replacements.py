@@ -37,7 +37,7 @@ def _use_compiled_helpers(module: ModuleType) -> None:
 
 
 def _skip_fused_kernels(module: ModuleType) -> None:
-    """Replace `fused_kernels.load`, which calls nvcc, where there is no CUDA device."""
+    """Replace `fused_kernels.load`, which calls nvcc, if there is no CUDA device."""
     if cpu_backend.is_active():
         module.load = lambda args: None  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from megatron.training.collective_errors import all_succeed
 from megatron.training.printing import is_last_rank
 
-#: values that Megatron-LM does not write as functions of the number of consumed samples
+#: values whose step is always the iteration, as in Megatron-LM, and never the number of samples
 BY_ITERATION_ONLY = (
     "iteration-time",
     "throughput",
@@ -66,7 +66,7 @@ class ScalarWriter(ABC):
     @staticmethod
     @abstractmethod
     def failure(args: argparse.Namespace, where: str, reason: str) -> str:
-        """Return a description of a failure at a point of the run."""
+        """Return a message about a failure of the service at the point `where` of the run."""
 
 
 class TensorBoard(ScalarWriter):
@@ -276,7 +276,7 @@ class Scalars:
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags as values that every service stores: numbers, text, truth values or None."""
+    """Return the flags as values that every service can store: numbers, text, bools or None."""
     plain = (str, int, float, bool, type(None))
     return {
         name: value if isinstance(value, plain) else str(value)

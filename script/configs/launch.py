@@ -119,8 +119,8 @@ def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) 
         if (value := getattr(options, name)) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value} belongs to a run on several machines, but "
-                f"{'--nnodes is 1' if nnodes_given else 'their number is not given'}; give it in "
-                "--nnodes (or NNODES)"
+                f"{'--nnodes is 1' if nnodes_given else 'their number is not given'}; give the "
+                "number of machines in --nnodes (or NNODES)"
             )
 
 
@@ -181,7 +181,7 @@ def files_of(selection: Selection, python: str) -> Files:
 def experiment(
     selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """Return the experiment of run `name`, which determines its command except for the files."""
+    """Return the experiment of run `name`: all that determines its command, except the files."""
     options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:

@@ -17,7 +17,7 @@ from configs.lookup import ConfigError, last_value
 SELECTIVE = "selective"
 LATENT = "--multi-latent-attention"
 EXPERTS = "--num-experts"
-#: sizes of latent attention, without which its tensors cannot be computed
+#: flags for the sizes of latent attention, without which the shapes of its tensors are unknown
 LATENT_SIZES = ("--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
 UNKNOWN = ("--expert-tensor-parallel-size",)  #: flags of models that are not supported
 

@@ -261,7 +261,7 @@ def interpreter(*, dry_run: bool) -> str:
 
 
 def enter_environment() -> None:
-    """If this Python lacks torch or yaml, restart this program in the Python for training.
+    """Restart this program in the Python for training if this Python lacks torch or yaml.
 
     Raises:
         ConfigError: if the other Python lacks them too, or if `interpreter` raises it.

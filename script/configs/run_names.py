@@ -86,7 +86,7 @@ def _given(flags: Sequence[str]) -> dict[str, str]:
 
 
 def _plain(given: Mapping[str, str]) -> str | None:
-    """Return the effective type in the usual cases, without torch, whose import takes seconds.
+    """Return the effective type in the usual cases, without importing torch; otherwise None.
 
     These cases are: no format is set; or all types that are set are known to `plain_type` or have
     been checked by a driver. A flag has precedence over CUSTOM_QUANT_TYPE. Return None in all other
@@ -109,7 +109,7 @@ def _plain(given: Mapping[str, str]) -> str | None:
 
 
 def _settings_are_plain() -> bool:
-    """Return whether all settings are formats of the matrix or `none`, which training accepts."""
+    """Return whether each value in the settings file is bf16, none or a format of the matrix."""
     try:
         settings = read_json(settings_file(), limit=1 << 16)
     except (OSError, UnusableFileError):

@@ -93,7 +93,7 @@ class Tokens:
 
 
 class Encoder:
-    """Encoder of batches. A worker process inherits it from its parent or creates its own."""
+    """Encoder that tokenizes batches; a worker process inherits or creates one."""
 
     shared: Encoder | None = None
 

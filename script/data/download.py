@@ -20,7 +20,7 @@ HUB = {
 def download(
     corpus: str, folder: Path, *, name: str, part: str, limit: int | None = None
 ) -> tuple[Path, ...]:
-    """Download the first `limit` files of one part of a dataset, and return their paths.
+    """Download the first `limit` files, or all, of one part of a dataset; return their paths.
 
     Files from the hub itself are stored in its cache (HF_HOME), and files from other servers in
     `folder`.

@@ -119,7 +119,7 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                # An earlier error is raised instead of this one; both probably have the same cause.
+                # An earlier error is raised alone; both errors probably have the same cause.
                 raise
         finally:
             self._close()

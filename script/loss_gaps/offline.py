@@ -36,7 +36,7 @@ from megatron.bounded_files import printable
 from megatron.fake_quant.inspect.format_properties import bits_a_value
 from megatron.fake_quant.names import get_format
 
-#: Arguments in which the model of a dump must be the one that is trained.
+#: Arguments that must be equal in the run that wrote a dump and in the training runs.
 SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("num_experts", "moe_ffn_hidden_size"),
@@ -184,7 +184,7 @@ def _root_mean(squares: pd.Series) -> float:
 def check_names(
     configurations: Iterable[Configuration], budgets: Collection[float], *, whole: bool
 ) -> None:
-    """Refuse budgets that no format meets, and recipes that have the name of a proposed one.
+    """Refuse bit budgets that no format meets, and recipes with the name of a proposed recipe.
 
     Anything that this function finds would otherwise be found after the first training runs.
 
@@ -222,12 +222,12 @@ def check_names(
 
 
 def _proposed(budget: float) -> str:
-    """Return the name of the recipe that is proposed for a budget."""
+    """Return the name of the recipe that is proposed for a bit budget."""
     return f"proposed_{budget:g}_bits"
 
 
 def _layers(uniform: Configuration) -> str:
-    """Return the name of the recipe that sets a format for the studied matmuls only."""
+    """Return the name of the recipe that sets one format, and only for the studied matmuls."""
     return f"layers_{uniform.file_name}"
 
 
@@ -273,12 +273,12 @@ def _recipe(name: str, proposal: Proposal, folder: Path, dump: str) -> Configura
 
 
 def option_of(place: Place, name: str) -> Option:
-    """Return the option of a matmul that has the format `name`."""
+    """Return the option that gives a matmul the format `name`."""
     return next(option for option in place.options if option.format == name)
 
 
 def _uniform(places: Sequence[Place], budget: float) -> tuple[str, float]:
-    """Return the uniform format for a budget, and its mean bits per value.
+    """Return the uniform format for a bit budget, and its mean bits per value.
 
     Raises:
         ValueError: if no format has finite results within the budget in all matmuls.

@@ -54,7 +54,7 @@ def head_of(arguments: Sequence[str], causes: Mapping[str, str]) -> str:
 
 
 def changed(log: str, head: str) -> list[str]:
-    """Return what differs between the run of a log and that of `head`, as texts of `CAUSES`.
+    """Return what differs between the runs of `log` and of `head`, as texts of `CAUSES`.
 
     Logs of earlier versions of the study contain only the command, so all else counts as changed.
     """
@@ -79,7 +79,7 @@ def _differences(before: str, now: str) -> str:
 
 
 def _flags(command: str) -> dict[str, str]:
-    """Return the values of the flags of a command by name; the last one counts."""
+    """Return the value of each flag of a command, by name; of a repeated flag, the last value."""
     flags: dict[str, str] = {}
     name = ""
     try:
@@ -113,7 +113,7 @@ def state_of(paths: Iterable[Path]) -> str:
 
 
 def files_in(arguments: Sequence[str]) -> list[Path]:
-    """Return the files that a command names: files, prefixes of data, and folders' files.
+    """Return the files that a command names directly, by a data prefix or by their folder.
 
     The arguments must not name a folder that the run writes.
     """

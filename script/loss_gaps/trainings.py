@@ -1,4 +1,4 @@
-"""Train the runs of a study: the bf16 model, the run that collects operands, and all pairs."""
+"""Run the trainings of a study: the bf16 model, the collection, and the compared runs."""
 
 from __future__ import annotations
 

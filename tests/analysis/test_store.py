@@ -126,7 +126,7 @@ def test_select(tmp_path, conditions, expected):
         ({"laier": 1}, "no condition 'laier'; choose from layer, world, run_id, iteration"),
         ({"tensor_name": "weights"}, "no tensor_name 'weights'; choose from query, key, value"),
         ({"operation": ["forward", "back"]}, "no operation 'back'; choose from forward, backward"),
-        ({"layer": "0"}, "layer_idx is an integer, not '0'; give a number, a list or a range"),
+        ({"layer": "0"}, "layer_idx must be an integer, not '0'; give a number, a list or a range"),
     ],
 )
 def test_a_condition_that_could_never_hold_is_refused(tmp_path, conditions, said):
@@ -176,7 +176,7 @@ def test_missing_and_empty_folders_are_explained(tmp_path):
     with pytest.raises(ValueError, match=r"no \.pt file in"):
         TensorStore(tmp_path)
     (tmp_path / "run_a.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no \.pt file in .* \(run_a.json is of a run that has"):
+    with pytest.raises(ValueError, match=r"no \.pt file in .* \(run_a.json belongs to a run that"):
         TensorStore(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):

@@ -33,7 +33,7 @@ def test_the_page_has_errors_and_intervals_over_paired_seeds():
     }
     options = accumulator_study.parse(["--iterations", "60"])
     text = accumulator_study.page(rows, losses, "python benchmarks/accumulator_study.py", options)
-    assert "trained for 150 iterations of 4096 tokens" in text
+    assert "trained in bf16 for 150 iterations of 4096 tokens" in text
     assert f"| `{SUMS[0]}` | 2.0e-03 (-4e-04) |" in text
     assert "| error of fp8_e4m3 | 3.0e-02 |" in text
     # The differences 0.1 and 0.2 have the mean 0.15 and the standard error 0.05.

@@ -35,7 +35,8 @@ def test_the_ratio_is_taken_round_by_round():
     assert lines[2] == f"| {ours} | 2.00 | 2.00 | 50 | 1.5 | 0.25 |"
     assert lines[4] == f"| {theirs} | 2.00 | 6.00 | 50 | 1.5 | 0.25 |"
     assert "on the disk: 3 (2.5 to 3.5); divided by those of `map` alone" in lines[-1]
-    assert "starts from Arrow: 2 (1.5 to 2.5). Per CPU second: 8 (6.5 to 9.5); 6" in lines[-1]
+    assert "starts from Arrow: 2 (1.5 to 2.5). The same two ratios" in lines[-1]
+    assert "for documents per CPU second: 8 (6.5 to 9.5) and 6" in lines[-1]
 
 
 def test_two_rounds_have_no_quartiles(capsys):

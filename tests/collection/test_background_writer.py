@@ -80,7 +80,7 @@ def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
     assert writer.hold(TENSOR, {}, nothing) is None, "the limit applies to all waits together"
     writer.wait()
     assert 0.3 <= time.monotonic() - began < 5.0
-    assert re.search(r"training has waited [\d.]+ s in one iteration", writer.slow)
+    assert re.search(r"training has waited [\d.]+ s for it in one iteration", writer.slow)
     assert writer.error is None
     writer.begin_iteration()
     assert writer.slow is None

@@ -88,7 +88,7 @@ def test_a_slice_that_leaves_nothing_of_a_tensor_is_said_once(tmp_path, caplog):
     session.close()
     (said,) = [m for m in caplog.messages if "--collect-slice" in m]
     assert "selects nothing of input of decoder.layers.0.mlp.linear_fc1, whose dim" in said
-    assert "s b h are [2, 3, 4]; rank 0 leaves it out" in said
+    assert "s b h are [2, 3, 4]; rank 0 leaves out this tensor" in said
     (card,) = tmp_path.glob("run_*.json")
     (rank,) = json.loads(card.read_text())["ranks"]
     assert (rank["tensors"], rank["outside_slice"]) == (1, 2)
@@ -146,7 +146,7 @@ def test_by_default_a_gib_stays_free_on_a_large_disk(tmp_path, monkeypatch):
     usage = SimpleNamespace(total=1000 * GIB, free=GIB + 100, used=0)
     monkeypatch.setattr(collection_limits.shutil, "disk_usage", lambda _: usage)
     assert Limits().exceeded_on_disk(tmp_path, 100) is None
-    assert "keeps 1 GiB" in Limits().exceeded_on_disk(tmp_path, 101)
+    assert "reserves 1 GiB" in Limits().exceeded_on_disk(tmp_path, 101)
     assert Limits.parse(collect_keep_free_gib=0.5).exceeded_on_disk(tmp_path, GIB // 2) is None
 
 

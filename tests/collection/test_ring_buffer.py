@@ -205,7 +205,7 @@ def test_a_trainer_that_says_nothing_of_its_iterations_is_refused(tmp_path):
         ({"collect_ring": 1, "collect_ring_events": 0}, "--collect-ring-events is 0; give 1"),
         ({"collect_ring": 1, "collect_loss_jump": 0.5}, "--collect-loss-jump is 0.5; give a fact"),
         ({"collect_ring": 1, "collect_grad_norm_jump": math.nan}, "-norm-jump is nan; give a"),
-        ({"collect_loss_jump": 2.0}, "--collect-loss-jump 2.0 is for a ring .*; add --collect-r"),
+        ({"collect_loss_jump": 2.0}, "--collect-loss-jump 2.0 needs a ring .*; add --collect-r"),
         ({"collect_ring": 1, "control_iter": 2}, "leave --control-iter out"),
         ({"collect_flag_file": "no/such/folder/flag"}, "its folder does not exist; create"),
         ({"collect_flag_file": "/"}, "is a folder that already exists; name a file in it"),

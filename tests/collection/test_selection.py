@@ -130,7 +130,9 @@ def test_windows_that_the_run_never_enters_are_refused(flags, done, trained, ref
     if not refused:
         check_in_run(found, 1, done, trained)
         return
-    with pytest.raises(ValueError, match=f"none of the iterations .*{done + 1} to {trained}; name"):
+    with pytest.raises(
+        ValueError, match=f"none of the iterations .*{done + 1} to {trained}; select"
+    ):
         check_in_run(found, 1, done, trained)
 
 

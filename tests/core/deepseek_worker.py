@@ -107,7 +107,7 @@ def patch_the_wheel() -> None:
     scatter = mappings._reduce_scatter_along_first_dim
 
     def of_unequal_parts(tensor, group, sizes=None, use_global_buffer=False):
-        """Sum parts of unequal size, for which gloo of torch 2.6 has no function."""
+        """Reduce-scatter parts of unequal size, which gloo does not support in torch 2.6."""
         if sizes is None:
             return scatter(tensor, group, sizes, use_global_buffer)
         whole = mappings._reduce(tensor.clone(), group)

@@ -269,7 +269,7 @@ def test_a_number_or_a_range_of_iterations(load, text, interval):
 
 
 def test_a_list_of_iterations_is_refused(load):
-    with pytest.raises(ValueError, match=r"1,3-5; .* a matcher for each if there are several"):
+    with pytest.raises(ValueError, match=r"1,3-5; .* a matcher for each further one"):
         load(
             "matchers:\n"
             "  a: {config: mxfp8, type: glob, pattern: '*', enabled: true, iterations: '1,3-5'}\n"

@@ -95,7 +95,8 @@ def test_a_default_batch_grows_to_fit_the_ranks(dry):
         (
             ("--node-rank", "1", "--master-addr", "a"),
             "--node-rank 1 belongs to a run on several "
-            "machines, but their number is not given; give it in --nnodes (or NNODES)",
+            "machines, but their number is not given; give the number of machines in "
+            "--nnodes (or NNODES)",
         ),
         (("--node-rank", "0"), "--node-rank 0 belongs to a run on several machines, but their"),
         (("--master-addr", "a"), "--master-addr a belongs to a run on several machines, but their"),

@@ -82,7 +82,7 @@ def test_files_that_were_removed_are_mentioned(tmp_path):
     assert done.returncode == 0
     assert "2 files listed in an index are missing" in done.stdout
     text = (tmp_path / "draw" / "tensor_stats.txt").read_text()
-    assert "2 files that " in text
+    assert "2 files listed in an index are missing" in text
 
 
 def test_one_run_can_be_chosen(tmp_path):

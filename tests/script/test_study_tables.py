@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import shlex
+import sys
 
 import numpy as np
 import pandas as pd
@@ -381,9 +383,15 @@ def test_the_page_begins_with_the_answer_and_states_tokens_per_parameter():
     assert "continues from a given checkpoint" in given
 
 
-def test_the_commands_of_the_page_are_accepted():
-    import study
+@pytest.fixture
+def study(monkeypatch):
+    """Return script/study.py; a test of benchmarks may have imported benchmarks/study.py."""
+    monkeypatch.syspath_prepend(REPO / "script")
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    return importlib.import_module("study")
 
+
+def test_the_commands_of_the_page_are_accepted(study):
     text = (REPO / "docs" / "study.md").read_text(encoding="utf-8").replace("\\\n", " ")
     [command] = re.findall(r"^python script/study.py (.*)$", text, re.M)
     options = study.parse(shlex.split(command))
@@ -396,9 +404,7 @@ def test_the_commands_of_the_page_are_accepted():
         assert file in study.__doc__
 
 
-def test_contradictions_and_own_flags_are_refused(tmp_path):
-    import study
-
+def test_contradictions_and_own_flags_are_refused(tmp_path, study):
     for words, message in (
         ([], "nothing to compare"),
         (["--recipes", "a.yaml", "--bits", "4"], "--bits chooses among --formats"),
@@ -415,7 +421,7 @@ def test_contradictions_and_own_flags_are_refused(tmp_path):
         ),
         (
             [*("--formats", "mxfp4", "--continue-lr", "1", "--", "--min_lr", "1")],
-            "--continue-lr and --min-lr after -- contradict",
+            "--continue-lr contradicts the --min-lr given after `--`",
         ),
         (["--formats", "mxfp4", "--dump", str(tmp_path / "no")], "--dump .*no is not a folder"),
         (["--formats", "mxfp4", "--load", str(tmp_path / "no")], "--load .*no is not a folder"),

@@ -143,4 +143,4 @@ def test_a_resumed_run_with_spread_experts_repeats_every_digit(corpus, tmp_path)
 def test_an_optimizer_of_all_experts_cannot_be_spread(corpus, folder):
     training = train("--data-path", corpus, "--load", folder, *SPREAD, ranks=2, model=DEEPSEEK)
     assert training.status != 0
-    assert "--expert-model-parallel-size 1, this run has 2" in training.errors
+    assert "--expert-model-parallel-size 1, but this run has 2" in training.errors

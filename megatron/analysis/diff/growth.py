@@ -21,7 +21,7 @@ _ERROR = "relative error ‖B - A‖ / ‖A‖"
 
 
 def growth_figure(summary: Summary) -> Figure:
-    """Return a figure with one panel per layer type, and one line per type of tensor."""
+    """Return a figure with panels for each layer type, for local errors, and for the iterations."""
     drawn = set() if summary.first_pass is None else {p.layer_type for p in summary.points}
     types = [name for name in TITLES if name in drawn]
     with_local = any(not math.isnan(point.local) for point in summary.points)

@@ -48,7 +48,7 @@ OPERANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Parts of a result's difference, as Euclidean norms divided by that of the result in A."""
+    """Norms of the parts of a result's difference, divided by the norm of the result in A."""
 
     inherited: float = math.nan  #: part that follows from the operands
     local: float = math.nan  #: part that the operation adds
@@ -71,7 +71,7 @@ Tensors = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 def of_linear(name: str, operands: Tensors, results: tuple[Tensor, Tensor]) -> Origin:
-    """Return the origin of a linear layer's difference.
+    """Return the origin of the difference of a linear layer's result.
 
     Args:
         name: name of the result, a key of `LINEAR`.

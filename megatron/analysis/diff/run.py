@@ -82,7 +82,7 @@ def _by_sample(stores: Sequence[TensorStore]) -> bool:
 def _gradient_scale(
     a: Mapping[str, Any], b: Mapping[str, Any], stores: Sequence[TensorStore]
 ) -> float:
-    """Return the factor by which Megatron-LM's scale of the loss is larger in A than in B.
+    """Return the factor by which Megatron-LM scales the loss in A, divided by the factor in B.
 
     Megatron-LM divides the loss of each micro-batch by the number of micro-batches per iteration,
     and by the number of tokens on the rank, which context parallelism divides. With

@@ -36,7 +36,7 @@ class TensorKey(NamedTuple):
     operation: str | None
     phase: str | None
     tensor_name: str | None
-    #: counts, from 0, the tensors of one rank for which all other fields are equal
+    #: position, from 0, among the tensors of one rank whose other fields are all equal
     occurrence: int
 
     @property
@@ -48,7 +48,8 @@ class TensorKey(NamedTuple):
 
 #: Position of a tensor in the order of execution; see `Side.order`.
 Position = tuple[float, ...]
-#: Part of a tensor: the rank in each group that shards it, or the global rank if that is unknown.
+#: Part of a tensor: the rank in each group that shards the tensor, or the global rank if the
+#: sharding is unknown.
 Cell = tuple[int, ...]
 
 _OUTSIDE = -1  #: layer number of a module outside of the transformer layers
@@ -219,7 +220,7 @@ class Side:
         return outputs == 2 * inputs
 
     def _size(self, module: str, *places: tuple[str, int]) -> int | None:
-        """Return a module's first known size among `places` (tensor name, axis), or None."""
+        """Return the first known size among `places` (pairs of tensor name and axis), or None."""
         for name, axis in places:
             if shape := self._shapes.get((module, name)):
                 return int(shape[axis])
@@ -265,7 +266,7 @@ def _keys(frame: pd.DataFrame, *, by_sample: bool) -> pd.DataFrame:
 
 
 def _recomputed_again(frame: pd.DataFrame, keys: pd.DataFrame) -> Any:
-    """Return a mask of the records whose forward pass was recomputed and was also saved before."""
+    """Return a mask of recomputed records whose tensor was also saved by the first forward pass."""
     recomputed = (frame["recomputed"] == True).to_numpy(dtype=bool)  # noqa: E712  dtype object
     if not recomputed.any():
         return recomputed

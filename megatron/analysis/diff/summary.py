@@ -23,7 +23,7 @@ LISTED = 10  #: maximum number of results in each list
 
 @dataclass
 class Group:
-    """Results of one layer and pass, or of one iteration."""
+    """Counts and largest errors of the results of one layer and pass, or of one iteration."""
 
     tensors: int = 0
     #: Number of tensors that differ by more than the tolerances allow or cannot be compared.
@@ -78,9 +78,9 @@ class Summary:
 
     rules: Rules
     counts: Counter[str] = field(default_factory=Counter)  #: number of results by status
-    first: Result | None = None  #: first pair that differs
+    first: Result | None = None  #: first pair that differs or cannot be compared
     first_alone: Result | None = None  #: first record that only one run has
-    #: First pairs that differ, at most `LISTED`.
+    #: First pairs that differ or cannot be compared, at most `LISTED`.
     different: list[Result] = field(default_factory=list)
     #: First records that only one run has, at most `LISTED`.
     alone: list[Result] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Summary:
 
     @property
     def agrees(self) -> bool:
-        """Return whether nothing differs."""
+        """Return whether no result counts as a difference between the runs."""
         return not any(self.rules.fails(status) and n for status, n in self.counts.items())
 
     @property

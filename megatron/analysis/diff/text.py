@@ -78,7 +78,7 @@ def words(result: Result) -> str:
 
 
 def verdict(summary: Summary, facts: Facts) -> str:
-    """Return the first line of the output, which names the first tensor that differs."""
+    """Return the first line of the output: the first tensor that differs, or that none differs."""
     if summary.first is not None:
         return f"First difference: {place(summary.first)}: {words(summary.first)}"
     alone = summary.first_alone

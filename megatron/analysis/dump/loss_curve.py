@@ -48,7 +48,7 @@ def _numbers(event: Mapping[str, Any]) -> list[tuple[int, float, float, bool]]:
 
 
 def _finite(value: Any) -> bool:
-    """Return False for a number that is NaN or infinite, and True for an unknown one."""
+    """Return False if a number is NaN or infinite, and True if it is finite or unknown."""
     if isinstance(value, str):
         return value not in _WORDS
     return not isinstance(value, float) or math.isfinite(value)

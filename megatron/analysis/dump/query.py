@@ -69,9 +69,9 @@ def _check(name: str, values: list[Any]) -> None:
         accepted = _ACCEPTED[name]
         if wrong := [value for value in values if value is not None and value not in accepted]:
             raise ValueError(f"no {name} {wrong[0]!r}; choose from {', '.join(accepted)}")
-    if name in WHOLE and any(isinstance(value, str) for value in values):
+    if name in WHOLE and (texts := [value for value in values if isinstance(value, str)]):
         raise ValueError(
-            f"{name} is an integer, not {values[0]!r}; give a number, a list or a range"
+            f"{name} must be an integer, not {texts[0]!r}; give a number, a list or a range"
         )
 
 

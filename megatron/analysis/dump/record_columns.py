@@ -47,7 +47,7 @@ def _types() -> dict[str, tuple[type, ...]]:
 
 
 _TYPES = _types()
-#: Columns of the table of records that contain integers.
+#: Integer columns of the table of records.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
 #: Keys under which a record stores the coordinates of its rank: the global rank and the world size,
 #: then the rank in each parallel group and the size of the group.
@@ -116,7 +116,7 @@ class Columns:
 
     @property
     def ranks(self) -> tuple[list[_Coordinates], list[int]]:
-        """Distinct coordinates of the rows' ranks, and the index of each row's coordinates in them.
+        """Distinct coordinates of ranks, and for each row the index of its rank's coordinates.
 
         A rank's coordinates are in the order of `RANK_COLUMNS`.
         """

@@ -27,8 +27,8 @@ from megatron.analysis.verification.recorded_formats import (
 )
 from megatron.fake_quant.tiles.tiling import CAUSAL
 
-#: Maximum number of recomputed probabilities per layer. Later sequences, and then heads, are left
-#: out.
+#: Maximum number of recomputed probabilities per layer. If there are more, the last sequences are
+#: left out first, and then the last heads.
 MOST = 1 << 28
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Columns that are equal for the query and the key of one pass.
@@ -87,7 +87,7 @@ def hidden_keys(data: FigureData, layer: Layer, probs: Tensor) -> Tensor | None:
 def hidden_of_card(
     card: Mapping[str, Any], module: str, iteration: int, probs: Tensor
 ) -> Tensor | None:
-    """Return what the mask of the run card hides from saved probabilities, or None if unknown.
+    """Return a mask of the keys that are hidden according to the run card; None if unknown.
 
     If this mask hides a probability above zero, the probabilities were computed with a different
     mask, which is unknown.

@@ -23,7 +23,7 @@ LANES = 5  #: number of formats whose bars fit below a histogram of usual height
 
 
 def bars_height(ranges: pd.DataFrame) -> float:
-    """Return the height in inches that a figure needs for the bars of many formats."""
+    """Return the additional height in inches that a figure needs for the bars of many formats."""
     return LANE * max(0, len(ranges) - LANES)
 
 

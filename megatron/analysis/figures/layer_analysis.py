@@ -22,10 +22,9 @@ STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurt
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures "activations" and "weights".
+    """Yield the figures "activations", "weights" and, for several iterations, "iterations".
 
-    If the dump has several iterations, also yield "iterations". A kind of tensor that the dump
-    lacks has no figure.
+    A kind of tensor that the dump lacks has no figure.
 
     Raises:
         NothingToDrawError: no tensor could be read.

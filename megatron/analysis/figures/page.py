@@ -43,7 +43,7 @@ class Page:
     def fit(
         self, width: float, height: float, rows: int, columns: int, *, categories: bool
     ) -> tuple[float, float, int, int]:
-        """Return the size of a figure and its rows and columns of panels on this page.
+        """Return a figure's size on this page, and the numbers of its rows and columns of panels.
 
         Args:
             width: width of the figure on the screen in inches.
@@ -79,7 +79,7 @@ def current_page() -> Page:
 
 @contextmanager
 def drawing_on(page: Page) -> Iterator[None]:
-    """Draw all figures in a `with` block for `page`."""
+    """Set the page that figures are drawn for in a `with` block."""
     token = _page.set(page)
     try:
         yield

@@ -32,7 +32,7 @@ def write(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path of the output file to an OSError of the `with` block.
+    """Add the path of the output file to an OSError that is raised in the `with` block.
 
     The error message of a full disk contains no path.
     """

@@ -1,4 +1,4 @@
-"""Draw each configuration's loss gap against its offline error, with an interval and a name."""
+"""Draw each configuration's loss gap against its matmul error, computed from saved operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw error against cost, with the front of the points that no other point beats in both."""
+"""Draw errors against costs, and connect the points of the Pareto front by a line."""
 
 from __future__ import annotations
 

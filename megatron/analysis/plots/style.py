@@ -233,7 +233,7 @@ def decades(axis: Axis) -> None:
 
 
 class _LinearTicks(MaxNLocator):
-    """Ticks of a logarithmic axis whose view contains few multiples of powers of ten."""
+    """Evenly spaced ticks for a logarithmic axis whose view contains too few round numbers."""
 
 
 def _count(low: float, high: float, digits: Collection[int]) -> int:

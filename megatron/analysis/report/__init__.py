@@ -20,7 +20,7 @@ from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.report.content import content
 
 _HERE = Path(__file__).parent
-#: Patterns of the part of the page that lists the figures beside it, and of a figure's path.
+#: Patterns that match the list of figures in the page, and the path of a figure.
 _FIGURES = re.compile(r'(<script type="application/json" id="figures">)\[.*?\](?=</script>)')
 _FILE = re.compile(r"(?:[\w+-][\w.+-]*/)?[\w+-][\w.+-]*\.(?:png|svg|pdf)", re.ASCII)
 

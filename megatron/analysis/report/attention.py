@@ -105,7 +105,7 @@ class _Attention:
 
 
 def _quantized(x: Tensor, known: Any) -> Tensor:
-    """Quantize a tensor along its last dimension; the seed makes random rounding reproducible."""
+    """Quantize a tensor along its last dimension; a seed makes stochastic rounding reproducible."""
     return fake_quantize(x.contiguous(), known, seed=0)
 
 
@@ -217,7 +217,7 @@ def pooled(values: Values, visible: NDArray[np.bool_], side: int) -> Values:
 
 
 def _logarithmic(pixels: Values) -> Values:
-    """Return one code from 1 to 255 per pixel, for values from 1 / EXTREME to EXTREME."""
+    """Return one code per pixel: 1 to 255 on a log scale from 1 / EXTREME to EXTREME; 0 for NaN."""
     reach = math.log2(EXTREME)
     with np.errstate(divide="ignore", invalid="ignore"):
         exponents = np.clip(np.log2(pixels), -reach, reach)

@@ -18,7 +18,7 @@ from megatron.analysis.text_table import shown
 MOST_POINTS = 2000  #: approximate maximum number of iterations per run in the report
 MOST_NOTES = 20  #: maximum number of notes per run
 NOTE_LENGTH = 400  #: maximum length of a note, in characters
-#: Patterns of the message of `LossSpikeDetector.look`, and of a number with its name in it.
+#: Patterns that match the message of `LossSpikeDetector.look`, and each named number in it.
 _JUMP = re.compile(r"((?:loss|gradient norm) .*) at iteration (\d{1,15})", re.ASCII)
 _NUMBER = re.compile(r"\b(loss|gradient norm) (?=[-\d.naif])([^ ,]+)")
 

@@ -73,7 +73,7 @@ class Catalog:
         return len(self.rows)
 
     def _kept(self, size: int, bad: frozenset[int]) -> NDArray[np.bool_]:
-        """Return a mask that leaves out codes, records of damaged indexes, and repeated paths."""
+        """Return a mask without records of codes, of damaged indexes and of repeated paths."""
         records = self.records
         codes = records.tables["codes"]
         is_value = np.array([value is None for value in codes.distinct], dtype=bool)
@@ -175,7 +175,11 @@ class Catalog:
 
     @functools.cached_property
     def runs(self) -> list[dict[str, Any]]:
-        """One dictionary per run: `code`, `id`, `type`, `tensors`, `iterations`, `ending`."""
+        """One dictionary per run, in the order in which the runs started.
+
+        The keys are `code`, `id`, `type`, `tensors` (the number of tensors), `iterations`,
+        `started` and `ending`.
+        """
         texts = self.records.texts
         found = []
         types = texts["quant_type"]
@@ -231,7 +235,7 @@ class Catalog:
         return f"L{layer} {place}" if layer >= 0 else place
 
     def same(self, tensor: int, **changed: int) -> int | None:
-        """Return the tensor that equals a given one except in some columns, or None.
+        """Return the tensor that differs from a given one only in the `changed` columns, or None.
 
         Args:
             tensor: index of the given tensor.

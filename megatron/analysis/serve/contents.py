@@ -110,7 +110,7 @@ class Attention:
 
 
 class Contents:
-    """The contents of the tensors of a dump."""
+    """The tensors of a dump and what is computed from them; recent results are cached."""
 
     def __init__(self, follower: Follower, measurer: Measurer):
         self.follower, self._measurer = follower, measurer
@@ -269,7 +269,8 @@ class Contents:
                 return recomputed(q[:, None, None], k[:, None, None], softmax)[0, 0].float()
 
             exact = attend(query, key)
-            # A probability may underflow to zero; if all scores are equal, only masked ones do.
+            # The probability of a visible key may underflow to zero. If all scores are equal, only
+            # masked keys have a probability of zero.
             visible = attend(torch.zeros_like(query), torch.zeros_like(key)) > 0
             change = None
             if fmt:

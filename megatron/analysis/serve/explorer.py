@@ -30,7 +30,7 @@ from megatron.bounded_files import printable
 from megatron.fake_quant.names import get_format
 
 _TABLES = ("study.parquet", "study/study.parquet", "../study/study.parquet")
-#: Columns of the table of a study that are read.
+#: Columns that are read from the table of a study.
 _STUDY_NUMBERS = ("iteration", "layer_idx", "sqnr_db", "nonfinite")
 _STUDY_TEXTS = ("run_id", "module", "operation", "gemm", "format", "recipe", "accumulator")
 _MOST_BYTES = 256 << 20  #: maximum size of the table of a study, in bytes
@@ -163,7 +163,7 @@ class Explorer:
         return len(self.follower.problems) + len(self.numbers.failures)
 
     def failures(self, most: int) -> list[list[str]]:
-        """Return the first file and the reason of up to `most` tensors that cannot be measured."""
+        """Return up to `most` tensors that cannot be measured: the first file of each, and why."""
         catalog, found = self.catalog, []
         for identity, (stamp, why) in [*self.numbers.failures.items()][:most]:
             tensor = catalog.find(f"{identity:016x}")
@@ -187,7 +187,7 @@ class Explorer:
         return Address.parse(search).resolved(self.catalog, self.formats)
 
     def awaits(self, search: str | None) -> bool:
-        """Return whether a run, place or iteration of an address may be in an index being read."""
+        """Return whether a run, place or iteration in an address may not have been read yet."""
         if not self.follower.reading:
             return False
         given, found = Address.parse(search), self.resolved(search)
@@ -196,7 +196,7 @@ class Explorer:
         return missing or given.iteration not in (-1, found.iteration)
 
     def subject(self, address: Address) -> Subject | None:
-        """Return the tensor of an address, or None if no tensor has its ID."""
+        """Return the tensor that an address names, or None if the dump has no such tensor."""
         catalog = self.catalog
         tensor = catalog.find(address.tensor)
         if tensor is None:
@@ -214,7 +214,7 @@ class Explorer:
             self.measurer.look_at(self.catalog.ids[tensors], fmt)
 
     def study(self) -> pd.DataFrame | None:
-        """Return the table of a study beside the dump, or None if there is none."""
+        """Return the table of the given study, or of one beside the dump; None if there is none."""
         paths = [self._study_path] if self._study_path else [self.folder / n for n in _TABLES]
         for path in paths:
             with contextlib.suppress(OSError):

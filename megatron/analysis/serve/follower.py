@@ -336,14 +336,14 @@ class Follower:
         index.events += events
 
     def _restart(self, index: _Index) -> None:
-        """Read an index again from its beginning, because another file has replaced it."""
+        """Read an index again from its beginning, because it was replaced or truncated."""
         self._bad.add(index.number)
         index.number, self._numbers = self._numbers, self._numbers + 1
         index.offset = index.lines = 0
         index.finished, index.events = False, []
 
     def _refuse(self, index: _Index, why: str) -> None:
-        """Leave out an index with a damaged line, so that its files are opened instead."""
+        """Leave out an unusable index; the files that it lists are opened instead."""
         self._bad.add(index.number)
         index.finished = True
         self._add_problem(index.path, f"not read ({why}); its files are opened instead")

@@ -100,7 +100,7 @@ class Gate:
         return hmac.compare_digest(given.encode(), wanted.encode())
 
     def _cookie(self, environ: dict[str, Any]) -> tuple[str, str]:
-        """Return the name of the cookie, which depends on the server's port, and its value."""
+        """Return the cookie's name, which depends on the server's port, and the cookie's value."""
         value = hashlib.sha256(f"explorer {self.token}".encode()).hexdigest()
         return f"explorer_{environ.get('SERVER_PORT', '')}", value
 
@@ -135,7 +135,7 @@ class Gate:
 
 
 def _is_foreign(environ: dict[str, Any]) -> bool:
-    """Return whether a page of another origin sent a request, except by a link to a page."""
+    """Return whether a page of another origin sent a request; a followed link does not count."""
     origin = environ.get("HTTP_ORIGIN")
     if origin is not None:
         own = str(environ.get("HTTP_HOST", "")).lower()

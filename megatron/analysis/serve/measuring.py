@@ -76,7 +76,7 @@ class Answer:
 
 
 def _cache_of(work: Work) -> AbstractContextManager[Cache | None]:
-    """Open the cache; a deleted dump must not be created again as a folder with only a cache."""
+    """Open the cache; yield None if the dump was deleted, so that its folder is not recreated."""
     return open_cache(work.cache if work.folder.is_dir() else None, work.folder)
 
 
@@ -149,7 +149,7 @@ def _both_axes(name: str, rows: dict[tuple[str, str], dict[str, float]]) -> tupl
 
 
 def _prepare_process() -> None:
-    """Lower the priority of the measuring process, and end it with the server."""
+    """Lower the priority of the measuring process, and make it exit when the server ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     obey()
     with contextlib.suppress(OSError):
@@ -363,7 +363,7 @@ class Measurer:
             self._save(SAVE_PERIOD)
 
     def _pending(self, catalog: Catalog, visible: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the tensors to measure: visible ones, then operands, newest first."""
+        """Return the tensors to measure: visible ones first, then operands, each newest first."""
         rows = self.numbers.rows_of(catalog.ids, catalog.stamps)
         lacking = self.numbers.missing(rows, self.formats)
         lacking &= ~self.numbers.failed(catalog.ids, catalog.stamps)

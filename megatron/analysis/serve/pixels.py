@@ -24,7 +24,7 @@ class Region:
 
     @classmethod
     def within(cls, rows: int, columns: int, wanted: tuple[int, ...] | None = None) -> Region:
-        """Return the requested part of a matrix, or the whole matrix if this part is empty."""
+        """Return the part `wanted` of a matrix; the whole matrix if the part is empty or None."""
         if wanted is not None:
             top, bottom = max(wanted[0], 0), min(wanted[1], rows)
             left, right = max(wanted[2], 0), min(wanted[3], columns)
@@ -60,7 +60,7 @@ def reduce(
     width: int = WIDTH,
     height: int = HEIGHT,
 ) -> Image:
-    """Return an image of a region; each pixel is its value of largest magnitude, with the sign.
+    """Return an image of a region; each pixel keeps the value of largest magnitude and its sign.
 
     A pixel is NaN if one of its values is NaN.
 

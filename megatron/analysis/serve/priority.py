@@ -79,7 +79,7 @@ def obey() -> None:
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block signals for a process that is started here, also while it imports its modules."""
+    """Block signals in a `with` block, so that a process started there begins with them blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, _SIGNAL})
     try:
         yield

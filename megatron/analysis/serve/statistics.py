@@ -310,7 +310,7 @@ class Numbers:
         return found
 
     def missing(self, rows: NDArray[np.int64], formats: list[str]) -> NDArray[np.bool_]:
-        """Return a mask of the tensors that lack all numbers, or those in one of the formats."""
+        """Return a mask of the tensors that lack all numbers, or those of one of the formats."""
         lacking: NDArray[np.bool_] = rows < 0
         for name in formats:
             if name not in self._errors:
@@ -381,5 +381,5 @@ def _npy(table: NDArray[Any]) -> bytes:
 
 
 def pick(numbers: Mapping[str, float], names: tuple[str, ...]) -> tuple[float, ...]:
-    """Return some of the numbers of a row of statistics, NaN for those that it lacks."""
+    """Return the numbers with the given names from a row of statistics; NaN if one is missing."""
     return tuple(float(numbers.get(name, math.nan)) for name in names)

@@ -101,7 +101,7 @@ def unpack_result(
 
 
 def _load(part: Part) -> tuple[Tensor | None, tuple[Failure, ...]]:
-    """Read a tensor part, and return its tensor and the files that could not be read.
+    """Return the tensor of a part, and the files that could not be read.
 
     The tensor of a single file is memory-mapped. Tensors of several files are added in float64, and
     the sum is rounded once. The first readable replica of each file is used. All replicas are

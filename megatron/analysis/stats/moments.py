@@ -45,7 +45,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Population standard deviation (divided by n)."""
+        """Population standard deviation, whose divisor is the number of finite values."""
         return math.sqrt(self.squares / self.finite) if self.finite else math.nan
 
     @property

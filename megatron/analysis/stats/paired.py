@@ -87,7 +87,7 @@ def standard_error(differences: Sequence[float]) -> float:
 
 
 def mean_interval(differences: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Return the mean of paired differences with Student's interval.
+    """Return the mean of paired differences with its interval from Student's t distribution.
 
     A single difference has no interval, and no difference has no mean.
     """

@@ -79,7 +79,7 @@ class ResultColumns:
         all_errors: FormatErrors,
         note: str,
     ) -> None:
-        """Add a tensor to both tables, whose rows are later sorted by the tensor's `number`."""
+        """Add a tensor to both tables; `number` determines the order of the rows in `tables`."""
         self._order.append(number)
         self._identities.append(_identity(tensor, note))
         numbers = value_numbers(values)

@@ -147,7 +147,7 @@ def _rows_of_pass(
 def accumulator_rows(
     matmul: Matmul, pairs: Sequence[tuple[Candidate, Accumulator]]
 ) -> Iterator[Row]:
-    """Yield one row per GEMM of a matmul and pair of a format and an accumulator."""
+    """Yield one row for each GEMM of a matmul and each pair of candidate and accumulator."""
     row = matmul.row
     place = {
         "iteration": int(row.iteration),
@@ -172,7 +172,7 @@ def accumulator_rows(
 def _products(
     matmul: Matmul, index: int, candidate: Candidate, accumulator: Accumulator, seed: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Return a GEMM's result with an accumulator, the exact result, and the length of its sums."""
+    """Return a GEMM's result with an accumulator, the exact result, and the reduction length."""
     formats = _formats(matmul.operation, candidate.format)
     slots = list(GEMM_SLOTS.values())[index]
     tensors = {"a": matmul.a, "b": matmul.b, "c": matmul.c}
@@ -198,7 +198,7 @@ def _products(
 
 
 def dense(matrix: UnitMatrix, accumulator: Accumulator) -> Tensor:
-    """Return the values of a unit's operand in float64, with all scales applied."""
+    """Return the values that a matrix unit multiplies, in float64, with all scales applied."""
     values = matrix.elements.double()
     if matrix.scales is not None:
         assert accumulator.scale_block is not None

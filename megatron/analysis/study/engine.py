@@ -54,7 +54,7 @@ class Study:
 
 @dataclass
 class _Outcome:
-    """Result of one pass."""
+    """Result of the study of one pass."""
 
     counter: int  #: number of the pass's first record, in the order of the run
     rows: list[Rows] = field(default_factory=list)  #: rows of each candidate
@@ -164,7 +164,7 @@ def _measure(
     store: TensorStore,
     kept: KeptResults,
 ) -> _Outcome:
-    """Measure the candidates in one pass, except those whose results are in `kept`."""
+    """Measure the candidates in one pass; reuse the results that are in `kept`."""
     outcome = _Outcome(int(of_pass.first.counter))
     try:
         keys = kept.keys(of_pass, candidates, settings)
@@ -195,7 +195,7 @@ def _measure(
 
 
 def _in_tiles(of_pass: Pass, candidates: Sequence[Candidate]) -> list[str]:
-    """Return a reason for each candidate that computes PV in tiles, for which PV is left out."""
+    """Return, for each candidate that computes PV in tiles, the reason why PV is left out."""
     if of_pass.layer_type != "attention" or any("value" not in each for each in of_pass.ranks):
         return []
     first = of_pass.first
@@ -214,7 +214,7 @@ def _in_tiles(of_pass: Pass, candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _zero_results(rows: pd.DataFrame) -> int:
-    """Return the number of GEMM results that are zero in high precision and in every format."""
+    """Return the number of GEMM results that are zero both in high precision and quantized."""
     if rows.empty:
         return 0
     zero = rows[rows["relative_error"].isna() & (rows["nonfinite"] == 0)]
@@ -232,5 +232,5 @@ def _table(rows: list[dict[str, object]]) -> pd.DataFrame:
 
 
 def _memory() -> int:
-    """Return the default limit of the memory, in bytes."""
+    """Return the default limit on the memory of a study, in bytes."""
     return int(SHARE_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

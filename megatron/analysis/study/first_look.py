@@ -52,7 +52,7 @@ def formats_of(quant_type: str) -> list[str]:
 
 @dataclass(frozen=True)
 class FirstLook:
-    """Formats compared by the results of matmuls, on a part of a dump."""
+    """Comparison of formats by the errors of matmul results, on a part of a dump."""
 
     result: Study
     own: str  #: format of the run whose tensors are studied; empty if it has none or several
@@ -60,7 +60,7 @@ class FirstLook:
 
     @property
     def cells(self) -> pd.DataFrame:
-        """Result of `verdict.cells`: the SQNR by candidate, place and layer."""
+        """Result of `verdict.cells`: the SQNR and the bits by candidate, place and layer."""
         return cells(self.result.rows)
 
     def sentences(self) -> list[str]:
@@ -79,7 +79,7 @@ class FirstLook:
         if gradients["flagged"].any():
             texts = [texts[-1], rule(gradients)]
         if self.result.left_out:
-            # The place of the first pass is too long for a picture.
+            # leave out the description of the first pass, which is too long for a picture
             reasons = [
                 f"{reason.partition(' (')[0]}: {count}"
                 for reason, count in sorted(self.result.left_out.items())

@@ -27,7 +27,7 @@ from megatron.fake_quant.products import matmul_then_scale, multiply
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 
-#: Operand (A, B or C, the gradient of the result) and reduction axis of both sides of each GEMM.
+#: Both operands of each GEMM and their reduction axes. C is the gradient of the result.
 SIDES = (
     (("a", -1), ("b", -1)),
     (("c", -1), ("b", -2)),
@@ -108,7 +108,7 @@ class SeparateGemm:
             self._sides.append((tensor.detach(), axis))
 
     def products(self, seed: int, *, budget: bool) -> Iterator[Tensor]:
-        """Yield the result and, if `budget`, the results with only one operand quantized.
+        """Yield the result and, if `budget` is true, the results with only one operand quantized.
 
         The latter are in the order of the operands. If one operand has no format, the result with
         only the other one quantized is the first tensor again.
@@ -125,7 +125,7 @@ class SeparateGemm:
             yield self._product(sides)
 
     def _side(self, position: int, seed: int | None) -> SplitMatrix:
-        """Return an operand as the GEMM multiplies it; without a seed, it is not quantized."""
+        """Return an operand as the GEMM multiplies it, or unquantized if `seed` is None."""
         (x, axis), slot = self._sides[position], self._slots[position]
         operand, fmt = self._operands[position], self._operands[position].format
         fill = slot.startswith("wgrad")

@@ -52,7 +52,7 @@ def rule(gradients: pd.DataFrame) -> str:
 
 
 def _places(flagged: pd.DataFrame) -> str:
-    """Return the flagged places, the noisiest one first, with their layers and smallest ratio."""
+    """List the flagged places as text, noisiest first, with their layers and smallest ratio."""
     smallest = flagged.groupby("place")["gradient_to_noise"].min().sort_values(kind="stable")
     texts = []
     for place, ratio in smallest.head(_NAMED).items():

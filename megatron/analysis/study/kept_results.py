@@ -30,7 +30,7 @@ Rows = tuple[list[Row], list[Row]]  #: rows of the table of errors and of the ta
 
 
 class KeptResults:
-    """The results of earlier studies in a folder; without a folder, nothing is kept on disk."""
+    """Results of earlier studies, kept in a file; without a folder, only in memory."""
 
     def __init__(self, folder: Path | None):
         self.path = None if folder is None else folder / NAME

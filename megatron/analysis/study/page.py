@@ -21,7 +21,7 @@ _COLUMNS = ("place", "candidate", "layers", "SQNR, median (dB)", "lowest (dB)", 
 def page(
     result: Study, folder: Path, sentences: Sequence[str], pictures: Mapping[str, bytes]
 ) -> bytes:
-    """Return the HTML page.
+    """Return the page of a study as HTML.
 
     Args:
         folder: folder of the dump, for the title.
@@ -53,7 +53,7 @@ def page(
 
 
 def _table(result: Study) -> str:
-    """Return a table with one row per place and candidate.
+    """Return an HTML table of the errors, with one row per place and candidate.
 
     A result with NaN or Inf counts as worse than any other.
     """

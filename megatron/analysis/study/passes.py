@@ -70,7 +70,7 @@ class Pass:
 
     @property
     def products(self) -> int:
-        """Number of multiplications in one forward and backward pass, without recomputed ones."""
+        """Number of multiplications in the pass, without those that recompute operands."""
         total = 0
         for by_name in self.ranks:
             sizes = {name: [int(size) for size in row.shape or ()] for name, row in by_name.items()}
@@ -123,7 +123,7 @@ def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
 
 
 def counted(failures: Iterable[tuple[str, str]]) -> Counter[str]:
-    """Return the number of passes left out by reason, each reason with its first pass.
+    """Count the passes that were left out, by reason; each key also names the first such pass.
 
     Args:
         failures: reason and description of each pass that was left out.

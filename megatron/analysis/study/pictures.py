@@ -90,7 +90,7 @@ def points_of(result: Study, proposal: Proposal | None = None) -> pd.DataFrame:
 
 
 def draw_budget(result: Study, image: str = "png") -> bytes | None:
-    """Return the picture of the budget, or None if it was not measured.
+    """Draw the error budget (one operand quantized at a time); return None if it was not measured.
 
     A cell shows the SQNR of a GEMM's result if only one operand is quantized.
     """

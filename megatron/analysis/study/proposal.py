@@ -62,15 +62,16 @@ class Proposal:
 
     @property
     def error(self) -> float:
-        """Sum of the squared relative errors."""
+        """Sum of the squared relative errors of all GEMM results."""
         return sum(option.error for _, option in self.choices)
 
 
 def places_of(rows: pd.DataFrame) -> list[Place]:
-    """Return the matmuls of all layers with their options: formats without accumulators.
+    """Return the matmuls of all layers, each with the formats that it could have.
 
-    Errors are means over iterations, micro-batches and ranks, without the results that are zero in
-    high precision. A format with NaN or Inf in a result of a matmul is not an option for it.
+    Rows with a simulated accumulator are left out. Errors are means over iterations, micro-batches
+    and ranks, without the results that are zero in high precision. A format with NaN or Inf in a
+    result of a matmul is not an option for it.
     """
     table = rows[rows["recipe"].isna() & (rows["layer_idx"] >= 0)]
     if "accumulator" in table:
@@ -180,13 +181,13 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _saving(first: Option, second: Option) -> float:
-    """Return the error that an exchange saves per bit."""
+    """Return the error that an exchange saves, divided by the increase in bits per value."""
     more = second.bits - first.bits
     return (first.error - second.error) / more if more > 0 else math.inf
 
 
 def _exchanges(place: Place) -> Iterator[tuple[float, Place, Option]]:
-    """Yield the exchanges along the hull: the error saved per bit and value, and the new option."""
+    """Yield the exchanges along the hull: the error saved per bit, the place, the new option."""
     hull = _hull(place.options)
     for first, second in itertools.pairwise(hull):
         yield _saving(first, second) / place.values, place, second

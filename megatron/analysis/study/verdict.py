@@ -185,7 +185,7 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
 
 
 def _unquantized(table: pd.DataFrame, name: str) -> str:
-    """Return how many results of a candidate have no quantized operand, and the median of the rest.
+    """Return a note on the results without quantized operands, and the others' median SQNR.
 
     The median of a recipe that quantizes only some matmuls says little about the quantized ones.
     The text is empty if all results have quantized operands, or if none of them has.
@@ -201,7 +201,7 @@ def _unquantized(table: pd.DataFrame, name: str) -> str:
 
 
 def losses(table: pd.DataFrame, budgets: pd.DataFrame, name: str) -> str:
-    """Return the sentence on the places where the candidate `name` loses most.
+    """Return the sentence on the places where the SQNR of the candidate `name` is lowest.
 
     Args:
         table: result of `cells`.

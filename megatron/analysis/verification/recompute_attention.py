@@ -40,6 +40,7 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError, Sof
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.tiles.attention import tiled_attention
 from megatron.fake_quant.tiles.forward import Tile, TiledAttention
 from megatron.fake_quant.tiles.matmul import AnyOperand, TiledMatmul
 from megatron.fake_quant.tiles.tiling import CAUSAL, KeyMask
@@ -212,7 +213,7 @@ def _attend(
     amaxes: Mapping[str, float],
     move: bool,
 ) -> dict[str, Tensor]:
-    """Return the scores, probabilities and output of attention with whole matrices.
+    """Return the scores, probabilities and output of attention, computed without tiles.
 
     The operations are performed in the same order as in the layer.
 
@@ -303,8 +304,6 @@ def _in_tiles(
         softmax.coefficient,
     )
     query_BMD, key_BND, value_BND = (by_head(x, heads) for x in (query, key, value))
-    # The decorator of this function imports torch's compiler, which takes seconds and 150 MB.
-    from megatron.fake_quant.tiles.attention import tiled_attention
 
     context_BMD = tiled_attention(query_BMD, key_BND, value_BND, attention=attention)
     matrices = attention.pairwise(query_BMD, key_BND) if pairwise else ()

@@ -122,7 +122,7 @@ class _Recorded:
     dtype: torch.dtype
 
     def prepared(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
-        """Return the tensor that is quantized for operand `slot`, if its mean is not split off."""
+        """Return the tensor, transformed if necessary, from which operand `slot` is quantized."""
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":
             forward = OF_FORWARD[slot]
@@ -154,7 +154,8 @@ def _accumulated(
     accumulator, parts = recorded.formats.accumulators[gemm], []
     for slot, x, axis in zip(GEMM_SLOTS[gemm], operands, AXES[gemm], strict=True):
         operand: Operand = getattr(recorded.formats, slot)
-        # A copy of a forward operand has no format, so it is not compared with saved codes.
+        # This call also compares the saved codes, if any, with `x`. An operand that is a copy of a
+        # forward operand may have no format of its own, and thus no codes.
         matrix = recorded.quantized(slot, x, axis, fill=gemm == "wgrad")
         stored = recorded.codes.get(slot)
         if stored is not None:
@@ -271,7 +272,7 @@ def is_random(operand: Operand) -> bool:
 def check_not_random(
     *operands: Operand, why: str = "no codes were saved (--collect-tensors codes)"
 ) -> None:
-    """Raise `NotCheckedError` if rounding or Hadamard signs are random, with the reason `why`."""
+    """Raise `NotCheckedError`, with the reason `why`, if rounding or Hadamard signs are random."""
     if any(map(is_random, operands)):
         raise NotCheckedError(f"stochastic rounding: {why}")
     if any(operand.hadamard is not None and operand.hadamard.random for operand in operands):

@@ -107,7 +107,7 @@ def of_records(
     *,
     accumulators: Mapping[str, Accumulator] = MappingProxyType({}),
 ) -> list[GemmFormats]:
-    """Return all combinations of a matmul's formats that agree with the formats in three records.
+    """Return all `GemmFormats` of a matmul that agree with the records of its operands.
 
     Args:
         accumulators: accumulators of the matmul's GEMMs, by field of `GemmFormats`.
@@ -238,7 +238,7 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
 
 
 def window_of_card(card: Mapping[str, Any], module: str, iteration: int) -> tuple[int, int]:
-    """Read from the run card how many keys before and after its position a query sees.
+    """Read from the run card how many keys a query sees before and after its position.
 
     Unlike `softmax_of_card`, this function supports dropout and any type of softmax.
 

@@ -36,7 +36,7 @@ ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 CheckedResult = tuple[str, Any, Outcome]
 
 
-#: Slots of the operands that are made from each tensor; its record contains their formats.
+#: Slots in which each tensor is multiplied; the record of the tensor contains the formats.
 _SLOTS = {
     "linear": {
         "input": ("fprop_a", "wgrad_a"),

@@ -34,7 +34,7 @@ from megatron.analysis.verification.recompute_linear import Outcome
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.analysis.verification.results import Finding, Results
 
-#: Fields of a record that identify its tensor, and the format in which the tensor is multiplied.
+#: Fields that must be the same in the metadata of a file and in its record in the index.
 _FIELDS = (*IDENTITY, "format", "dims")
 
 

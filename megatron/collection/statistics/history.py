@@ -37,7 +37,7 @@ OPERANDS = {
     )
     for operation, gemms in GEMMS.items()
 }
-#: For each layer type and tensor name of a record: the operation, and the operand's name in it.
+#: Operation and name of the operand, by the layer type and tensor name in the record.
 TENSORS = {
     ("linear", "input"): ("linear", "input"),
     ("linear", "weight"): ("linear", "weight"),

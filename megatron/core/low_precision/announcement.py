@@ -1,4 +1,4 @@
-"""Announce the formats of a model's matmuls, and the modules that are not reached."""
+"""Log the formats of a model's matmuls, and modules that are neither quantized nor collected."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def sizes_of_parts() -> int:
-    """Return the number of parts into which parallel groups divide the modules of a model."""
+    """Return the number of parts into which pipeline and expert parallelism divide a model."""
     if not parallel_state.model_parallel_is_initialized():
         return 1
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
@@ -30,13 +30,13 @@ def announce(
     *,
     evaluation: bool = False,
 ) -> None:
-    """Log the formats of every matmul, the modules that are not reached, and the folder.
+    """Log the formats of every matmul, the `missed` modules, and the collection's folder.
 
     Under the pipeline schedules, the run card gets the audit of all stages.
 
     Args:
         chunks: models or pipeline stages of this rank.
-        missed: modules that are not reached.
+        missed: modules that are neither quantized nor collected.
         seq_length: number of tokens in a sequence; None in a loop without schedules.
         evaluation: whether the model runs in an evaluation and has not been trained.
     """
@@ -73,7 +73,7 @@ def audit_of(
         evaluation: whether to return the formats of the current iteration only.
     """
     recipe = policy.current().recipe
-    # The schedules call this before the iteration begins, so the clock still has the previous one.
+    # Before an iteration begins, the clock still has the number of the previous iteration.
     first = clock.iteration + (clock.micro_batch is None)
     changes = [] if recipe is None else recipe.changes()
     audit = matmul_audit.matmuls if alone else matmul_audit.of_whole_model

@@ -1,4 +1,4 @@
-"""Announce what an evaluation of a model reaches, and note what it does not reach.
+"""Announce the formats of a model that is only evaluated, and check that they are applied.
 
 An evaluation is a forward pass that does not train. A program that trains may also evaluate models,
 such as a teacher, which are only announced. If a program trains no model at all, a failed check
@@ -26,7 +26,7 @@ _idle: WeakSet[torch.nn.Module] = WeakSet()  #: models of which no evaluation ca
 
 
 def forget() -> None:
-    """Forget which models were checked, so that they are checked with other formats."""
+    """Forget which models were checked, so that they are checked with the new formats."""
     _evaluated.clear()
     _idle.clear()
 

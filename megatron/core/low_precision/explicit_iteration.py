@@ -81,7 +81,7 @@ class _Backward:
 
 
 class ExplicitIteration:
-    """The training iteration of a loop without schedules."""
+    """Training iteration in a loop without pipeline schedules."""
 
     def __init__(self, number: int) -> None:
         """Begin the iteration `number`."""

@@ -33,7 +33,7 @@ class Findings:
 
 
 def report(findings: Findings) -> None:
-    """Log the findings and add them to the run card; refuse layers that ran without a format."""
+    """Log the findings, add them to the run card, and pass them to `refuse`."""
     outside = {
         name: ", ".join(f"{kind} x{count}" for kind, count in operations.items())
         for name, operations in findings.outside.items()
@@ -51,7 +51,7 @@ def report(findings: Findings) -> None:
 
 
 def refuse(findings: Findings) -> None:
-    """Raise ValueError if layers, or attention inside a transformer layer, ran without a format."""
+    """Raise ValueError if a layer or fused attention ran without being quantized or collected."""
     requested = run_request.description()
     if findings.without_format:
         raise ValueError(

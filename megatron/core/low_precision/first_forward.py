@@ -96,7 +96,7 @@ class FirstForward:
         self._stack: list[torch.nn.Module] = []
         self._called: set[torch.nn.Module] = set()
         #: trained parameters of each layer that has returned; none if autograd records nothing.
-        #: FSDP exchanges the parameters of a module after its forward pass.
+        #: They are stored because FSDP replaces the parameters of a module after its forward pass.
         self._returned: dict[Quantized, list[torch.Tensor]] = {}
         self._ran: set[Quantized] = set()
         self._parameters: set[int] = set()  #: parameters that operations depend on, by `id`
@@ -106,7 +106,7 @@ class FirstForward:
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
-        # Global hooks would cause compiled code to be recompiled, and again when they are removed.
+        # Adding global hooks and removing them would each cause compiled code to be recompiled.
         self._in_parts = any(map(_is_compiled, model.modules()))
         if self._in_parts:
             self._handles = [
@@ -163,7 +163,7 @@ class FirstForward:
         return self._names.get(module, "").rpartition(".")[2]
 
     def _new_nodes(self, output: Any) -> Iterator[str]:
-        """Yield the kind of each matmul in the graph of `output` that was not visited before."""
+        """Yield the kinds of the matmuls in the graph of `output`, except those visited before."""
         nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
         while nodes:
             node = nodes.pop()

@@ -73,7 +73,7 @@ REPLICAS = "replicas"
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Maximum over a group, in one element of a vector; other experts use the other elements."""
+    """All-reduce of a maximum; ranks with other experts use other elements of the same vector."""
 
     group: torch.distributed.ProcessGroup
     element: int = 0
@@ -127,7 +127,7 @@ def _reduction(dims: str, *, is_expert: bool) -> _Reduction | None:
     return None if reduction is None or reduction.group.size() == 1 else reduction
 
 
-#: Functions that return the process group for the groups that divide an operand.
+#: Function that returns a process group, by the names of the parallel axes that divide an operand.
 _GROUPS: Mapping[frozenset[str], Callable[[], torch.distributed.ProcessGroup]] = {
     frozenset({"tp"}): parallel_state.get_tensor_model_parallel_group,
     frozenset({"cp"}): parallel_state.get_context_parallel_group,
@@ -137,9 +137,9 @@ _GROUPS: Mapping[frozenset[str], Callable[[], torch.distributed.ProcessGroup]] =
 
 
 def _over_replicas() -> _Reduction | None:
-    """Return the reduction over the replicas of an expert that share a micro-batch, if any.
+    """Return the reduction over an expert's replicas for a micro-batch; None if there is only one.
 
-    It includes the etp ranks that share the expert.
+    The reduction includes the etp ranks that share the expert.
 
     Raises:
         ValueError: if the tokens of a micro-batch are exchanged with a part of another one.

@@ -183,7 +183,7 @@ def note_mask(attention: torch.nn.Module, mask: torch.Tensor | None) -> None:
 
 
 def _mask_follows_positions(attention: torch.nn.Module) -> bool:
-    """Return whether attention ignores the given mask: context parallelism, or a sliding window."""
+    """Return whether the mask follows from positions: context parallelism or a sliding window."""
     return attention.context is not None or attention.scale_mask_softmax.window_size is not None
 
 

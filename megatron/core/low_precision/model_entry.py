@@ -151,13 +151,13 @@ def check_compiled_in_place(model: torch.nn.Module) -> None:
 
 
 def watch_for_others() -> None:
-    """Watch for further models, which this project's trainer has only if a layer has no name."""
+    """Watch for further models; with this project's trainer, only if a layer has no name."""
     if not session.audited() or model_roots.layers_without_name():
         model_roots.watch()
 
 
 def _after_this_call(module: torch.nn.Module, function: Callable[[bool], None]) -> None:
-    """Call `function` once, when the forward pass of `module` that has begun ends or fails."""
+    """Call `function` once, when the current forward pass of `module` ends or fails."""
     ended = False
 
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -202,7 +202,7 @@ def _end_first_forward(model: torch.nn.Module, observer: FirstForward | None, fa
 
 
 def abandon_passes() -> None:
-    """Forget the forward passes that have begun: an exception has ended the iteration.
+    """Forget the unfinished forward passes of an iteration that ended with an exception.
 
     Torch calls no hooks if a KeyboardInterrupt or SystemExit ends a forward pass.
     """
@@ -212,7 +212,7 @@ def abandon_passes() -> None:
 
 
 def check_unchanged(iteration: int) -> None:
-    """Check models with replaced modules again.
+    """Check whether modules of the models were replaced, and check such models again.
 
     Args:
         iteration: number of the iteration that begins.

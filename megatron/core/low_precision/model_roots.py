@@ -24,8 +24,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron.collection.module_identity import Identified, assign_identities
 from megatron.collection.training_clock import clock
 
-#: Number of calls of outermost modules, counted from the last construction of a layer, after which
-#: the hook is no longer registered again if every layer has a name.
+#: Number of calls of outermost modules since the last layer was built. After these calls, the hook
+#: is registered again only while a layer has no name.
 PATIENCE = 1000
 
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
@@ -53,7 +53,7 @@ def register(layer: Identified) -> None:
 
 
 def expect_name(layer: Identified) -> None:
-    """Note that a layer has no name yet, although its model is known."""
+    """Note that a layer has no name yet, so that its model names it in the next forward pass."""
     _unnamed.add(layer)
 
 
@@ -164,7 +164,7 @@ def forget_names() -> None:
 
 
 def _names_taken(layers: Iterable[Identified]) -> bool:
-    """Return whether the names of these layers are those of other layers that still exist."""
+    """Return whether other layers that still exist already have the names of these layers."""
     own = {id(layer) for layer in layers}
 
     def taken() -> bool:

@@ -28,14 +28,14 @@ OF_ALL_RANKS = "formats of all ranks"  #: check that also concerns a rank that r
 
 _reached = False  #: True once a model with a layer to quantize or collect has run
 _missed: set[str] = set()  #: models that ran and have no layer to quantize or collect
-#: Last refusal of each model, by its `id`, and the function that refused it; the program may have
-#: handled the error.
+#: Message of the last refusal, keyed by the `id` of the model (0 for the whole program) and the
+#: name of the check. The program may have handled the error.
 _refused: dict[tuple[int, str], str] = {}
 #: Names of models whose forward passes have called none of their layers, by the `id` of the model.
 _idle: dict[int, str] = {}
 _any_called = False  #: True once a model in training has called a layer to quantize or collect
 _trained = False  #: True once a model has begun to train
-#: Names of models by `id`, and whether an evaluation of them has called one of their layers.
+#: Name of each evaluated model, and whether it has called one of its layers, keyed by `id`.
 _evaluations: dict[int, tuple[str, bool]] = {}
 _refused_evaluations: dict[tuple[int, str], str] = {}  #: like `_refused`, for evaluations
 #: Byte that this process shares with its forks; 1 once any of these processes has run a model. The
@@ -46,7 +46,7 @@ _left_to_launcher = False  #: True if a launcher decides how a program that ran 
 
 
 def note_reach(model: torch.nn.Module, reached: bool) -> None:
-    """Note that a model runs, and whether the request reaches a layer of it."""
+    """Note that a model runs, and whether one of its layers is quantized or collected."""
     global _reached
     _check_reach_at_exit()
     _reached |= reached
@@ -64,7 +64,7 @@ def any_reached() -> bool:
 
 @contextlib.contextmanager
 def remembered_refusals(models: Sequence[torch.nn.Module], check: str) -> Iterator[None]:
-    """Remember a refusal of the models until the exit, or until the check succeeds.
+    """Remember a ValueError of the `with` block until the exit, or until the check succeeds.
 
     Args:
         models: models that the block checks; none if it checks the program.
@@ -113,7 +113,7 @@ def note_evaluation(model: torch.nn.Module, *, called: bool) -> None:
 
 @contextlib.contextmanager
 def remembered_in_evaluation(model: torch.nn.Module | None, check: str) -> Iterator[list[str]]:
-    """Remember a ValueError of a check of a model that does not train, and do not raise it.
+    """Remember and suppress a ValueError of the `with` block, which checks an evaluated model.
 
     Args:
         model: model that is evaluated; None for all of them.
@@ -157,7 +157,7 @@ def leave_exit_to_launcher() -> None:
 
 
 def call_on_change(function: Callable[[], None]) -> None:
-    """Call a function whenever a model is reached or missed, or refused or no longer refused."""
+    """Call a function whenever a model is noted as run, as refused, or as no longer refused."""
     global _on_change
     _on_change = function
 
@@ -207,7 +207,7 @@ def check_end() -> None:
 
 
 def _failure_of_evaluations() -> str | None:
-    """Return an error message if the program only evaluated, and not in the requested formats."""
+    """Return an error message if models were evaluated, but not in the requested formats."""
     requested = run_request.description()
     if _refused_evaluations:
         return f"no model was trained, and {next(iter(_refused_evaluations.values()))}"

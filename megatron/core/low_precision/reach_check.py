@@ -34,8 +34,8 @@ from megatron.fake_quant import policy
 logger = logging.getLogger(__name__)
 
 _prepared: WeakSet[torch.nn.Module] = WeakSet()  #: models checked before their first training step
-#: Models of a loop without schedules whose recipe and selection of modules are still to be checked,
-#: because other layers have no name yet.
+#: Models of a loop without pipeline schedules, against which the recipe and the selected modules
+#: are still to be checked, because other layers have no name yet.
 _unchecked: WeakSet[torch.nn.Module] = WeakSet()
 _checked_together = False  #: True once all ranks have checked this for a model that is divided
 #: Value of `policy.changes()` when each model got its amax histories.
@@ -55,7 +55,7 @@ policy.call_before_change(_follow_other_formats)
 
 
 def prepared() -> list[torch.nn.Module]:
-    """Return the models that were checked and announced because they train."""
+    """Return the models that were checked before their first training step."""
     return list(_prepared)
 
 
@@ -74,7 +74,7 @@ def name_model(model: torch.nn.Module) -> None:
 
 
 def prepare(chunks: Sequence[torch.nn.Module], seq_length: int | None = None) -> None:
-    """Check models before their first training step, and announce what is reached.
+    """Check models before their first training step, and log the formats of their matmuls.
 
     Args:
         chunks: pipeline stages of this rank, or the outermost module of a model.
@@ -139,7 +139,7 @@ def _refusal(requested: str, chunks: Sequence[torch.nn.Module], missed: Sequence
 
 
 def note_reach(model: torch.nn.Module) -> bool:
-    """Return whether the request reaches a layer of a model, and remember it until the exit."""
+    """Return whether a layer of a model is quantized or collected; note it until the exit."""
     layers = [layer for layer in model_roots.layers_of(model) if isinstance(layer, Collected)]
     if policy.current().changes_matmuls:
         quantized = [layer for layer in layers if isinstance(layer, Quantized)]
@@ -153,7 +153,7 @@ def note_reach(model: torch.nn.Module) -> bool:
 
 
 def check_recipe_and_selection(*, at_end: bool) -> None:
-    """Check the recipe and the selected modules against all models of a loop without schedules.
+    """Check the recipe and the selection against all models of a loop without schedules.
 
     Ranks of a loop without schedules may run different models, so no rank waits for the others, but
     all ranks end the first iteration. If this rank has only a part of the model, the check waits

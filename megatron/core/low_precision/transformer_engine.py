@@ -71,7 +71,7 @@ class TransformerEngineLayer(Collected):
         )
 
     def prepare(self) -> None:
-        """Add to the module what its `forward` needs, once."""
+        """Add the attributes that `forward` needs; called once for each module."""
 
     def refusal(self) -> str | None:
         """Return why the tensors of this module cannot be collected; None if they can."""
@@ -160,7 +160,7 @@ class _Linear(TransformerEngineLayer):
         return results
 
     def _tokens(self, *args: Any, **kwargs: Any) -> list[int] | None:
-        """Return the number of tokens of each weight; None if there is one weight."""
+        """Return the number of tokens that each weight multiplies; None if there is one weight."""
         return None
 
     def _watch_weights(self) -> None:
@@ -173,7 +173,7 @@ class _Linear(TransformerEngineLayer):
                 weight.register_hook(partial(self._save_weight_gradient, number))
 
     def _save_weight_gradient(self, number: int, grad: torch.Tensor) -> None:
-        """Save a weight's gradient, which follows the gradient of the output in a backward pass."""
+        """Save a weight's gradient, which autograd computes after the gradient of the output."""
         if not self._in_backward:
             return
         capture = self._in_backward[number]
@@ -209,7 +209,7 @@ class _Linear(TransformerEngineLayer):
         return sharded and bool(getattr(self, "sequence_parallel", False))
 
     def _dims(self, inp: torch.Tensor | None) -> dict[str, str]:
-        """Return the `dims` of each tensor; those of activations need the input."""
+        """Return `dims` by tensor name; without `inp`, only for the weight and its gradient."""
         tp = "[etp]" if self.is_expert else "[tp]"
         mode, split = self._mode(), f"{tp}" if self._splits_sequence() else ""
         in_tp, out_tp = tp if mode == "row" else "", tp if mode == "column" else ""
@@ -255,7 +255,7 @@ class _GroupedLinear(_Linear):
     operations = ()  # the experts have the operations
 
     def prepare(self) -> None:
-        """Add the modules that the records name."""
+        """Create one module per expert; the records name these modules."""
         self.local_experts = torch.nn.ModuleList(
             _Expert()
             for _ in range(self.num_gemms)  # type: ignore[attr-defined]
@@ -275,7 +275,7 @@ class _GroupedLinear(_Linear):
         return [f"weight{number}" for number in range(len(self.local_experts))]
 
     def tensor_names(self) -> set[str]:
-        """Return an empty set; the tensors are those of the experts."""
+        """Return an empty set, because all tensors belong to the experts."""
         return set()
 
     def _tokens(self, m_splits: Any, *_: Any, **__: Any) -> list[int]:
@@ -283,7 +283,7 @@ class _GroupedLinear(_Linear):
 
 
 class _Attention(TransformerEngineLayer):
-    """A `DotProductAttention` of TE."""
+    """A `DotProductAttention` of TE that collects its inputs, its output and their gradients."""
 
     operations = ("qk", "pv")
     layer_type = "attention"
@@ -338,19 +338,19 @@ class _Attention(TransformerEngineLayer):
         return letters[layout]
 
 
-#: Classes of `transformer_engine.pytorch`, with the subclass that collects their tensors.
+#: Names of classes in `transformer_engine.pytorch`, with the class that collects their tensors.
 _KINDS: dict[str, type[TransformerEngineLayer]] = {
     "LayerNormLinear": _Linear,
     "GroupedLinear": _GroupedLinear,
     "Linear": _Linear,
     "DotProductAttention": _Attention,
 }
-#: changed classes, by the class that they replace
+#: subclasses that `_attach` gives to modules, by the original class of the module
 _changed: dict[type, type] = {}
 
 
 def attach(model: torch.nn.Module) -> None:
-    """Let the modules of Transformer Engine in a model pass their tensors to the collection.
+    """Make a model's Transformer Engine modules pass their tensors to the collection.
 
     Modules that were attached before stay as they are. Without Transformer Engine, nothing changes.
     """
@@ -390,7 +390,7 @@ def _size_of(axis: str) -> int:
 
 
 def _first(results: Any) -> torch.Tensor:
-    """Return the output among the results of a module, which may be followed by a bias."""
+    """Return the output of a module from its results, which may also contain a bias."""
     return results[0] if isinstance(results, tuple | list) else results
 
 
@@ -401,6 +401,6 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values with one axis of tokens, unless it has the axes s and b."""
+    """Return a tensor's values; join all axes but the last unless there are 2 or 3 axes."""
     tensor = _values(tensor)
     return tensor if tensor.dim() in (2, 3) else tensor.reshape(-1, tensor.shape[-1])

@@ -39,7 +39,7 @@ _steps = 0  #: number of forward steps in the current training iteration
 
 
 def _check_again():
-    """Forget that the model was checked, so that it is checked with other formats."""
+    """Forget that the model was checked, so that it is checked again with the new formats."""
     global _checked
     _checked = False
 

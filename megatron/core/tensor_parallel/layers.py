@@ -28,7 +28,7 @@ _upstream = shadowed(__name__)
 
 
 class QuantizedLinear(Quantized):
-    """The common base class of column- and row-parallel linear layers."""
+    """The common base class of column-parallel, row-parallel and grouped-expert linear layers."""
 
     operations = ("linear",)
     layer_type = "linear"
@@ -36,7 +36,7 @@ class QuantizedLinear(Quantized):
     dims: tuple[str, str, str, str]
 
     def _forward_impl(self, input, weight, *args, **kwargs):
-        # `megatron.fake_quant.policy` computes the formats from CUSTOM_QUANT_TYPE and the recipe.
+        # `megatron.fake_quant.policy` resolves the formats from flags, recipe and environment.
         formats = self.formats_of("linear")
         capture = tensor_saver.capture(self.identity, self.layer_type, training=self.training)
         if formats is None and capture is None:

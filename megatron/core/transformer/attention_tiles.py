@@ -94,7 +94,7 @@ def _log(message: str) -> None:
 
 
 def key_mask(attention: torch.nn.Module, query, key, attention_mask) -> KeyMask:
-    """Return the keys that are hidden from the queries, as megatron-core's softmax hides them.
+    """Return a mask that hides the same keys from the queries as megatron-core's softmax.
 
     `query` and `key` have the shape [s, b, heads, d]. Context parallelism has a mask of its own.
 

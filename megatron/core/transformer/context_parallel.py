@@ -133,7 +133,7 @@ class ContextParallelism:
     def mask(
         self, queries: int, attention_mask: torch.Tensor | None, device: torch.device
     ) -> KeyMask:
-        """Return the keys that are hidden from the queries of this rank.
+        """Return the mask of the keys that are hidden from the queries of this rank.
 
         The keys are in the order of the sequence. A given mask has one row per query of this rank,
         as returned by `get_batch_on_this_cp_rank`. A sliding window takes precedence over a given

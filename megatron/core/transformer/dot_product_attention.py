@@ -36,7 +36,7 @@ from megatron.tensor_record import PAIRWISE
 
 _upstream = shadowed(__name__)
 
-#: Dimension letters and sharding of the operands A, B and C of both matmuls. Keys and values are
+#: Dimension letters and sharding of the matrices A, B and C of both matmuls. Keys and values are
 #: gathered over context-parallel ranks and repeated for the heads that share them.
 DIMS = {
     "qk": ("b a[tp] s d", "b a[tp] k d", "b a[tp] s k"),
@@ -64,7 +64,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         """Map query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
-        # `megatron.fake_quant.policy` computes the formats from CUSTOM_QUANT_TYPE and the recipe.
+        # `megatron.fake_quant.policy` resolves the formats from flags, recipe and environment.
         formats = (self.formats_of("qk"), self.formats_of("pv"))
         capture = tensor_saver.capture(self.identity, self.layer_type, training=self.training)
         if capture is not None:

@@ -50,7 +50,7 @@ class MLASelfAttention(_upstream.MLASelfAttention):
             layer.register_forward_hook(self._gathered)
 
     def _resolve_qk_norm_config(self, submodules):
-        """Return the classes of the layers by name."""
+        """Return the classes of the query, key-value and norm layers, by attribute name."""
         local = submodules.linear_q_proj is ColumnParallelLinear
         if local and self.config.qk_layernorm and self.config.q_lora_rank is None:
             return {name: getattr(submodules, name) for name in _RESOLVED}
@@ -80,7 +80,7 @@ def gathered_latent(attention, combined):
 if hasattr(_upstream, "FusedMLASelfAttention"):
 
     class FusedMLASelfAttention(_upstream.FusedMLASelfAttention):
-        """The `FusedMLASelfAttention` of megatron-core, with the same correction."""
+        """The `FusedMLASelfAttention` of megatron-core, with correct tensor-parallel gradients."""
 
         def _qkv_down_projection(self, hidden_states):
             query, combined = super()._qkv_down_projection(hidden_states)

@@ -40,9 +40,9 @@ Scales = Literal["after", "promotion", "exponents", "significands"]
 SumRounding = Literal["rz", "rne"]
 ScaleType = Literal["e8m0", "e4m3", "fp32"]
 
-#: exponent of an element, a product's factor or a running sum that is zero
+#: exponent of zero, whether it is an element, a scale or a running sum
 ZERO_EXPONENT = -126
-#: number of products that the design "grouped" adds exactly
+#: number of products in a group, which the design "grouped" adds exactly
 GROUP = 16
 #: fractional bits of the products' sum and of the running sum when "two_stage" adds these two
 STAGE_BITS, RUNNING_BITS = 31, 24
@@ -86,12 +86,12 @@ class Accumulator:
     name: str
     design: Design = "fused"
     step: int = 1  #: number of products that are added to the running sum at once
-    #: fractional bits that remain of a term below the largest exponent; None if a step is exact
+    #: fractional bits that a term keeps below the step's largest exponent; None if a step is exact
     align_bits: int | None = None
     keep: SumType = FP32_NEAREST  #: number type of the running sum
     interleave: int = 1  #: parts into which "two_stage" divides the products of a step
     #: where the scales of blocks apply. "after": the unit has no block scales, so a scale must be
-    #: common to a whole row or tensor, and is multiplied with the result. "promotion": float32
+    #: common to a whole row or tensor, and it multiplies the result. "promotion": float32
     #: scales of `scale_block` elements apply at each promotion. "exponents", "significands": the
     #: unit itself applies them.
     scales: Scales = "after"

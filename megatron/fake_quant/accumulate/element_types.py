@@ -28,8 +28,8 @@ _FNUZ: tuple[Element, ...] = (
     ElementFormat("e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, max=57344.0),
 )
 _CASTS: tuple[Element, ...] = (Cast(torch.bfloat16), Cast(torch.float16), Cast(torch.float32))
-#: Element types besides the `eXmY` types, by name. The exponent bias of AMD's FP8 types on CDNA3 is
-#: one larger than that of OCP's types, and they have no Inf.
+#: Element types besides the `eXmY` types, by name. AMD's FP8 types on CDNA3 have no Inf, and their
+#: exponent bias is one larger than that of OCP's types.
 _OTHERS: Mapping[str, Element] = MappingProxyType(
     {element.name: element for element in (*_FNUZ, *_CASTS, HiFloat8(), *map(TableElement, TABLES))}
 )

@@ -30,7 +30,7 @@ from megatron.fake_quant.accumulate.accumulator import (
 
 _EXAMPLE = "fda:l32:f13:m13:rz:p128"
 _LONGEST_NAME = 100  #: maximum length of a name, in characters
-#: largest numbers of products per step, fractional bits and products between two promotions
+#: largest numbers of products per step, of fractional bits, and of products per promotion
 LARGEST_STEP, MOST_ALIGN_BITS, LARGEST_INTERVAL = 1024, 36, 1 << 20
 
 #: Patterns of the parts of a spelled-out name, and what each part sets.

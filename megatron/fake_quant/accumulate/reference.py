@@ -46,7 +46,7 @@ def summed(
 def _summed_rows(
     a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor
 ) -> Tensor:
-    """Return `start` plus the product of two operands, in float64, with all rows of `a` at once."""
+    """Return `start` + A B^T in float64, computing all rows of A at once."""
     length, interval = a.elements.shape[1], accumulator.promote_every
     promoted = start.double()
     running = torch.zeros_like(promoted) if interval else promoted
@@ -96,7 +96,7 @@ def _step(
 def _products(
     sides: tuple[UnitOperand, UnitOperand], columns: range, accumulator: Accumulator
 ) -> tuple[Tensor, Tensor]:
-    """Return the products of some columns and their exponents, both `[M, N, L]`."""
+    """Return the products of L columns and the products' exponents, both `[M, N, L]`."""
     part = slice(columns.start, columns.stop)
     elements = [side.elements[:, part].double() for side in sides]
     exponents = [
@@ -115,7 +115,7 @@ def _products(
 def _groups(
     sides: tuple[UnitOperand, UnitOperand], columns: range, accumulator: Accumulator
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of groups of products and their exponents, both `[M, N, L]`."""
+    """Return the sums of L groups of products and the sums' exponents, both `[M, N, L]`."""
     sums, exponents = [], []
     for first in range(columns.start, columns.stop, GROUP):
         part = slice(first, min(first + GROUP, columns.stop))
@@ -143,7 +143,7 @@ def _scales_of(scales: Tensor, columns: range, accumulator: Accumulator) -> Tens
 
 
 def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | float:
-    """Return the product of a block's scales, rounded to float32 and stored as float64.
+    """Return the product of both operands' scales of a block, rounded to float32, as float64.
 
     Return 1.0 if the operands have no scales.
     """
@@ -156,7 +156,7 @@ def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | 
 def _two_stages(
     terms: Tensor, exponents: Tensor, start: tuple[Tensor, Tensor], accumulator: Accumulator
 ) -> Tensor:
-    """Return the sum of the design "two_stage", before it is rounded."""
+    """Return the sum of terms and the running sum in the design "two_stage", before rounding."""
     bits, parts = accumulator.align_bits, accumulator.interleave
     assert bits is not None
     running, running_exponent = start

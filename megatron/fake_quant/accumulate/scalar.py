@@ -140,7 +140,7 @@ def _overflowing(product: float) -> float:
 
 
 def _products(factors: list[_Factors], smallest: tuple[int, int]) -> list[_Term]:
-    """Return each product as a term: the exponents of its elements and of its scales are added."""
+    """Return each product as a term, whose exponent adds up those of its elements and scales."""
     return [
         _Term(
             _fixed(each.product),
@@ -152,7 +152,7 @@ def _products(factors: list[_Factors], smallest: tuple[int, int]) -> list[_Term]
 
 
 def _groups(factors: list[_Factors], accumulator: Accumulator) -> list[_Term]:
-    """Return each group's exact sum as a term; its exponent is that of its scales' product."""
+    """Return each group's exact sum as a term, whose exponent adds up those of its two scales."""
     groups = [factors[first : first + GROUP] for first in range(0, len(factors), GROUP)]
     return [
         _Term(
@@ -164,7 +164,7 @@ def _groups(factors: list[_Factors], accumulator: Accumulator) -> list[_Term]:
 
 
 def _two_stages(products: list[_Term], start: _Term, accumulator: Accumulator) -> int:
-    """Return the sum of the design "two_stage", before it is rounded."""
+    """Return the sum of the products and `start` in the design "two_stage", before rounding."""
     bits, parts = accumulator.align_bits, accumulator.interleave
     assert bits is not None
     sums = []

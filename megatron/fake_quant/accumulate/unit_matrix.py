@@ -148,7 +148,7 @@ def _taken_apart(
     seed: int | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return elements, scales and the factor of the sums; see `UnitMatrix`."""
+    """Return an operand's elements, scales and factor of the sums; see `UnitMatrix`."""
     if fmt.element.is_cast:
         return layout.to_rows(x.to(fmt.element.dtype)).float().contiguous(), None, None
     if fmt.has_tensor_scale and fmt.block_size is None:

@@ -66,7 +66,7 @@ class Kernel(Protocol):
 
 VARIABLE = "LAB_FUSED"
 SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU kernels worthwhile
-#: total number of values in smaller tensors after which the CPU kernels are loaded anyway; loading
+#: total number of values in tensors below SMALLEST after which the CPU kernels are loaded; loading
 #: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25
 #: number of products that the reference sums in the time that it takes to quantize a value
@@ -86,7 +86,7 @@ def find(x: Tensor, fmt: Format) -> Kernel | None:
     return _cpu() if device == "cpu" and _pays(x.numel()) else None
 
 
-# Number of values that small tensors may still have in total before the kernels are loaded.
+# Number of values that are left of BEFORE_LOADING until the kernels are loaded.
 _left = BEFORE_LOADING
 
 

@@ -51,7 +51,7 @@ class Tiling(NamedTuple):
     #: True if blocks run along the last axis; a search sums errors in an order that depends on it
     along_rows: bool
     divided: bool  #: True if a tile may have a part of a block
-    #: An outer scale applies to 2^shift rows or columns of a matrix.
+    #: an outer scale applies to 2^row_shift rows and 2^column_shift columns of a matrix
     row_shift: int = 0
     column_shift: int = 0
 
@@ -103,7 +103,7 @@ def line(
     index: Any,
     buffer: Any,
 ) -> Any:
-    """Quantize values that are consecutive in memory; three arrays hold factors for each value.
+    """Quantize consecutive values in memory; `down`, `up` and `decode` have a factor for each.
 
     `index` is the position of the first value in the tensor. One call covers many blocks, because
     starting a loop takes time.

@@ -63,7 +63,7 @@ def casts(src: Any, dst: Any, kept: Any, element: Any, start: Any, stop: Any) ->
     if kept:
         for i in range(len(read)):
             bits = widen(read[i])
-            # The sum has no carry into the sign bit, because a NaN is replaced.
+            # The sum can change the sign bit only if the value is a NaN, which is replaced.
             rounded = np.int32(np.int32(bits + HALF_16 + ((bits >> 16) & 1)) & HIGH_16)
             special = np.int32(bits & MAGNITUDE) > INFINITY
             written[i] = narrow(NAN if special else rounded, written[i])

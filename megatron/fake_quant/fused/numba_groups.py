@@ -80,7 +80,7 @@ SEVEN, HALF = np.float32(7), np.float32(0.5)
 
 
 def is_short(stored: Any) -> Any:
-    """Return whether the bits of a value, as stored in memory, are those of a bfloat16 value."""
+    """Return whether a value is stored as the 16 bits (int16) of a bfloat16 number."""
     raise NotImplementedError("only in compiled code")
 
 

@@ -177,9 +177,10 @@ def _run_in_bands(
     groups: numba_tiling.OuterGroups,
     tiling: numba_blocks.Tiling,
 ) -> None:
-    """Quantize bands of groups with a common outer scale, whose maxima are not known yet.
+    """Find the maxima of groups with a common outer scale and quantize the groups, band by band.
 
-    A thread takes a few bands at a time, so that they stay in the cache after the first pass.
+    A band is a row of groups. A thread takes a few bands at a time, so that they stay in the cache
+    after the first pass.
     """
     outer, n, inner = src.shape
     bands = groups.most.shape[1]

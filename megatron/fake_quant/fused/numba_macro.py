@@ -40,7 +40,7 @@ SIX = np.float32(E2M1_ELEMENT.max)
 SMALLEST = np.float32(macro_blocks.SMALLEST)
 STEPS = np.int32(macro_blocks.STEPS)
 FRACTION = np.int32((1 << MANTISSA_BITS) - 1)
-#: number of bits to the right of the 8 bits of a float32 mantissa that are stored
+#: number of low bits of a float32 mantissa that are not stored; the other 8 are
 DROPPED = np.int32(MANTISSA_BITS - 8)
 HALF_POWER = np.int32(1 << (MANTISSA_BITS - 1))  #: bits of 2^-127
 LARGEST_BYTE = np.int32(254)
@@ -55,7 +55,7 @@ class Rule(NamedTuple):
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
-    """Return the constants of a format; no such format has a tensor scale."""
+    """Return the constants of a format with macro blocks, which has no tensor scale."""
     assert isinstance(fmt.scaling, MacroScaling)
     inner = macro_blocks.block_scaling(fmt.scaling)
     carry = carry_bits(Format("mxfp4", fmt.element, inner))

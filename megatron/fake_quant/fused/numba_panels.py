@@ -34,7 +34,7 @@ class Packing(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Rows of an operand, converted; both arrays have the shape `[k, row]`."""
+    """Rows of an operand in the form that kernels read; both arrays have the shape `[k, row]`."""
 
     values: Any  #: float64: elements times their scales
     exponents: Any  #: int16: exponents of these products, or of the scales alone

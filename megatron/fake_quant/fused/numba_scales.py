@@ -38,7 +38,7 @@ FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
 SMALLEST_NORMAL = np.float32(np.finfo(np.float32).tiny)
 SMALLEST_OUTER = np.float32(float8_scales.SMALLEST_OUTER)
 LOWEST_BITS = np.int32(1 << 23)  #: bits of the smallest normal number
-#: Difference between the exponent field of n * 2^-149 and that of the integer n.
+#: Difference between the exponent of an integer n and that of the subnormal number n * 2^-149.
 SUBNORMAL_FIELD = np.int32(149)
 E4M3 = element_bits(FLOAT8["e4m3"].element)
 #: Orders of operations: compute the scale and multiply values by its reciprocal (E8M0, E4M3);
@@ -72,7 +72,7 @@ class Rule(NamedTuple):
     grouped: bool = False
     #: True if the scale of the tensor or of whole rows is not applied to rounded values
     apart: bool = False
-    #: factor by which the `encode` of each outer scale is multiplied, if there are several
+    #: factor by which `encode` is multiplied: 1/6 in NVFP4's order of operations, otherwise 1
     fold: np.float32 = ONE
 
 

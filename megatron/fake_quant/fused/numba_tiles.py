@@ -93,7 +93,7 @@ def turn_in(read: Any, line: Any, tile: Any, columns: Any) -> Any:
     """
     part = 4 * columns
     whole = min(len(read) >> 2, part)
-    # LLVM does not vectorize the loop if it writes to `line` at four distances.
+    # LLVM does not vectorize the loop if it writes to `line` at four offsets.
     a, b, c, d = line[:part], line[part : 2 * part], line[2 * part : 3 * part], line[3 * part :]
     for j in range(whole):
         a[j], b[j] = widen(read[4 * j]), widen(read[4 * j + 1])

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-#: Size of huge pages, in bytes, on systems where a program cannot request them.
+#: Stand-in for the size of huge pages where they cannot be requested; no tensor is as large.
 _NONE = 1 << 62
 #: Least size in bytes of a tensor whose memory is kept; the C library reuses smaller memory itself.
 LEAST_KEPT = 1 << 24

@@ -156,7 +156,7 @@ def fused_step(
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of a step of the design "fused" before it is rounded.
+    """Return the running sum after a step of the design "fused", before it is rounded.
 
     start, unit, own: the running sum; see `decode_sum`.
     shift: exponents of the block scales; a step has at most one block scale per operand.
@@ -196,7 +196,7 @@ def grouped_step(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of a step of the design "grouped" before it is rounded.
+    """Return the running sum after a step of the design "grouped", before it is rounded.
 
     scales, shifts: pointers to the significands and exponents of the step's first block scales.
     """
@@ -238,7 +238,7 @@ def two_stage_step(
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of a step of the design "two_stage" before it is rounded."""
+    """Return the running sum after a step of the design "two_stage", before it is rounded."""
     top = tl.full(own.shape, LOWEST, tl.int32)
     total = tl.zeros(own.shape, tl.int64)
     for part in tl.static_range(PARTS):

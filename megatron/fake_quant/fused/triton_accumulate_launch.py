@@ -116,7 +116,7 @@ def _side(operand: UnitOperand, accumulator: Accumulator) -> tuple[Tensor, Tenso
 
 
 def _split(scales: Tensor, smallest: int) -> tuple[Tensor, Tensor]:
-    """Return the significands of scales times 2^SCALE_BITS, and their exponents, as int32."""
+    """Return two int32 results for scales: significands times 2^SCALE_BITS, and exponents."""
     scales = torch.where(scales.isfinite(), scales, 0.0)
     exponents = (torch.frexp(scales).exponent - 1).clamp(min=smallest)
     significands = torch.ldexp(scales.double(), SCALE_BITS.value - exponents).to(torch.int32)

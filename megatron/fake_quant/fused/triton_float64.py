@@ -28,7 +28,7 @@ def undefined(x: tl.tensor) -> tl.tensor:
 
 @compiled
 def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the significands of float32 numbers, times 2^BITS, and their exponents.
+    """Return two results for float32 numbers: significands times 2^BITS, and exponents.
 
     smallest: exponent of the smallest normal number of their type.
     """

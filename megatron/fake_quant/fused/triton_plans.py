@@ -27,9 +27,9 @@ TILE = 1 << 14
 _PER_WARP = 1 << 12  #: bytes of a tile per warp: 8 loads of 16 bytes per thread
 _WIDE = 32  #: desired number of columns in a tile, unless the tile would exceed `_MOST` values
 _MOST = 1 << 15
-#: Largest block that one program reads. The maxima of larger blocks are computed in advance.
+#: Largest block, in values, that one program reads. Maxima of larger blocks are computed before.
 _LONGEST = 1 << 14
-#: Columns of a tile of such blocks, if they run along columns: 128 bytes of bfloat16 per row.
+#: Columns of a tile if larger blocks run along columns: 128 bytes of bfloat16 per row.
 _STRIP = 64
 LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: bits of HiFloat8's largest number
 _REPEATS = 8  #: number of tiles that a program searches for the tensor's maximum

@@ -36,7 +36,7 @@ from megatron.fake_quant.scalings.float8_types import FLOAT8
 NEGLIGIBLE = 1e-6  #: gains below this magnitude are due to rounding to float32
 SMALL = 2e-4  #: largest magnitude of a gain that is reported as small
 _SHAPE = (512, 1024)
-#: relative error of a block's maximum times its scale, due to a few roundings to float32
+#: relative error of a scaled block maximum, due to a few roundings to float32
 _FLOAT32_ERROR = 2.0**-20
 _FEW = 4096  #: number of blocks below which their maxima do not cover a binade closely enough
 #: factors by which normal values are multiplied if there are few blocks; they move the maxima of
@@ -94,7 +94,7 @@ def rounding_bias(fmt: Format) -> RoundingBias | None:
 
 
 def clips(fmt: Format, x: Tensor) -> bool:
-    """Return whether any value of `x` clips, by more than the rounding of its scale to float32.
+    """Return whether any value of `x` clips by more than what float32 rounding errors explain.
 
     Whether a value clips depends on the position of a block's maximum within a binade. If `x` has
     too few blocks to cover a binade, smaller blocks with the same scale rule replace them.

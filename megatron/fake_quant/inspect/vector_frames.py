@@ -30,7 +30,7 @@ class Frame:
     slots: tuple[int, ...]
 
     def fill(self, values: Tensor) -> Tensor:
-        """Return as many copies of the block as `values` need, with `values` in their slots."""
+        """Return copies of the block with `values` in the free positions, as many as needed."""
         count = -(-len(values) // len(self.slots))
         padded = torch.nn.functional.pad(values, (0, count * len(self.slots) - len(values)))
         blocks = self.base.repeat(count, 1)
@@ -60,12 +60,12 @@ def anchor_of(fmt: Format) -> float:
 
 
 def _largest(scaling: Any, element: Element) -> float:
-    """Return the largest number of a block with the scale 1, the anchor of the other scalings."""
+    """Return the anchor of most scalings: the largest number of a block with the scale 1."""
     return math.ldexp(element.max, scaling.finer_exponents)
 
 
 def _quotient(scaling: BlockScaling, element: Element) -> float:
-    """Return the anchor of block scales that are computed by division by a number."""
+    """Return the anchor of scalings that divide a block's maximum by a number: this number."""
     return (scaling.top or element.max) * scaling.share
 
 
@@ -91,30 +91,30 @@ def frame_of(fmt: Format, element: Element) -> Frame:
 
 
 def _fill_nothing(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
-    """Keep a block as it is, and return the slots of free values: all but the maximum's."""
+    """Keep a block as it is, and return the free positions: all but that of the maximum."""
     return range(1, len(base))
 
 
 def _fill_group(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
-    """Return the slots after the first eight values, which share a scale bit with the maximum."""
+    """Return the positions after the first 8 values, which share a scale bit with the maximum."""
     return range(8, len(base))
 
 
 def _fill_pairs(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
-    """Give each free value a neighbor of 1, which keeps the scale of the pair."""
+    """Give each free position a neighbor of 1, which keeps the scale of the pair."""
     base[2::2] = 1
     return range(3, len(base), 2)
 
 
 def _fill_macro_block(scaling: MacroScaling, base: Tensor, first: bool) -> Iterable[int]:
-    """Begin each inner block with the maximum."""
+    """Begin each inner block with the maximum, and return all other positions as free."""
     step = len(base) // scaling.blocks
     base[::step] = base[0].clone()
     return (i for i in range(len(base)) if i % step)
 
 
 def _fill_choice(scaling: ChoiceScaling, base: Tensor, first: bool) -> Iterable[int]:
-    """Fill a block with numbers of the first or of the alternative element type."""
+    """Begin a block with 12 numbers of the first or of the alternative element type."""
     unit = 6 / 7 if scaling.shared else 1.0
     floats, integers = (6, 4, 3, 2, 1.5, 0.5), (7, 5, 3, 1, 7, 5)
     chosen = floats if first else [unit * n for n in integers]
@@ -123,8 +123,8 @@ def _fill_choice(scaling: ChoiceScaling, base: Tensor, first: bool) -> Iterable[
 
 
 #: Functions that fill a block so that its scale is known whatever the free values are, by the
-#: scaling's `method`. Each takes the scaling, the block, which is changed in place, and True if the
-#: free values have the format's first element type. It returns the slots of the free values.
+#: scaling's `method`. Each function changes the block in place and returns the free positions. Its
+#: last argument is True if the free values have the format's first element type.
 _FILLS: Mapping[str, Callable[[Any, Tensor, bool], Iterable[int]]] = {
     **dict.fromkeys(("mx", "float8", "float32", "absmax"), _fill_nothing),
     "hifloat4": _fill_group,

@@ -2,7 +2,8 @@
 
 Each input tests one rule, such as ties or the ends of the scale's range. The inputs are computed
 from the data of the format: rounding thresholds from the values of its element type, maxima of
-blocks from the numbers that its scales can have. A new format with an existing scaling therefore needs no code here.
+blocks from the numbers that its scales can have. A new format with an existing scaling therefore
+needs no code here.
 """
 
 import math
@@ -39,7 +40,7 @@ from megatron.fake_quant.special_scalings import (
 _MOST_CODES = 1 << 9  #: number of values of an element type above which only some are used
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SMALLEST = math.ldexp(1, -149)  #: smallest positive float32
-#: Multiples of a block's maximum, which are the values of blocks whose scale is under test.
+#: Values of a block whose scale is under test, divided by the largest of them.
 _FRACTIONS = (1, -1, 0.5, -0.25, 0.7, -0.4, 0.3, -0.15, 0.1, 0.6, -0.9, 0.8, -0.05, 0.02, 0, -0.35)
 
 

@@ -43,7 +43,7 @@ from megatron.fake_quant.quantize import fake_quantize
 KIT = "conformance vectors of megatron.fake_quant"
 VERSION = 1
 MANIFEST = "manifest.json"
-#: Formats that a kit includes by default besides the named ones, because they test other rules.
+#: Variants that a kit includes by default besides the named formats, as they test other rules.
 VARIANTS = (
     "mxfp8:rceil",
     "nvfp4:4over6-mae",
@@ -55,14 +55,14 @@ VARIANTS = (
 _LARGEST_FILE = 1 << 28  #: maximum size in bytes of a file of a kit
 _NIBBLE = 4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Unsigned integer types of the same size as the types of a kit's arrays.
+#: Unsigned integer types of the same sizes as the types of a kit's arrays.
 _BITS: Mapping[str, Any] = {"float32": np.uint32, "uint8": np.uint8, "uint16": np.uint16}
 
 Array: TypeAlias = NDArray[Any]
 
 
 def results(x: Tensor, fmt: Format, axis: int) -> dict[str, Array]:
-    """Return the codes, scales and values of a tensor, as arrays by their names in a kit."""
+    """Return the codes, scales and values of a tensor as arrays, keyed by their names in a kit."""
     quantized = quantize(x, fmt.with_own_amax(), axis)
     codes, element = quantized.codes, fmt.element
     if element.is_cast:

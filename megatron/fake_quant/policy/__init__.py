@@ -158,7 +158,7 @@ class Policy:
 
     @property
     def recipe_accumulates(self) -> bool:
-        """True if the recipe sets accumulators of its own, which exclude one for all matmuls."""
+        """True if the recipe sets accumulators, so that none can be set for all matmuls."""
         return self.recipe is not None and bool(self.by_recipe & self.recipe.accumulated)
 
     @property
@@ -196,7 +196,7 @@ class Policy:
 
     @property
     def common(self) -> str:
-        """Description of what all ranks must have in common."""
+        """Text that must be the same on all ranks: formats, recipe digest and accumulator."""
         text = self.quant_type
         if self.recipe is not None:
             text += f" (SHA-256 {self.recipe.digest})"
@@ -205,7 +205,7 @@ class Policy:
         return text
 
     def describe(self) -> list[str]:
-        """Return one line per operation, with the effective format and the source of the format."""
+        """Return lines of text: each operation's format and its source, and any accumulator."""
         lines = []
         for op, choice in self.choices.items():
             if op in self.by_recipe:
@@ -248,7 +248,7 @@ class Policy:
         return OperationPolicy(operation, fixed, source)
 
     def _fixed(self, operation: str) -> GemmFormats | None:
-        """Return the formats of an operation that a quantization type sets."""
+        """Return the formats of an operation that no recipe sets, including any accumulator."""
         fmt = self.choices[operation].format
         fixed = None if fmt is None else gemm_formats(operation, fmt)
         if self.accumulator is None:

@@ -297,7 +297,7 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
         return f"{named}, in the order of AMD's ALTO"
     if scaling.scale == "e6m2":
         return "E6M2 scales as in HiFloat4, in the order of AMD's ALTO"
-    # Transformer Engine has formats with these settings; other formats use its order.
+    # Transformer Engine has formats with these settings; others follow its order of operations.
     shared = (
         scaling.shape_name in ("1 x 16", "16 x 16")
         and scaling.outer in ("tensor", "row")

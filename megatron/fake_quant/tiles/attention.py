@@ -101,7 +101,7 @@ class _TiledAttention(torch.autograd.Function):
 def default_tiling(
     matmuls: Mapping[str, GemmFormats | None], queries: int, keys: int
 ) -> tuple[Tiling | None, str]:
-    """Return the tiles for long sequences if the recipe does not set any, and the reason.
+    """Return the tiles to use, if any, when the recipe sets none, and the reason as text.
 
     The decision depends on the sequence and the formats only, so that it is the same on all
     devices, for all batch sizes and on all tensor-parallel ranks.

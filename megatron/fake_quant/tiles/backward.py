@@ -9,7 +9,7 @@ from megatron.fake_quant.tiles.forward import Rows, Tile, TiledAttention
 
 
 class Backward:
-    """Backward pass of attention in tiles, with the operands that are quantized as a whole."""
+    """Backward pass of attention in tiles, and the operands that it quantizes as whole matrices."""
 
     def __init__(
         self, attention: TiledAttention, operands: tuple[Tensor, ...], grad_BMD: Tensor
@@ -65,7 +65,7 @@ class Backward:
         running: Rows,
         rows: Rows,
     ) -> Tensor:
-        """Return the tensor from which P is quantized for the gradient of V.
+        """Return the normalized P of a tile, which is then quantized for the gradient of V.
 
         Args:
             tile: the tile.
@@ -96,7 +96,7 @@ class Backward:
         return pv.product("wgrad", grad, probs).transpose(1, 2)
 
     def _filled(self, tile: Tile) -> slice:
-        """Return the queries of a tile, with the zeros that fill up the last group of queries."""
+        """Return the slice of a tile's queries; after the last query, also of the padding zeros."""
         last = tile.queries.stop == self.operands[0].shape[1]
         return slice(tile.queries.start, None if last else tile.queries.stop)
 

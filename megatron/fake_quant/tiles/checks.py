@@ -15,8 +15,8 @@ from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.tiles.tiling import Tiling
 
-#: Slots of both matmuls whose blocks run along the axis of keys, and slots whose rows are keys, so
-#: that square blocks have several keys. The other slots have no axis of keys.
+#: Slots whose blocks run along the keys (`_ALONG`), and slots with one row per key, in which a
+#: square block spans several keys (`_ACROSS`), by matmul. The other slots have no axis of keys.
 _ALONG = {"qk": ("dgrad_c", "dgrad_b"), "pv": ("fprop_a", "fprop_b")}
 _ACROSS = {"qk": ("fprop_b", "wgrad_c"), "pv": ("dgrad_b", "wgrad_a")}
 
@@ -53,7 +53,7 @@ def misfits(operation: str, operands: Mapping[str, Operand], tile: int) -> Itera
 def query_step(
     qk: Mapping[str, Operand], pv: Mapping[str, Operand], units: Iterable[Accumulator] = ()
 ) -> int | None:
-    """Return the smallest number of queries that is a multiple of all block sizes of P and dS.
+    """Return the smallest multiple of all block sizes that P and dS have along the queries.
 
     It is also a multiple of the steps, promotion intervals and scale blocks of the accumulators
     that sum over queries.
@@ -78,7 +78,7 @@ def query_step(
 
 
 def _lengths_along(operand: Operand) -> dict[str, int]:
-    """Return the lengths of groups of values along the reduction axis, keyed by group names."""
+    """Return the lengths of blocks and similar groups along the reduction axis, by their names."""
     lengths: dict[str, int] = {}
     if operand.hadamard is not None:
         lengths[f"a Hadamard transform of {operand.hadamard.size} values"] = operand.hadamard.size
@@ -131,7 +131,7 @@ def check_probabilities(tiling: Tiling, probs: Operand, *, unnormalized: bool) -
 
 
 def _largest(fmt: Format) -> float | None:
-    """Return the largest number to which P may be scaled; None if block scales adapt to it."""
+    """Return the largest number to which P may be scaled; None if block scales adapt to P."""
     if fmt.has_tensor_scale:
         return scalings.target(fmt)
     return fmt.element.max if fmt.scaling is None else None

@@ -18,7 +18,7 @@ MASKED = -10000.0  #: score of a hidden key, as in megatron-core
 
 
 class Tile(NamedTuple):
-    """A tile, with the queries that may see any of its keys."""
+    """A tile of keys, and the queries that may see any of these keys."""
 
     number: int  #: number of the tile, counted from the first key
     keys: slice
@@ -140,7 +140,7 @@ class TiledAttention:
         return self.filled(scores_BMN, tile, MASKED)
 
     def filled(self, x_BMN: Tensor, tile: Tile, value: float) -> Tensor:
-        """Return `x_BMN` after setting the values of hidden keys in place."""
+        """Set the elements of `x_BMN` at hidden keys to `value` in place, and return `x_BMN`."""
         hidden = self.mask.hidden(tile.keys, tile.queries)
         if hidden is not None:
             x_BMN.view(-1, self.heads, *x_BMN.shape[1:]).masked_fill_(hidden, value)
@@ -226,7 +226,7 @@ class TiledAttention:
 
     @torch.no_grad()
     def pairwise(self, query_BMD: Tensor, key_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores, neither masked nor multiplied by `coefficient`, and the normalized P.
+        """Return the scores before masking and before `coefficient`, and the normalized P.
 
         Both are whole matrices `[B, M, N]` in the dtype of the queries. The output does not need
         them, and they take as much memory as attention without tiles.

@@ -94,7 +94,7 @@ class TiledMatmul:
     alpha: float = 1.0  #: factor of the accumulated products
     #: seed of stochastic rounding and random signs; required if `formats.random`
     seed: int | None = None
-    #: function that is called with each operand that is quantized whole, before it is quantized
+    #: function that receives each operand that is quantized as a whole matrix, before quantization
     observe: Observer | None = None
     #: dtype of Q, K, V and the output's gradient, in which a unit reads operands without a format
     dtype: torch.dtype = torch.float32
@@ -105,7 +105,7 @@ class TiledMatmul:
         return {slot: getattr(self.formats, slot) for slot in SLOTS}
 
     def prepared(self, dtype: torch.dtype) -> "TiledMatmul":
-        """Return this matmul with a seed and with the random signs of its transforms drawn.
+        """Return a copy of this matmul that has a seed and the random signs of its transforms.
 
         `dtype` is the dtype of Q, K and V.
         """
@@ -190,7 +190,7 @@ class TiledMatmul:
         return accumulated_sums(*_units(a, b), accumulator, start=sums)
 
     def finished(self, sums: Tensor, a: AnyOperand, b: AnyOperand) -> Tensor:
-        """Return the product that `continued` has summed; the operands are those of any tile."""
+        """Return the product that `continued` has summed; `a` and `b` may belong to any tile."""
         return scaled_sums(sums, *_units(a, b), self.alpha)
 
     def _plain(self, gemm: str, a: AnyOperand, b: AnyOperand) -> Tensor:

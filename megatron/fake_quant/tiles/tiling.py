@@ -68,7 +68,7 @@ class Tiling:
             )
 
     def spans(self, keys: int) -> Iterator[tuple[int, slice]]:
-        """Yield the number (counted from the first key) and the keys of each tile, in turn."""
+        """Yield the number (counted from the first key) and the keys of each tile, in `order`."""
         numbers = range(-(-keys // self.tile))
         for number in reversed(numbers) if self.order == "reverse" else numbers:
             start = number * self.tile
@@ -97,7 +97,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyMask:
-    """Keys that are hidden from queries, as a rule from which the mask of each tile is computed.
+    """Rule that states which keys are hidden from a query, and that gives the mask of each tile.
 
     A given mask takes precedence over the positions.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lengths of the parts of a run, in samples."""
+    """Lengths of a run, its warm-up and its learning rate decay, in samples."""
 
     whole: int  #: samples of the whole run, over which the weight decay changes
     warmup: int
@@ -15,7 +15,7 @@ class Schedule:
 
 
 def samples_after(args: argparse.Namespace, iterations: int) -> int:
-    """Return the number of samples that the first iterations of a run take.
+    """Return the number of samples that the first `iterations` iterations of a run take.
 
     With `--rampup-batch-size`, megatron-core's calculator determines the batch sizes.
     """

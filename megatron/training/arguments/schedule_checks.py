@@ -53,7 +53,7 @@ def _check_pairs(args: argparse.Namespace) -> None:
 
 
 def _check_lengths(args: argparse.Namespace) -> None:
-    """Raise `UserError` if the warm-up and the final decay do not fit into the whole decay."""
+    """Raise `UserError` if the warm-up or the WSD decay does not fit into the schedule."""
     schedule = schedule_of(args)
     if args.lr_decay_style == "WSD" and schedule.wsd_decay is None:
         raise UserError(

@@ -179,7 +179,9 @@ def _check_batches(args: argparse.Namespace) -> None:
         )
     if args.train_samples is not None:
         if args.rampup_batch_size is not None:
-            raise UserError("--rampup-batch-size needs --train-iters; give the iterations")
+            raise UserError(
+                "--rampup-batch-size needs --train-iters; give it instead of --train-samples"
+            )
         args.train_iters = args.train_samples // args.global_batch_size
         if not args.train_iters:
             raise UserError(
@@ -353,7 +355,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _check_trackers(args: argparse.Namespace) -> None:
-    """Check that the requested services are installed, and that their run has a name and folder."""
+    """Check that requested trackers are installed, and that a wandb run has a name and a folder."""
     for flag, given, package, wheel in (
         ("--wandb-project", args.wandb_project, "wandb", "wandb"),
         ("--mlflow-experiment", args.mlflow_experiment, "mlflow", "mlflow-skinny"),

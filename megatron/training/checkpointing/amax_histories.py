@@ -93,7 +93,7 @@ def _shard(operation: Operation, state: Tensor) -> ShardedTensor:
 
 
 def _sums(counts: Tensor) -> list[int]:
-    """Return the sums of counts over all ranks."""
+    """Return the sum of each count over all ranks."""
     parts = [torch.zeros_like(counts) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(parts, counts)
     sums: list[int] = torch.stack(parts).sum(0).tolist()

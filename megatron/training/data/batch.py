@@ -79,6 +79,8 @@ def loss_func(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the token losses, the number of tokens, and a dict with both for the log.
 
+    With context parallelism, `_weight_over_context` may scale the sum, but not the one in the dict.
+
     Args:
         loss_mask: 1 for each token that contributes to the loss and 0 for the others, [b, s].
         output: the loss of every token, [b, s].

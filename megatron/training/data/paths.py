@@ -63,7 +63,7 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _check_distinct(prefixes: list[str]) -> None:
-    """Raise `UserError` if a blend names a prefix twice; its samples would come in equal pairs."""
+    """Raise `UserError` if a blend names a prefix twice, which would repeat its samples."""
     for index, prefix in enumerate(prefixes):
         if prefix in prefixes[:index]:
             raise UserError(

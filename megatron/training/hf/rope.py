@@ -59,7 +59,9 @@ def yarn_flags(config: dict[str, Any]) -> dict[str, Any]:
         raise Unsupported(f"rope scaling {kind!r}; DeepSeek-V2's can be 'yarn' or none")
     for name, value in (("attention_factor", None), ("truncate", True)):
         if numbers.get(name, value) != value:
-            raise Unsupported(f"YaRN with {name} {numbers[name]}; megatron-core has {value}")
+            raise Unsupported(
+                f"YaRN with {name} {numbers[name]}; megatron-core supports only {value}"
+            )
     mscale, all_dim = numbers.get("mscale") or 0.0, numbers.get("mscale_all_dim") or 0.0
     if all_dim and not mscale:
         raise Unsupported(f"YaRN with mscale_all_dim {all_dim} and no mscale")

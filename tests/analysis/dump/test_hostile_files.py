@@ -205,5 +205,5 @@ def test_a_tensor_that_is_not_what_the_index_says_is_a_problem(tmp_path):
     paths = write_dump(tmp_path, layers=1)
     paths[0].write_bytes(paths[1].read_bytes())
     store = TensorStore(tmp_path)
-    with pytest.raises(UnreadableTensorError, match=r"shape \[96, 64\].*says \[64, 2, 64\]"):
+    with pytest.raises(UnreadableTensorError, match=r"shape \[96, 64\].*is \[64, 2, 64\]"):
         store.load(0)

@@ -147,7 +147,7 @@ def test_a_replica_more_or_less_is_no_gap(tmp_path):
 def test_a_replica_that_differs_is_refused_and_named(tmp_path):
     write_grid(tmp_path, "s b h", lambda cp, tp: WHOLE + (torch.arange(6) == 2) * (cp + tp == 2))
     said = (
-        r"input of .*fc1: rank 3 .*rank03_input.pt.* of rank 0 .*16 of 96 values differ, by up to 1"
+        r"input of .*fc1: rank 3 .*rank03_input.pt.* as rank 0 .*16 of 96 values differ, by up to 1"
     )
     with pytest.raises(ValueError, match=said):
         TensorStore(tmp_path).load_global(0)

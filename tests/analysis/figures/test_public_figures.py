@@ -128,7 +128,7 @@ def test_the_command_draws_for_a_paper_with_truetype_fonts(dump, tmp_path, capsy
     assert "no quick: it describes whole runs" in capsys.readouterr().out
     assert not (tmp_path / "quick_analysis.png").exists()
     assert main([*command, "--figures", "quick"]) == 2
-    assert "leave out --width and --style" in capsys.readouterr().err
+    assert "leave out --width, --font-size and --style" in capsys.readouterr().err
 
 
 def test_a_saved_figure_has_truetype_fonts(data, tmp_path):

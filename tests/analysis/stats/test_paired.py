@@ -48,7 +48,7 @@ def test_the_distribution_has_its_closed_forms():
 
 
 def test_no_degree_of_freedom_is_refused():
-    with pytest.raises(ValueError, match="give at least 1 degree"):
+    with pytest.raises(ValueError, match="at least 1 degree and"):
         student_quantile(0)
 
 

@@ -129,7 +129,7 @@ def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
     spoilt[7, 9] = spoilt.abs().max() * 1.25
     outcome = dict(linear(tensors | {"output": spoilt}, formats, 1.0))["output"]
     assert outcome.wrong
-    assert outcome.text.startswith("at [7, 9] it is ")
+    assert outcome.text.startswith("the value at [7, 9] is ")
 
 
 def test_what_is_random_is_not_checked_and_the_rest_is():

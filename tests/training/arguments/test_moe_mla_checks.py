@@ -36,7 +36,7 @@ def two_ranks(monkeypatch):
         ("--tensor-model-parallel-size 2", "above 1 needs --sequence-parallel; add it"),
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 cannot be spread"),
         ("--moe-router-topk 5", "--moe-router-topk 5 is above --num-experts 4"),
-        ("--moe-layer-freq [0]+[1]*26", "names 27 layers, but --num-layers is 4"),
+        ("--moe-layer-freq [0]+[1]*26", "lists 27 layers, but --num-layers is 4"),
         (
             "--expert-model-parallel-size 2 --use-cpu-initialization",
             "--use-cpu-initialization gives the experts of every",
@@ -88,7 +88,7 @@ def test_a_single_optimizer_cannot_be_loaded_where_experts_are_spread():
     saved = vars(parse_args([*MLA]).args) | {"expert_model_parallel_size": 1}
     common = {"has_optim": True, "args": saved, "run": {"type": "fp32"}}
     args = Namespace(**saved | {"expert_model_parallel_size": 2, "num_moe_experts": 4})
-    with pytest.raises(UserError, match="--expert-model-parallel-size 1, this run has 2"):
+    with pytest.raises(UserError, match="--expert-model-parallel-size 1, but this run has 2"):
         check_optimizer(args, common, Path("folder"))
     saved["expert_model_parallel_size"] = 4
     check_optimizer(args, common, Path("folder"))

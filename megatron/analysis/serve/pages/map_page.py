@@ -205,14 +205,14 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
 
 
 def _why_empty(explorer: Explorer, address: Address, why: str) -> str:
-    """Return the message of an empty map: `why`, or the part of the address that is not studied."""
+    """Return the message of an empty map: `why`, or what was not studied if it is a study's map."""
     if address.statistic == OUTPUT_SQNR.name:
         return not_studied(explorer.study(), address)
     return why
 
 
 def _iteration(explorer: Explorer, address: Address) -> dict[str, int]:
-    """Return the iteration to show of the second run: the same if it has one, or its last one."""
+    """Return the second run's iteration to show: the first run's if it exists, or the last one."""
     run = next(r for r in explorer.catalog.runs if r["id"] == address.other)
     same = address.iteration in run["iterations"]
     return {"iteration": address.iteration if same else run["iterations"][-1]}
@@ -325,7 +325,7 @@ def _difference(first: Map, second: Map, title: str) -> Part | None:
 
 
 def worst(explorer: Explorer, address: Address, search: str) -> list[Part]:
-    """Return the tensors of the map with the worst statistic, as links."""
+    """Return links to the tensors of the map that have the worst values of the statistic."""
     if address.statistic == OUTPUT_SQNR.name:
         return [
             message("The results of matmuls are not tensors of the dump; choose another statistic.")
@@ -358,7 +358,7 @@ def worst(explorer: Explorer, address: Address, search: str) -> list[Part]:
 
 
 def numbers_of(explorer: Explorer, address: Address) -> pd.DataFrame:
-    """Return one row per tensor of the map, for the download."""
+    """Return the map's numbers for the download: one row per tensor, or per layer for a study."""
     catalog, found = explorer.catalog, shown_map(explorer, address)
     if address.statistic == OUTPUT_SQNR.name:
         table_of_cells = pd.DataFrame(found.values, index=found.rows, columns=found.columns)

@@ -140,7 +140,7 @@ def select(
 
 
 def switch(label: str, parameter: str, *, on: bool, value: str) -> Part:
-    """Return a checkbox-like link that sets or removes a parameter of the URL."""
+    """Return a toggle button that sets or removes a parameter of the URL."""
     return html.Button(
         label,
         type="button",
@@ -177,7 +177,7 @@ def not_shown(error: Exception) -> Part:
 
 
 def graph(name: str, figure: Figure, label: str) -> Part:
-    """Return a figure."""
+    """Return a component that shows a figure; `label` describes it to screen readers."""
     height = figure["layout"].get("height", 300)
     return html.Div(
         dcc.Graph(

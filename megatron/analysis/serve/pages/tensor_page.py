@@ -56,7 +56,7 @@ _IMAGE_NAMES = {
     "errors": "error in the format",
     "difference": "difference from the second tensor",
 }
-#: Fields of a record that are shown, with their names.
+#: Fields of a record that are shown, with their labels.
 _FIELDS = {
     "module": "module",
     "tensor_name": "tensor",
@@ -141,7 +141,7 @@ def _image_controls(subject: Subject) -> list[Part]:
 
 
 def _head_controls(subject: Subject) -> list[Part]:
-    """Return the selectors of head and sequence; none if their numbers are unknown."""
+    """Return the selectors of head and sequence; none if it is unknown how many there are."""
     found = subject.catalog.heads(subject.tensor)
     if found is None:
         return []

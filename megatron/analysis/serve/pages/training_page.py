@@ -275,7 +275,7 @@ def _marks(bad: NDArray[np.bool_], cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(explorer: Explorer) -> list[Part]:
-    """Return the events in the indexes and the files that cannot be used, newest first."""
+    """Return the events in the indexes, newest first, and the files that cannot be used."""
     rows = []
     events = [event for event in explorer.follower.events if event.get("event") != EVENT]
     for event in events[-MOST_EVENTS:][::-1]:

@@ -19,7 +19,7 @@ from megatron.analysis.serve.pixels import WIDTH, Image, Region, reduce
 
 
 def image(subject: Subject) -> Shown:
-    """Draw the tensor, its magnitudes, its error or its difference from another as an image."""
+    """Draw an image of the tensor, its magnitudes, its error, or a second tensor minus this one."""
     address, catalog = subject.address, subject.catalog
     table, _ = subject.contents.view(catalog, subject.tensor)
     region = Region.within(table.shape[0], table.shape[1], address.region)

@@ -1,4 +1,4 @@
-"""Add up the errors of formats with block scales.
+"""Count values by bit pattern and scale class, and add up the errors of formats with blocks.
 
 16-bit values are counted by bit pattern and by the scale classes of their blocks, and each
 combination is then evaluated once per format. float32 values have too many bit patterns to count,

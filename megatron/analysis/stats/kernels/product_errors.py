@@ -58,7 +58,7 @@ def _add_finite(y: Any, x: Any, sums: Any) -> None:
 
 @sum_kernel
 def _add(y: Any, x: Any, sums: Any) -> None:
-    """Add all values to the sums; `y` holds the bits of bfloat16 or float32 values."""
+    """Sum over all pairs, including NaN and Inf; `y` holds bfloat16 or float32 bits."""
     xx, xe, ee, total = 0.0, 0.0, 0.0, 0.0
     for i in range(len(x)):
         a = np.float64(x[i])

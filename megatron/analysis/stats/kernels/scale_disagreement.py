@@ -103,7 +103,7 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write, for each column of one row, the scale factors of the column's block.
+    """Write the scale factors of the blocks in one row, repeated for each column of a block.
 
     Only the columns from `left` to `right` - 1 are included.
 

@@ -73,7 +73,7 @@ class ExpertLinear(QuantizedLinear, torch.nn.Module):
         self.output_size_per_partition = output_size // shards[1]
 
     def watch(self, input_TH, weight_OH):
-        """Return the operands of the product after passing them to the collection."""
+        """Return the operands of the expert's product, after passing them to the collection."""
         formats = self.formats_of("linear")
         capture = tensor_saver.capture(self.identity, self.layer_type, training=self.training)
         if formats is not None or capture is not None:
@@ -84,7 +84,7 @@ class ExpertLinear(QuantizedLinear, torch.nn.Module):
         return _Operands(input_TH, weight_OH, formats, capture)
 
     def forward(self, operands, output_TO):
-        """Return the product, after passing it to the collection.
+        """Return the expert's product, after passing it to the collection.
 
         Args:
             operands: the operands from `watch`.
@@ -150,7 +150,7 @@ if hasattr(_upstream, "GroupedMLP"):
             return self._one_by_one(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
 
         def _one_by_one(self, hidden_TH, tokens_per_expert, probs_T):
-            """Do what the wheel's `forward` does, with the products of `_product`."""
+            """Compute what the wheel's `forward` computes, but call `_product` for the matmuls."""
             if not self.config.bf16:
                 raise ValueError(
                     "grouped experts (moe_grouped_gemm) run in bf16 only; give --bf16, or leave "
@@ -181,7 +181,7 @@ if hasattr(_upstream, "GroupedMLP"):
             return output_TO, None
 
         def _product(self, name, input_TH, weight_EHO, tokens_per_expert):
-            """Multiply the tokens of each expert by the weight of its layer `name`."""
+            """Multiply each expert's tokens by the weight of the expert's layer `name`."""
             layers = [getattr(expert, name) for expert in self.local_experts]
             parts = torch.split(input_TH, tokens_per_expert.tolist())
             operands = [
@@ -198,7 +198,7 @@ if hasattr(_upstream, "GroupedMLP"):
 
 
 def _plain_products(operands):
-    """Return the products of the experts without a format by number, computed by grouped_gemm.
+    """Compute the products of experts without a format; return them keyed by expert number.
 
     Experts without tokens are left out, because grouped_gemm refuses an empty input.
     """
