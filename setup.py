@@ -20,7 +20,7 @@ COMPARE = {">=": operator.ge, "<": operator.lt, "==": operator.eq, "!=": operato
 
 
 def supported_cores() -> str:
-    """Return the releases of megatron-core in `SUPPORTED` of megatron/core/_overlay.py."""
+    """Return the releases of megatron-core that `SUPPORTED` in megatron/core/_overlay.py lists."""
     source = (ROOT / "megatron/core/_overlay.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED":

@@ -1,4 +1,4 @@
-"""Measure what accumulators do to the matmuls and to the loss of a small model.
+"""Measure how accumulators affect the matmul results and the loss of a small model.
 
     python benchmarks/accumulator_study.py            # 17 runs
     python benchmarks/accumulator_study.py --quick    # 4 short runs and few accumulators
@@ -63,7 +63,7 @@ def flags(sequence: int, batch: int, warmup: int) -> list[str]:
 
 
 def losses_of(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Return the losses in a log by iteration, or None if the log is not complete."""
+    """Return the losses in a log by iteration, or None if it is incomplete or from other flags."""
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
     return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None

@@ -64,7 +64,7 @@ READING = (
 
 
 class Case(NamedTuple):
-    """An accumulator, and the operands of a product that it sums."""
+    """An accumulator, and the operands of a matmul whose products it sums."""
 
     accumulator: Accumulator
     a: UnitOperand
@@ -183,7 +183,7 @@ def with_reference(case: Case) -> Tensor:
 
 
 def with_numpy(case: Case) -> Tensor:
-    """Sum finite products in numpy; float64 holds every intermediate number exactly."""
+    """Sum finite products in numpy, with float64 for the intermediate numbers."""
     unit = case.accumulator
     a, b = (side.elements.double().numpy() for side in (case.a, case.b))
     p, q = (exponents(x, case.a.smallest_exponent) for x in (a, b))
@@ -222,7 +222,7 @@ def other_ways(case: Case) -> dict[str, Callable[[Case], Tensor]]:
 
 
 def nanoseconds(call: Callable[[], Any], products: int) -> float:
-    """Return the duration of one call, per product."""
+    """Return the duration of one call in nanoseconds per product."""
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e9 / products
@@ -252,7 +252,7 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
 
 
 def ratio(times: dict[str, list[float]], name: str, over: str) -> str:
-    """Return the median of the rounds' ratios as text, or "-" if one of the times is missing."""
+    """Return the median ratio of two implementations' times, or "-" if one was not timed."""
     if name not in times or over not in times:
         return "-"
     pairs = zip(times[name], times[over], strict=True)

@@ -287,7 +287,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Describe the ratio of our writing speed to that of raw writes: its median and its range."""
+    """Describe the ratio of our writing speed to that of a kind of raw write: median and range."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"the writer reaches {statistics.median(shares):.3g} times this speed "

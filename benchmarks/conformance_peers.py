@@ -29,8 +29,8 @@ FOUROVERSIX_PACKAGES = (
     "fouroversix.quantize.pytorch",
 )
 #: Modules of Transformer Engine that are imported without their own `__init__`. The last two are
-#: replaced, because they need its compiled library; the reference implementation of NVFP4 takes
-#: only base classes and annotations from them.
+#: replaced, because they need Transformer Engine's compiled library; the reference implementation
+#: of NVFP4 takes only base classes and annotations from these two.
 TRANSFORMER_ENGINE_PACKAGES = (
     "transformer_engine",
     "transformer_engine.pytorch",

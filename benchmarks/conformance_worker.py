@@ -64,7 +64,7 @@ def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tensor]:
-    """Yield copies of a row that are zero except at `column` and at ever more other columns."""
+    """Yield copies of a row that keep `column` and more and more other values; the rest is zero."""
     start = column - column % size
     whole = x[row].float().abs().nan_to_num(math.inf, posinf=math.inf)
     block = whole[start : start + size]
@@ -106,7 +106,7 @@ def smallest(
 def case(
     vector: str, x: Tensor, place: tuple[int, int], theirs: Tensor, ours: Tensor
 ) -> dict[str, Any]:
-    """Return a dict with the vector's name, and the input and both results at `place`."""
+    """Return a dict with the vector's name, and the input and both results at one index."""
     numbers = {"x": x, "theirs": theirs, "ours": ours}
     return {"vector": vector} | {name: float(t[place]) for name, t in numbers.items()}
 

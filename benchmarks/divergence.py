@@ -1,4 +1,4 @@
-"""Train small models that diverge, and show that the ring of iterations keeps each jump.
+"""Train small models that diverge, and check that the ring saves each jump of the loss.
 
     python benchmarks/divergence.py                   # 40 runs, about 4 minutes on one core
     python benchmarks/divergence.py --runs planted/lr_2_x3 ordinary/mxfp4     # only these
@@ -54,8 +54,8 @@ WEIGHTS = {
     "nan": "linear_fc2.weight",
 }
 ABSENT = 3  #: id of the padding token, which the text does not contain
-#: flags of all runs: 128 tokens per iteration, a constant learning rate and no warm-up make the
-#: loss noisy at the start
+#: default flags of the runs: 128 tokens per iteration, a constant learning rate and no warm-up make
+#: the loss noisy at the start
 BASE = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
@@ -114,7 +114,7 @@ PLANTS = (
     Plant("random", 200, 5),
 )
 TWIN_ITERATIONS = max(plant.iteration for plant in PLANTS) + AFTER
-#: flags of the ordinary runs, which replace those of BASE
+#: additional flags of the ordinary runs, which override those in BASE
 ORDINARY: dict[str, tuple[str, ...]] = {
     **{f"seed{seed}": () for seed in SEEDS},
     "lr_3e-3": ("--lr", "3e-3"),
@@ -153,7 +153,7 @@ class Run:
     plant: Plant | None = None
 
     def commands(self, folder: Path) -> list[list[str]]:
-        """Return the `pretrain_gpt.py` arguments of each process; its output goes to `folder`."""
+        """Return the `pretrain_gpt.py` arguments of each process; the run writes to `folder`."""
         common = [*BASE, "--tensor-save-dir", str(folder / "dump"), "--seed", str(self.seed)]
         common += ["--train-iters", str(self.iterations), *self.flags]
         if "--fp16" in self.flags:

@@ -81,7 +81,7 @@ def apart(differ: int, far: int) -> str:
 
 
 def goals(cases: list[Event]) -> str:
-    """Return a table with one row per format: its times over a copy's, and which goals it meets.
+    """Return a table with each format's times, relative to a copy's, and the goals that it meets.
 
     The first goal is the limit of each ratio to a copy. The second one is that the fastest peer
     takes at least `PEER_GOAL` times as long.
@@ -149,7 +149,7 @@ def _bound(case: Event, peer: str) -> float:
 
 
 def _reused(case: Event, peer: str) -> float | None:
-    """Return our speed-up over a peer with reused memory, or None if it was not measured."""
+    """Return our speed-up over a peer if freed memory is reused, or None if it was not measured."""
     return ratio(case, peer, "ours", "reused") if peer in case.get("reused", {}) else None
 
 

@@ -39,14 +39,14 @@ from megatron.fake_quant.fused import tensor_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
-#: Goals of the project: the maximum time of our function, as a multiple of a copy's time, for
-#: formats that compute one candidate per block, formats that compute two, and HiFloat4.
+#: Goals of the project: the maximum time of our function, as a multiple of a copy's time. "two"
+#: applies to formats that choose between two quantizations of each block.
 GOALS = {"one": 2.0, "two": 4.0, "hifloat4": 2.5}
 #: Limits for the timed calls of one peer in one case: maximum total seconds, minimum number.
 SLOWEST, FEWEST = 5, 1
 #: Number of calls that are timed together on a GPU, to hide the time of the first launch.
 LAUNCHES = 10
-#: Number of matrices in the memory that is touched before each call on the CPU.
+#: Number of matrices for which `touch_memory` allocates memory before each call on the CPU.
 MATRICES = 8
 
 

@@ -115,8 +115,8 @@ WHY: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         (),
         "log2 of a block's maximum is computed in the input's dtype: near a power of two it rounds "
         "to an integer, so the scale is wrong by a factor of two, and for the largest float32 "
-        "numbers it is Inf; scales can be smaller than 2^-127, and a scale that underflows to 0 is "
-        "replaced by 2^-23, the epsilon of float32",
+        "numbers the scale is Inf; scales can be smaller than 2^-127, and a scale that underflows "
+        "to 0 is replaced by 2^-23, the epsilon of float32",
     ),
     (
         "quark",

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-#: Options that a quoted command omits, because they take paths that do not affect the measurement.
+#: Options that a quoted command omits, because their values are paths on this machine.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
 #: Options whose values are shortened to the name of the file or folder.
 FILES = ("--text", "--tokenizer-model", "--fouroversix", "--transformer-engine")

@@ -70,7 +70,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Return the durations of all pairs of steps with a quantization type."""
+    """Return the durations of each pair of steps after the warm-up, with a quantization type."""
     environment = {key: value for key, value in os.environ.items() if "QUANT" not in key}
     environment |= {"OMP_NUM_THREADS": str(options.threads), "CUSTOM_QUANT_TYPE": name}
     environment |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPO)}

@@ -29,7 +29,7 @@ GEMMS = {
 
 @dataclass
 class Product:
-    """Matmul C = alpha A B^T: A, B and the gradient of C (in `c`), each `[..., rows, columns]`."""
+    """Matmul C = alpha A B^T; `c` is the gradient of C. All tensors are `[..., rows, columns]`."""
 
     name: str  #: module and operation
     operation: str

@@ -144,7 +144,7 @@ def ratios_of(case: peer_process.Event) -> list[float]:
 
 
 def bound_of(case: peer_process.Event) -> float | None:
-    """Return the plain study's time divided by the time of its products; None without torchao."""
+    """Return the time of plain torch's study over that of its products; None without torchao."""
     plain, products = faster(case, ""), faster(case, "products, ")
     if plain is None or products is None:
         return None
@@ -172,7 +172,7 @@ def agreement(cases: list[peer_process.Event]) -> tuple[str, bool]:
 
 
 def result_of(cases: list[peer_process.Event], *, budget: bool) -> str:
-    """Return the result of the study with or without error budgets; "" without torchao."""
+    """Return a sentence on the speed with or without error budgets; "" without torchao."""
     measured = [case for case in cases if case["budget"] == budget]
     ratios = [statistics.median(ratios) for case in measured if (ratios := ratios_of(case))]
     bounds = [bound for case in measured if (bound := bound_of(case))]

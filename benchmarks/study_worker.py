@@ -36,7 +36,7 @@ SEED = 1234
 
 
 def shapes(hidden: int, tokens: int) -> dict[str, dict[str, list[int]]]:
-    """Return the tensor shapes of each module of a layer, first those of the largest module."""
+    """Return the tensor shapes of each module of a layer, those of attention first."""
     heads = [tokens, 1, hidden // HEAD_DIM, HEAD_DIM]
     attention = dict.fromkeys(("query", "key", "value"), heads)
     attention["grad_output"] = [tokens, 1, hidden]
@@ -140,7 +140,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def differences(own: study_plain.Errors, other: study_plain.Errors) -> dict[str, tuple[float, int]]:
-    """Return, by format, the largest relative difference of errors, and the number of errors."""
+    """Return, by format, the largest difference between two studies' errors, and their number."""
     found: dict[str, tuple[float, int]] = {}
     for key, numbers in own.items():
         a, b = numbers["relative_error"], other[key]["relative_error"]
@@ -189,8 +189,8 @@ def measure(
         ways["products, intra"] = lambda: products(threads, 1)
         ways["products, inter"] = lambda: products(1, threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    # The first round of each size is not measured. It compiles or loads kernels, which a round on
-    # small tensors would not do, and it lets oneDNN choose kernels for the shapes.
+    # The first round of each size is not measured, because it compiles or loads kernels, and oneDNN
+    # chooses kernels for the shapes. A round on small tensors would not do the same.
     results = {name: way() for name, way in ways.items()}
     for _ in range(request["rounds"]):
         for name, way in ways.items():

@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
 
 
 def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
-    """Return random tensors with the shapes of the GEMM operands of one layer."""
+    """Return random tensors with shapes like those of the GEMM operands of one layer."""
     hidden, tokens = options.hidden_size, options.seq_length * training.SEQUENCES
     like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]

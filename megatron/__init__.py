@@ -1,7 +1,7 @@
-"""Extend the package path, so that this tree comes first and the installed megatron-core second.
+"""Extend the package path, so that modules of this repository precede those of megatron-core.
 
 The megatron-core wheel ships `megatron` as a namespace package without an `__init__.py`, so this
-file hides no file of the wheel. Modules that this tree lacks are imported from the installed
+file hides no file of the wheel. Modules that this repository lacks are imported from the installed
 package.
 """
 

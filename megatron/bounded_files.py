@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MEBIBYTE = 1 << 20
-#: Default maximum size of a file, in bytes. Parsing such a file takes up to 400 MB of memory.
+#: Default maximum size of a file, in bytes. Parsing a file of this size takes up to 400 MB of
+#: memory.
 TEXT_LIMIT = 16 * MEBIBYTE
 DEPTH_LIMIT = 64  #: maximum nesting depth of JSON lists and objects
 

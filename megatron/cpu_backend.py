@@ -196,7 +196,7 @@ def _names() -> list[Name]:
 
 
 def _averaging(function: Callable, sent: str) -> Callable:
-    """Return a collective that computes an average by dividing the tensors before summing them.
+    """Wrap a collective so that, for averages, it divides each rank's tensor before the sum.
 
     Args:
         function: function of `torch.distributed`.
@@ -224,7 +224,7 @@ NAMES: tuple[Name, ...] = tuple(_names())  #: every name that `activate` replace
 
 
 def _device_on_cpu(value: Any, *, index: bool = False) -> Any:
-    """Return the CPU if `value` names a CUDA device, as a string or a `torch.device`.
+    """Return the CPU if `value` is a string or `torch.device` for CUDA, and `value` otherwise.
 
     Args:
         value: argument of a function of torch.
@@ -237,7 +237,7 @@ def _device_on_cpu(value: Any, *, index: bool = False) -> Any:
 
 
 def _moving(function: Callable) -> Callable:
-    """Return `function` with the CPU in place of every argument that names a CUDA device."""
+    """Wrap `function` so that the CPU replaces every argument that names a CUDA device."""
     takes_device = function.__name__ == "to"  # as its first argument after the tensor or module
 
     @functools.wraps(function)
@@ -251,7 +251,7 @@ def _moving(function: Callable) -> Callable:
 
 
 def _with_gloo(function: Callable) -> Callable:
-    """Return a function that creates process groups, with gloo in place of NCCL."""
+    """Wrap a function that creates process groups, so that gloo replaces NCCL."""
 
     @functools.wraps(function)
     def created(*args, **kwargs):

@@ -100,7 +100,7 @@ def _kernel(out_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a kernel that calls `out_of`, torch's own kernel that writes to a given tensor."""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        # Tensor subclasses and modes have already intercepted this product.
+        # Tensor subclasses and modes have already intercepted this product; do not call them again.
         with torch._C.DisableTorchFunction():
             dtype, out = args[0].dtype, args[0].new_empty(0)
             if not all(x.dtype == dtype in SLOW_DTYPES for x in args if isinstance(x, Tensor)):

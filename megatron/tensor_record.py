@@ -97,7 +97,7 @@ _BATCH = 1 << 20  #: number of bytes read from an index at a time
 
 
 def operation_of(tensor_name: str) -> str:
-    """Return the pass that computes the tensor with this name: "forward" or "backward"."""
+    """Return the operation in which this tensor is collected: "forward" or "backward"."""
     if tensor_name.endswith("_codes"):
         return "forward" if "fprop_" in tensor_name else "backward"
     return "backward" if tensor_name.startswith("grad_") else "forward"

@@ -35,7 +35,7 @@ COLUMNS = ("environment", "Python", *SHOWN, "tests", "driver", "date")
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python with packages, in which the tests run."""
+    """A Python installation with packages, in which the tests run."""
 
     name: str
     python: str  #: version of Python

@@ -34,7 +34,7 @@ def excursions(table: pd.DataFrame) -> pd.DataFrame:
         the band, in widths of the band; Inf if the number is zero or not finite.
     """
     numbered = table.assign(order=table.groupby(["iteration", "rank"]).cumcount())
-    # pandas 2 compares strings only up to a zero byte.
+    # The separator is not a zero byte, because pandas 2 compares strings only up to such a byte.
     keys = numbered[OPERAND].astype(str).agg("\x1f".join, axis=1)
     parts = []
     for statistic, least in LEAST.items():

@@ -1,4 +1,4 @@
-"""Keep Python's garbage collection away from code that creates very many objects."""
+"""Disable or postpone Python's garbage collection while code creates very many objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def one_garbage_collection() -> Iterator[None]:
-    """Collect garbage once, at the end of the `with` block, and visit only the block's objects.
+    """Collect garbage once, at the end of the `with` block, and visit only the newest objects.
 
     A figure consists of many thousand objects with cyclic references. Collecting while they are
     created costs a fifth of the time of drawing, and frees nothing.

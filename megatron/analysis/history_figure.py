@@ -110,7 +110,7 @@ def history_figure(
 def _curve(
     ax: Axes, steps: NDArray[np.int64], numbers: NDArray[np.float64], marker: str, color: str
 ) -> NDArray[np.int64]:
-    """Draw numbers by iteration, and return the iterations whose numbers are not finite.
+    """Draw a curve by iteration, and return the iterations whose numbers are not finite.
 
     Args:
         marker: marker at the top of the axes for numbers that are not finite.

@@ -52,15 +52,15 @@ class Progress:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False)
         self._lines = shown and self._bar is None
         self._start = self._last = time.monotonic()
-        #: number of completed units and the time when the estimate begins; None before a unit
-        #: is completed
+        #: number of completed units, and the time, from which the rate is estimated; None before
+        #: a unit is completed
         self._base: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True) if thread else None
 
     def __enter__(self) -> Progress:
         if self._lines and self._thread is not None:
-            # If no thread can start, only completed units print lines.
+            # If no thread can start, lines are printed only when units are completed.
             with contextlib.suppress(RuntimeError):
                 self._thread.start()
         return self

@@ -377,9 +377,7 @@ def _headline(
 ) -> None:
     """Write the title, the source of the data and the verdict above the plots.
 
-    Problems are written in red.
-
-    Problems are NaN and Inf values, unreadable files and unfinished runs.
+    NaN and Inf values, unreadable files and unfinished runs are reported in red.
     """
     table, summary = measured.table, measured.summary()
     types = list(measured.by("quant_type"))

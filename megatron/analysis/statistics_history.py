@@ -41,7 +41,7 @@ def has_iterations(folder: Path) -> bool:
 
 
 def gradients_of(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the quantized gradients with their ratio to the quantization noise.
+    """Return the statistics of quantized gradients, with their ratio to the quantization noise.
 
     `megatron.fake_quant.gradient_rule` defines the ratio and its threshold. The column `flagged` is
     true where the ratio is below the threshold. A gradient that is not finite is not flagged.

@@ -265,8 +265,8 @@ class BackgroundWriter(Writer):
                 now = time.monotonic()
                 if now >= end:
                     return False
-                # A slow disk takes a long time to write a large file; while it accepts data, it is
-                # alive.
+                # Writing a large file to a slow disk takes a long time. The disk counts as alive
+                # while it accepts data.
                 left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:
                     break

@@ -124,7 +124,7 @@ class Collector:
 
     @property
     def error(self) -> str | None:
-        """Reason why writing has failed on this rank; None if it has not."""
+        """Reason why the collection has stopped on this rank; None if it has not stopped."""
         return self._writer.error
 
     @property

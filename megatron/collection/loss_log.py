@@ -58,7 +58,7 @@ class LossLog:
 
 
 def _plain(values: tuple[float | None, ...]) -> list[float | str | None]:
-    """Return numbers as JSON represents them: "nan", "inf" and "-inf" if they are not finite."""
+    """Return numbers in a form for JSON: as the texts "nan", "inf" and "-inf" if not finite."""
     return [x if x is None or math.isfinite(x) else str(x) for x in map(_float, values)]
 
 

@@ -41,7 +41,7 @@ from typing import Any
 #: values occur in a row, they become the new normal values
 WINDOW = 32
 RECENT = 5  #: maximum number of normal values over which the short median is taken
-#: number of normal values that suffice; with fewer, a jump must exceed their median by more
+#: number of normal values from which the usual limit applies; with fewer, the limit is higher
 ENOUGH = 8
 NOISE = 12  #: multiple of the noise by which a jump must exceed the lower of the two medians
 
@@ -71,7 +71,7 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Create the thresholds from command-line flags; each parameter is named after its flag.
+        """Create the limits from command-line flags; each parameter is named after its flag.
 
         Raises:
             ValueError: if a factor is neither 0 nor a finite number above 1.

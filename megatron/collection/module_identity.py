@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Last parts of the names of LM heads (projections onto the vocabulary).
 LM_HEADS = ("output_layer", "lm_head")
-#: Prefixes that wrappers add to names, at the front (DDP adds `module.`) or within a name.
+#: Parts that wrappers add to names, at the front (DDP adds `module.`) or within a name.
 _FRONT = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
 _WITHIN = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 

@@ -15,7 +15,7 @@ NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
 
 
 def check_folders(folder: str | None) -> None:
-    """Check that all ranks or none of them collect tensors, and warn if the folders differ.
+    """Check that either all ranks or none collect tensors, and warn if their folders differ.
 
     The folder is None on a rank that collects nothing.
 

@@ -141,7 +141,7 @@ class RingBuffer:
         return [iteration.number for iteration in self._iterations]
 
     def evict(self) -> bool:
-        """Release the memory of the oldest iteration; return False if only one is left."""
+        """Release the oldest iteration's memory; if only one is left, keep it and return False."""
         if len(self._iterations) <= 1:
             return False
         if not (self._shortened or self.cut):

@@ -161,7 +161,7 @@ def configure(
 
 
 def _refuse_other_formats() -> None:
-    """Refuse to change the formats if this run collects: its run card and file names state them."""
+    """Refuse to change the formats of a run that collects; its card and file names state them."""
     if enabled():
         raise ValueError(
             "the formats cannot change while tensors are collected, because the run card states "
@@ -201,7 +201,7 @@ def set_audit(quantization: list[dict[str, Any]]) -> None:
 
 
 def begin_iteration(number: int | None = None) -> None:
-    """Register the start of a training iteration; called by the pipeline schedule.
+    """Register the start of a training iteration, in a schedule or in `training_iteration`.
 
     Args:
         number: number of the iteration, as in the log; None for the one after the previous one.
@@ -217,7 +217,7 @@ def begin_iteration(number: int | None = None) -> None:
 
 
 def end_iteration() -> None:
-    """Register the end of a training iteration; called by the pipeline schedule."""
+    """Register the end of a training iteration, in a schedule or in `training_iteration`."""
     clock.completed += 1
     clock.micro_batch = None
     if _collector is not None:
@@ -397,7 +397,7 @@ def enabled() -> bool:
 
 
 def collects_now() -> bool:
-    """Return whether this run collects or measures tensors of the current iteration."""
+    """Return whether this iteration is collected or the current micro-batch is measured."""
     if _statistics is not None and _statistics.wants():
         return True
     return _collector is not None and _collector.collects(clock.iteration)

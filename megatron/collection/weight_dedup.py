@@ -48,7 +48,7 @@ class WeightDedup:
             )
 
     def is_new(self, fields: dict[str, Any]) -> bool:
-        """Return True for a tensor to be saved, False for a weight already saved in this iteration.
+        """Return False for a weight or codes already saved in this iteration, otherwise True.
 
         Codes from stochastic rounding differ each time, so they are always saved. The same applies
         to codes of a dequantized forward copy, which may have been rounded stochastically, and to

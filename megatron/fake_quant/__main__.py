@@ -139,7 +139,7 @@ def _accumulators(arguments: argparse.Namespace) -> str:
 
 
 def _draw(chosen: list[str], output: Path) -> str:
-    """Draw the chosen formats in the image file `output`, and return a message with its name."""
+    """Draw the chosen formats into the image file `output`; return a message with its name."""
     try:
         from megatron.fake_quant.inspect.value_grids import COLORS, picture
     except ModuleNotFoundError as error:

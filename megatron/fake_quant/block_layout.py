@@ -26,7 +26,7 @@ class BlockLayout:
 
     shape: tuple[int, ...]  #: shape of the tensor
     axis: int  #: axis along which blocks run, counted from the front
-    #: number of values per block, or `WHOLE_AXIS`; None if the whole tensor is one block
+    #: number of values of a block along `axis`, or `WHOLE_AXIS`; None if the tensor is one block
     size: int | None
     height: int = 1  #: number of rows per block; if above 1, blocks extend over the last two axes
 

@@ -22,7 +22,7 @@ Search = Literal["none", "mae", "mse"]
 AmaxSource = Literal["own", "global", "delayed"]
 GLOBAL: AmaxSource = "global"  #: source of the amax, and the variant with the same name
 
-#: Number of values, or of rows, of a block that extends over a whole axis of the matrix.
+#: Value of the `size` or `height` of a block that extends over a whole axis of the matrix.
 WHOLE_AXIS = 1 << 40
 E2M1_MAX = 6.0
 LARGEST_SIDE = 1 << 16  #: largest number of rows or columns of a block, except for whole axes
@@ -63,7 +63,7 @@ def check_block(height: int, size: int) -> None:
 
 
 def check_number(what: str, number: float, name: str = "number") -> None:
-    """Raise ValueError if a number in a format is not above 0 or not well inside float32's range.
+    """Raise ValueError if a number in a format is outside of the range from 2^-32 to 2^32.
 
     Raises:
         ValueError: if the number is refused; `what` and `name` describe it in the message.
@@ -80,7 +80,7 @@ def share(fraction: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BlockScaling:
-    """Scaling with one scale per block; independent fields describe its parts.
+    """Scaling with one scale per block; separate fields describe its parts.
 
     `height` and `size` are the shape of a block, and `scale` is the number type of its scale. A
     scale follows from the block's maximum by `rule` if it is a power of two, and otherwise by

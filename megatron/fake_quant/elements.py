@@ -24,7 +24,7 @@ Ties = Literal["even", "away", "down"]
 
 @dataclass(frozen=True, slots=True)
 class ElementFormat:
-    """Element type that saturates and has a sign, an exponent and a mantissa of fixed widths.
+    """Element type that saturates, with an exponent and a mantissa of fixed widths.
 
     Values beyond `max` saturate, and so does Inf. Codes above the code of `max` (one in E4M3, four
     in E5M2) stand for Inf if their mantissa is zero and for NaN otherwise; no number rounds to
@@ -249,8 +249,8 @@ E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
-#: Shorter types, also in two's complement with an unused lowest code: multiples of 1/16, 1/4 and
-#: 1/2, respectively.
+#: Element types of 6, 4 and 3 bits, also in two's complement with an unused lowest code: multiples
+#: of 1/16, 1/4 and 1/2, respectively.
 INT6 = ElementFormat(
     "int6", exponent_bits=1, mantissa_bits=4, bias=1, max=31 / 16, twos_complement=True
 )

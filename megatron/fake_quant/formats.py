@@ -156,7 +156,7 @@ class Format:
 
     @property
     def columns(self) -> bool:
-        """True if each block is a whole column, across the axis that is given with the tensor."""
+        """True if each block is a whole column, perpendicular to the axis given with the tensor."""
         return self.height == WHOLE_AXIS and not self.one_block
 
     @functools.lru_cache(maxsize=1 << 10)  # noqa: B019 # formats are few and small
@@ -255,13 +255,13 @@ class Format:
 
 
 def _set_state(fmt: Format, state: list[Any]) -> None:
-    """Restore a format from a pickle; one from another version may lack the last fields."""
+    """Restore a format from a pickle, which may lack the last fields if its version differs."""
     for each, value in zip(fields(fmt), state, strict=False):
         object.__setattr__(fmt, each.name, value)
     object.__setattr__(fmt, "known_name", None)
 
 
-# The dataclasses of Python 3.10 would replace a method with this name in the class.
+# In Python 3.10, `dataclass` would replace a method with this name that the class body defines.
 Format.__setstate__ = _set_state  # type: ignore[attr-defined]
 
 

@@ -264,7 +264,7 @@ class _Call:
         return self if seed is None else replace(self, seed=seed)
 
     def rounds(self, gemm: str) -> bool:
-        """Return whether a GEMM has a quantized operand or adds up its products in an accumulator.
+        """Return whether a GEMM has a quantized operand or a simulated accumulator.
 
         An operand may also be a quantized copy from the forward pass.
         """
@@ -281,7 +281,8 @@ class _Call:
         `plain` multiplies tensors that need neither scales nor an accumulator.
         """
         (slot_a, slot_b), (axis_a, axis_b) = GEMM_SLOTS[gemm], AXES[gemm]
-        # A zip over both would fail in torch.compile of torch 2.6 if `prepared` breaks the graph.
+        # A zip over the operands would fail in torch.compile of torch 2.6 if `prepared` breaks the
+        # graph.
         a = self.prepared(slot_a, left, axis=axis_a)
         b = self.prepared(slot_b, right, axis=axis_b)
         accumulator = self.formats.simulated_accumulator(gemm)
@@ -431,7 +432,8 @@ def quantized_matmul(
             "expand the smaller one first, so that autograd sums its gradient over these dimensions"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
-    # Both operands and both passes need the same random signs, so draw their seed once.
+    # The operands of a GEMM need the same random signs, and the backward pass may undo those of the
+    # forward pass, so draw one seed for all signs.
     if seed is None and formats.random_signs:
         seed = draw_seed(None) if is_direct(a_MK) else drawn(None)
     tensor_seed, int_seed = (seed, None) if isinstance(seed, Tensor) else (None, seed)

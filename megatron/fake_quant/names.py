@@ -112,7 +112,7 @@ def _parsed(name: str) -> Format:
     """Return the format with the given name; see `get_format`."""
     if len(name) > _LONGEST_NAME:
         raise ValueError(
-            f"a format's name of {len(name)} characters, {name[:20]!r}...; choose a name of at "
+            f"the format name {name[:20]!r}... has {len(name)} characters; choose a name of at "
             f"most {_LONGEST_NAME} characters"
         )
     key = name.lower()

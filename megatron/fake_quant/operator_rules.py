@@ -124,7 +124,7 @@ def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def without_gradient(operator: Any) -> None:
-    """Register the gradient of an operator whose results are not differentiable."""
+    """Register the results of an operator as not differentiable."""
     operator.register_autograd(_no_gradients, setup_context=_mark_constant)
 
 

@@ -36,7 +36,7 @@ def draw_seed(generator: torch.Generator | None) -> int:
 
 
 def check_seed(seed: int | Tensor) -> None:
-    """Raise ValueError unless `seed` is an integer from 0 to 2^62 - 1, or a tensor of one integer.
+    """Raise ValueError unless `seed` is an integer from 0 to 2^62 - 1, or a 0-D integer tensor.
 
     The number in a tensor is not checked, because torch may be tracing it.
 

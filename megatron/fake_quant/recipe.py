@@ -127,7 +127,7 @@ class Recipe:
         return min(starts, default=math.inf)
 
     def check_in_run(self, train_iters: int | None) -> None:
-        """Raise ValueError if the recipe sets no format before the run ends.
+        """Raise ValueError if the recipe sets its first format only after the run ends.
 
         Args:
             train_iters: last iteration of the run, if known.
@@ -220,8 +220,8 @@ def _layers(node: Node, what: str) -> Layers:
         match = _RANGE.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise node.error(
-                f"{what} has layers: {text}; give numbers and ranges from 0 as in '0-3,8', "
-                "'first 2' or 'last 4'"
+                f"{what} has layers: {text}; give numbers or ranges, counted from 0, such "
+                "as '0-3,8', or give 'first 2' or 'last 4'"
             )
         ranges.append((int(match[1]), int(match[2] or match[1])))
     return Layers(text, tuple(ranges))

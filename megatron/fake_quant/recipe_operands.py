@@ -221,7 +221,7 @@ def accumulated_operations(config: Node) -> frozenset[str]:
 
 
 def _with_names(message: str, gemms: Mapping[str, tuple[str, str]]) -> str:
-    """Return an error message of `GemmFormats` with the recipe's names in place of the slots."""
+    """Return an error message of `GemmFormats` with the recipe's names of operands and GEMMs."""
     names = [f"{name} of {gemm}" for gemm, pair in gemms.items() for name in pair]
     for slot, name in zip(SLOTS, names, strict=True):
         message = message.replace(slot, name)

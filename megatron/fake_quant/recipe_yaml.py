@@ -66,7 +66,7 @@ class Node:
         return node
 
     def scalar(self, key: str, what: str) -> Any:
-        """Return the value under `key`; raise an error if there is none or it is a mapping."""
+        """Return the value under `key`; raise an error if it is missing, empty or a mapping."""
         if key not in self:
             raise self.error(f"{what} has no {key}; add it")
         node: Node = self.value[key]

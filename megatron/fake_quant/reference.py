@@ -42,7 +42,7 @@ def split(
 
 
 def choose(results: Sequence[Tensor], fmt: Format, scales: Scales) -> Tensor:
-    """Select, for each block, the result for the block's element type.
+    """Select, for each block, the values that were rounded to the block's element type.
 
     Args:
         results: one tensor of blocks for each of `fmt.elements`.

@@ -107,7 +107,7 @@ def midpoints(values: Tensor) -> Tensor:
 
 
 def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round to the nearest integer; `steps` are values in units of the element type's spacing."""
+    """Round `steps`, which are in units of the element type's spacing, to the nearest integers."""
     if element.ties == "even":
         return steps.round_()
     whole = steps.trunc()
@@ -118,7 +118,7 @@ def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Te
 
 
 def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round to a neighboring integer at random; `steps` are values in units of the spacing."""
+    """Round `steps`, which are in units of the spacing, to neighboring integers at random."""
     assert random is not None
     whole = steps.trunc()
     up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1

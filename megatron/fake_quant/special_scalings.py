@@ -33,7 +33,7 @@ MARGIN = "margin<k>"  #: variant that divides the target by 2^k
 
 
 class _Scaling:
-    """Attributes that most scalings share: one row per block, no outer scale, no variants."""
+    """Attributes that most scalings share: blocks within one row, no outer scale, no variants."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ class _Scaling:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling(_Scaling):
-    """Scaling of HiFloat4: an E6M2 scale per 64 values, one bit per 8 and one bit per 4 values."""
+    """Scaling of HiFloat4: an E6M2 scale per 64 values, and exponent bits per 8 and 4 values."""
 
     method: ClassVar[str] = "hifloat4"
     size: ClassVar[int] = 64

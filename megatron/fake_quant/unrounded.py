@@ -95,7 +95,7 @@ def _is_exact(fmt: Format, dtype: torch.dtype) -> bool:
 
 
 def _fits(fmt: Format, dtype: torch.dtype) -> bool:
-    """Return whether `dtype` represents each element times each 8-bit block scale of a format."""
+    """Return whether every product of an element and an 8-bit block scale is exact in `dtype`."""
     element = fmt.element
     if not isinstance(element, ElementFormat):
         return not fmt.is_cast and not element.is_table  # HiFloat8 has 4 significant bits.

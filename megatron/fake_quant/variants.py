@@ -75,7 +75,8 @@ _WITH_NUMBER: Mapping[str, str] = MappingProxyType(
         "margin[0-9]{1,2}": MARGIN,
     }
 )
-#: Property of a format that each variant changes. A name may change each property only once.
+#: Property of a format that a variant changes; if a variant is not listed, its own name is used. A
+#: name may change each property only once.
 _KINDS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(RULES, "rule")
     | dict.fromkeys(_ROUNDINGS, "rounding")

@@ -13,7 +13,7 @@ from megatron.overlay.module_sources import OURS, Sources
 
 
 def announcement(request: Request, sources: Sources) -> Iterator[str]:
-    """Yield the lines: the origin of each package, the device, the formats and the collection."""
+    """Yield lines about the origin of packages, the device, the formats and the collection."""
     core = import_module("megatron.core")
     base = Path(core.__path__[1])
     yield f"{request.script} runs with the megatron-core of {OURS.parent}"

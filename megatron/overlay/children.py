@@ -99,7 +99,7 @@ def _report() -> None:
 
 
 def any_has_run_a_model() -> bool:
-    """Return whether a process that this one has spawned, or one of its children, ran a model.
+    """Return whether a model ran in a process spawned by this one or by its descendants.
 
     Forks report this in a different way; see `program_end.a_model_ran`.
     """

@@ -141,7 +141,7 @@ def observe(losses: Mapping[str, torch.Tensor], grad_norm: float | None) -> None
 
 
 def finish(request: Request) -> str | None:
-    """End the collection after the script has ended normally, and print its result.
+    """End the collection after the script has ended normally, and print what was saved.
 
     Must be called on all ranks.
 

@@ -41,7 +41,7 @@ class Request:
 
     @property
     def formats(self) -> dict[str, Any]:
-        """Return the keyword arguments of `policy.configure`."""
+        """Keyword arguments of `policy.configure`."""
         values = vars(self.options)
         names = {word.partition("=")[0] for word in self.words}
         flag = TYPE_FLAG if TYPE_FLAG in names else "--quant"
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def collection(self) -> dict[str, Any]:
-        """Return the keyword arguments of `tensor_saver.configure` for the collection."""
+        """Keyword arguments of `tensor_saver.configure` for the collection."""
         values = vars(self.options)
         given = {flag.name: values[flag.name] for flag in FLAGS if flag.name not in _OWN}
         folder = self.options.save_tensors
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def for_run_card(self) -> dict[str, Any]:
-        """Return the flags under the names that this project's own trainer gives them."""
+        """Values of the flags, by the names that this project's own trainer gives the flags."""
         values = vars(self.options) | {"custom_quant_type": self.options.quant}
         values |= {"tensor_save_dir": self.collection["save_dir"]}
         values |= {"save_tensors": self.collection["save_tensors"]}
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def collects(self) -> bool:
-        """Return whether tensors, a plan of them, or their statistics are requested."""
+        """True if tensors, a plan of the collection, or statistics of tensors are requested."""
         options = self.options
         tensors = options.save_tensors is not None or options.collect_plan
         return tensors or options.tensor_statistics is not None
@@ -198,7 +198,7 @@ def _before_script(parser: ArgumentParser, words: Sequence[str]) -> int:
 
 
 def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
-    """Return the names of the parsed options that are given.
+    """Return the names of the options that are given on the command line.
 
     Exit with a message if a flag is given twice, because the first one would be ignored, or if its
     value is empty, as from a shell variable that is not set.

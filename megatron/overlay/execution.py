@@ -16,7 +16,7 @@ _BEFORE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def prepare_path(request: Request, root: Path) -> None:
-    """Set `sys.argv` and `sys.path` as the script expects them, without this tree's folder.
+    """Set `sys.argv` and `sys.path` as the script expects them, without this project's folder.
 
     The modules of this tree outside of `megatron`, such as its `tests`, are then no longer found.
     """
@@ -32,7 +32,7 @@ def prepare_path(request: Request, root: Path) -> None:
 
 
 def execute(request: Request) -> None:
-    """Run the script or the module as `__main__`. Its errors are printed as Python prints them."""
+    """Run the script or module as `__main__`, so that errors are printed as by Python itself."""
     sys.excepthook = _print_error
     if request.is_module:
         runpy.run_module(request.script, run_name="__main__", alter_sys=True)

@@ -91,14 +91,14 @@ def _set_up(request: Request, sources: Sources) -> None:
         policy.configure(**request.formats)
     except ValueError as error:
         _refuse(str(error))
-    # A process that the script spawns may do without megatron-core, whose import takes seconds.
+    # The import of megatron-core takes seconds, and a spawned process may do without it.
     replacements.register(
         "megatron.core.tensor_saver", lambda module: _collecting().configure_later(request)
     )
 
 
 def _import_core(sources: Sources) -> None:
-    """Import megatron-core, or exit with a message if this tree does not fit it."""
+    """Import megatron-core, or exit with a message if this project's overlay does not fit it."""
     try:
         importlib.import_module("megatron.core.tensor_saver")
     except ImportError as error:
@@ -132,7 +132,7 @@ def _run(request: Request) -> None:
 
 @contextlib.contextmanager
 def _watching_ends(request: Request) -> Iterator[None]:
-    """Check the result even if the script ends by `os._exit(0)`, and refuse `os.exec`.
+    """Check the run even if the script ends by `os._exit(0)`, and refuse `os.exec`.
 
     Python runs no further code of this process after either of them.
     """
@@ -190,7 +190,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _refuse_missing_packages(error: ModuleNotFoundError, request: Request) -> None:
-    """Exit with a message that lists all packages that the script lacks, if it lacks any."""
+    """Exit with a message that lists all missing packages, if `error` is about one of them."""
     if request.is_module:
         return
     folders = [Path(entry) for entry in sys.path if "site-packages" not in entry]

@@ -1,4 +1,4 @@
-"""Name all packages that a script's tree imports and that are not installed, in one message.
+"""List the packages that a script and its own modules import but that are not installed.
 
 Otherwise the user would learn of them one ImportError at a time.
 """
@@ -35,7 +35,7 @@ def missing_packages(script: Path, folders: Sequence[Path]) -> list[str]:
 
 
 def _imports(path: Path, folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the names of all modules that a file may import when it is imported."""
+    """Yield the names in a file's top-level imports, which may be names of modules."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -54,7 +54,7 @@ def _imports(path: Path, folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _files(name: str, folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that Python executes to import a module of the script's own tree."""
+    """Yield the files in `folders` that Python executes to import the module `name`."""
     parts = name.split(".")
     for folder in folders:
         for count in range(1, len(parts) + 1):

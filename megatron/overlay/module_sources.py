@@ -38,7 +38,7 @@ class Sources:
 
     @property
     def core(self) -> Path | None:
-        """Return the folder of the megatron-core that the script would import; None without one."""
+        """Folder of the megatron-core that the script would import; None if there is none."""
         return self.package("core")
 
     def package(self, name: str) -> Path | None:
@@ -56,7 +56,7 @@ class Sources:
         ]
 
     def hidden(self) -> list[Path]:
-        """Return packages and modules of the script's tree that this tree's parts replace."""
+        """Return the packages and modules of the script's tree that those in `PARTS` hide."""
         names = [name for name in PARTS if name != "core"]
         candidates = [
             path
@@ -68,7 +68,7 @@ class Sources:
 
 
 class _Finder(MetaPathFinder):
-    """Finder of the modules directly in `megatron`, and of those with a replaced function."""
+    """Finder of the modules directly in `megatron`, of `HELPERS`, and of modules to change."""
 
     def __init__(self, sources: Sources) -> None:
         self._folders = [str(folder) for folder in sources.folders]

@@ -16,7 +16,7 @@ class Requirement(NamedTuple):
     only_with: tuple[str, Any] | None = None  #: argument and value that make the flag necessary
 
 
-#: flags in place of defaults that need Transformer Engine, Apex, or CUDA kernels
+#: flags to give where the default needs Transformer Engine, Apex, or CUDA kernels
 REQUIREMENTS = (
     Requirement("--transformer-impl local", "transformer_impl", "local"),
     Requirement("--no-persist-layer-norm", "no_persist_layer_norm", True),

@@ -12,9 +12,9 @@ import torch
 
 from megatron import cpu_backend
 
-#: pattern of the warnings to suppress. They concern Apex, which is not needed here, and what
-#: megatron-core does: it uses deprecated functions and options, imports a model class in its
-#: optimizer, and calls torch to read a checkpoint
+#: pattern of the warnings to suppress. They concern Apex, which is not needed here, and parts of
+#: megatron-core that the user cannot change: its use of deprecated functions and options, the
+#: import of a model class in its optimizer, and the calls with which it reads a checkpoint
 _NOISE = (
     r".*(Apex (is|are) not installed|full scope is deprecated|use DTensor instead|"
     r"MimoModelConfig is experimental|argument order of load has been changed|"

@@ -1,4 +1,4 @@
-"""Errors that the user can fix. They are printed as one line, without a traceback."""
+"""Exceptions that end the program with one line on stderr, without a traceback."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ class Interrupted(BaseException):
 
 
 def is_first_rank() -> bool:
-    """Return whether this process reports the errors of the run.
+    """Return whether this process is the first rank, which reports the errors of the run.
 
     Before torch.distributed is initialized, this is the first process of each machine, because an
     error may affect only one machine.

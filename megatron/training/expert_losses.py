@@ -82,7 +82,7 @@ def _in_use(config: TransformerConfig) -> list[_Loss]:
 
 
 def _enter(loss: _Loss, layers: int) -> None:
-    """Add a loss and the groups that reduce it to megatron-core's tracker."""
+    """Register a loss, and the groups that reduce it, in megatron-core's tracker."""
     groups = _groups(loss)
     if HAS_TRACKER_OBJECT:
         tracker = get_moe_metrics_tracker()

@@ -87,7 +87,7 @@ class TimeLeft:
         self._last = time.monotonic()
 
     def line(self, done: int, total: int, seconds: float) -> str | None:
-        """Return a line with the time left, or None if the last estimate is recent.
+        """Return a line with the time left, or None if the last line is recent or training is done.
 
         Args:
             done: number of completed iterations.

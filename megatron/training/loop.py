@@ -119,7 +119,7 @@ class TrainingLoop:
         return f"{consumed} of --train-samples {self.args.train_samples} are consumed"
 
     def _ended_schedule(self) -> str | None:
-        """Return a line if the learning rate has reached its last value before the run begins."""
+        """Return a log line if the learning rate finished its decay before this run, or None."""
         schedule = self.state.scheduler
         if schedule.lr_decay_style == "constant" or schedule.num_steps < schedule.lr_decay_steps:
             return None
@@ -241,7 +241,8 @@ class TrainingLoop:
             self.progress.consumed_valid_samples += (
                 self.args.eval_iters * get_current_global_batch_size()
             )
-            # The last iteration may be evaluated twice, in `_iterate` and in `_evaluate_at_end`.
+            # The last iteration may be evaluated twice, in `_iterate` and in `_evaluate_at_end`;
+            # only the first result is written.
             if self.plotted_at != self.progress.iteration:
                 self.scalars.write_evaluation(
                     self.progress.iteration, losses, self.progress.consumed_train_samples

@@ -72,7 +72,7 @@ def check_buildable(args: argparse.Namespace) -> None:
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """Return the vocabulary size, padded so that all tensor-parallel shards have equal size."""
+    """Return the vocabulary size, padded to a multiple that suits tensor parallelism."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     padded = -(-vocab_size // multiple) * multiple
     print_rank_0(f"> vocabulary: {vocab_size} tokens, padded to {padded}")

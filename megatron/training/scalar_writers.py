@@ -260,7 +260,7 @@ class Scalars:
 
     @contextmanager
     def _catching(self, kind: type[ScalarWriter], where: str) -> Iterator[None]:
-        """Catch the errors of a service in the `with` block, print a warning, and stop using it."""
+        """Stop using a service that fails in the `with` block; warn unless the run must end."""
         try:
             yield
         except kind.errors as error:

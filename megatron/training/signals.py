@@ -20,8 +20,8 @@ from megatron.collection.deferred_signals import signals_deferred
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: duration in seconds during which further signals are ignored; torchrun and the program that
-#: started torchrun may both pass on the same signal
+#: time in seconds after the first signal during which further signals are ignored; torchrun and
+#: the program that started torchrun may both pass on the same signal
 _SAME_SIGNAL_SECONDS = 3.0
 _received: int | None = None  #: number of the first signal received; None if there was none
 

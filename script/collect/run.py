@@ -189,7 +189,7 @@ def watch(
             status = tree.wait(TICK)
             before, logged = logged, log.size()
             if follower.poll(last=status is not None) or logged != before:
-                # A growing log also counts, because some iterations collect no tensors.
+                # A growing log also counts as progress, because some iterations collect no tensors.
                 latest = time.monotonic()
             progress.update(follower.tally)
             if interrupts.number is not None:

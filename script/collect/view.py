@@ -69,7 +69,7 @@ class LogFile:
         return [line.rstrip() for line in _shown_lines(self._log.read(TAIL)) if line.strip()]
 
     def show_end(self, out: TextIO) -> None:
-        """Print each distinct error near the end of the log, or its last lines if there is none."""
+        """Print each distinct error near the end of the log or, without errors, the last lines."""
         lines = self.end()
         errors = [line[line.index("[ERROR]") :] for line in lines if "[ERROR]" in line]
         for line in dict.fromkeys(errors):

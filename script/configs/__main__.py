@@ -117,9 +117,10 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def start(options: argparse.Namespace) -> list[str]:
-    """Return the iterations of the model to continue from, and the flags that load it.
+    """Return for how many iterations the model to continue from was trained, and flags to load it.
 
-    The queries `preset` and `data` must come before this one.
+    If there is no such model, return only "0". The queries `preset` and `data` must come before
+    this one.
     """
     iterations = setting(options.start_iterations, "START_ITERATIONS", whole)
     if iterations == 0:

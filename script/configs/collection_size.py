@@ -30,7 +30,7 @@ class Size:
 
     files: int
     bytes: int
-    #: number of collected iterations; None for `--control-iter 0` without `--train-iters`
+    #: number of collected iterations; None if the flags set no maximum
     iterations: int | None
     limited: bool  #: True if the user has set a maximum number of files or bytes
     #: True if tensors are written only after an event (with a ring buffer) or while a flag file
@@ -134,7 +134,7 @@ def _iterations(words: Sequence[str], selection: Selection, ring: int | None) ->
 
 
 def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
-    """Return the value of each flag in a command that `reader` reads, by flag name."""
+    """Return the values of those flags in a command that `reader` reads, by flag name."""
     values: dict[str, Any] = {}
     for flag in read_by(reader):
         take = _list if flag.many else _TAKE[flag.type]

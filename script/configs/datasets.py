@@ -24,7 +24,7 @@ class Dataset:
     prepare: str  #: script that makes the token files
 
     def prefix(self, tokenizer: Tokenizer) -> str:
-        """Return the path of the `.bin` and `.idx` files, without suffix, in the repository."""
+        """Return the path, in the repository, of the `.bin` and `.idx` files without suffix."""
         family = "" if tokenizer.family == PLAIN_FAMILY else f"_{tokenizer.family}"
         name = f"{self.name}{family}"
         return f"dataset/{name}/{name}_text_document"

@@ -73,7 +73,7 @@ class Model:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the shapes of all tensors follow from the flags."""
+        """True if the shapes of all tensors follow from the flags."""
         given = {flag for flag in (*UNKNOWN, *LATENT_SIZES) if last_value(flag, self.words)}
         if given & set(UNKNOWN) or (self.latent and not given.issuperset(LATENT_SIZES)):
             return False

@@ -70,7 +70,7 @@ def accepted() -> dict[str, str]:
 
 
 def plain_type(name: str) -> str | None:
-    """Return the canonical spelling of an accepted type; the case of `name` does not matter.
+    """Return the canonical name of an accepted type except `settings`; case does not matter.
 
     Return None for all other types: only `megatron.fake_quant`, which needs torch, resolves them.
     """

@@ -60,7 +60,7 @@ class Files:
         return Path(self.tokenizer).exists() and has_data(self.data)
 
     def lacking(self) -> str:
-        """Return a phrase, for a message, that states which of these files are missing."""
+        """Return a phrase, for a message, about missing data or else a missing tokenizer."""
         if not has_data(self.data):
             return f"none in {self.data}"
         return (
@@ -224,7 +224,7 @@ def _tokenizer_in(folder: Path) -> Path:
 
 
 def _is_tiktoken(path: Path) -> bool:
-    """Return whether a file is in tiktoken's format: lines of text, each a token and its rank.
+    """Return whether a file's first line is in tiktoken's format: a token and its rank.
 
     The file's name does not show its format: a SentencePiece model may also be called
     tokenizer.model.
@@ -264,7 +264,7 @@ def enter_environment() -> None:
     """Restart this program in the Python for training if this Python lacks torch or yaml.
 
     Raises:
-        ConfigError: if the other Python lacks them too, or if `interpreter` raises it.
+        ConfigError: if this is already the Python for training, or if `interpreter` raises it.
     """
     if find_spec("torch") is not None and find_spec("yaml") is not None:
         return

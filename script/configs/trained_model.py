@@ -25,7 +25,8 @@ START_SEED = 1234  #: seed of a bf16 model from which other runs continue
 VERSION = 1
 PACKAGES = ("torch", "megatron-core")  #: packages whose versions can change the trained weights
 #: Flags after `--` with which a driver's job is still the default one, because they change neither
-#: the model nor the data nor the checkpoint. A name may be the beginning of several flags.
+#: the model nor the data nor the checkpoint. A name that ends with a hyphen stands for all flags
+#: that begin with it.
 HARMLESS = (
     *("--collect-", "--control-iter", "--save-tensors", "--tensor-statistics", "--quant-audit"),
     *("--custom-quant-type", "--linear-quant", "--qk-quant", "--pv-quant", "--quant-recipe"),
@@ -54,13 +55,13 @@ def continue_flags(checkpoint: Path | str) -> list[str]:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The tiny model after some iterations in bf16."""
+    """The tiny model after `iterations` iterations of training in bf16."""
 
     iterations: int
     files: Files  #: tokenizer and data to train on
 
     def words(self, python: str) -> tuple[list[str], list[str]]:
-        """Return the words that start `pretrain_gpt.py`, and its arguments except for `--save`."""
+        """Return the command that starts `pretrain_gpt.py`, and its arguments except `--save`."""
         experiment = Experiment(
             preset=MODELS["llama32-1b"].tiny,
             schedule=TRAININGS["collect"].tiny,
@@ -146,7 +147,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package, or None if a dry run's Python lacks it."""
+    """Return the version of a package, or None if it is not installed."""
     # The import takes 20 ms, and most calls of the drivers need no version.
     from importlib.metadata import PackageNotFoundError, version
 

@@ -148,7 +148,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 def _separated(
     stream: BinaryIO, settings: Any, batch: Batch
 ) -> Iterator[tuple[int, bytes, Position]]:
-    """Split text at separator lines; yield (first line, document, start of the next document)."""
+    """Split text at separator lines; yield (first line's number, document, start of the next)."""
     separator = settings.document_separator.strip().encode()
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset

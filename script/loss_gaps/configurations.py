@@ -20,27 +20,27 @@ class Configuration:
     """Formats of all matmuls of a run, as a quantization type or as a recipe."""
 
     name: str
-    #: recipe file; for a type with a prefix, the recipe that the offline study uses; otherwise None
+    #: recipe file, which only the offline study uses if `is_type`; None for a type without a prefix
     recipe: Path | None = None
     is_type: bool = True  #: True if `name` is a quantization type
 
     @property
     def flags(self) -> list[str]:
-        """Return the flags of `pretrain_gpt.py` that set the formats."""
+        """Flags of `pretrain_gpt.py` that set the formats."""
         if self.is_type:
             return ["--custom-quant-type", self.name]
         return ["--quant-recipe", str(self.recipe)]
 
     @property
     def digest(self) -> str:
-        """Return a hash of the content of the recipe to train with, or an empty string."""
+        """Hash of the content of the recipe to train with; empty if training uses no recipe."""
         if self.is_type or self.recipe is None:
             return ""
         return hashlib.sha256(self.recipe.read_bytes()).hexdigest()[:12]
 
     @property
     def file_name(self) -> str:
-        """Return the name in a form that is safe in file names."""
+        """Name in a form that is safe in file names."""
         return self.name.replace(":", "-").replace("/", "-")
 
 

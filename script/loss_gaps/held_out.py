@@ -35,7 +35,7 @@ class Parts:
 
 
 def cut(data: str, valid: str | None, tokens: int, folder: Path) -> Parts:
-    """Return the training data and the held-out text; write them to `folder` unless they exist.
+    """Return the paths of the training data and the held-out text; make these files if necessary.
 
     Args:
         data: prefix of the training data.
@@ -79,7 +79,7 @@ def cut(data: str, valid: str | None, tokens: int, folder: Path) -> Parts:
 
 
 def _write(source: Index, start: int, stop: int, lengths, prefix: str) -> None:
-    """Write the tokens from `start` to `stop`, divided into documents of the given lengths."""
+    """Write the tokens from `start` to `stop`, divided into documents, unless the output exists."""
     if Path(f"{prefix}.idx").is_file():  # written last
         return
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ class Launcher:
         return self._run([*self._words, *arguments], arguments, log, head)
 
     def analyze(self, arguments: Sequence[str], log: Path, head: str) -> int:
-        """Run `python -m megatron.analysis`; the log and the result are as in `train`."""
+        """Run `python -m megatron.analysis`; the log and the return value are as in `train`."""
         return self._run([sys.executable, "-m", ANALYSIS, *arguments], arguments, log, head)
 
     def _run(self, command: list[str], arguments: Sequence[str], log: Path, head: str) -> int:
@@ -101,7 +101,7 @@ def environment() -> dict[str, str]:
 
 
 def _import() -> None:
-    """Import what every run needs. No import may start a thread, because a fork has only one."""
+    """Import what every run needs. No import may start a thread, which forks would lack."""
     import megatron.analysis.__main__
     import megatron.analysis.store
     import megatron.analysis.study

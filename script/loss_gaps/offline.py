@@ -62,14 +62,14 @@ class Pair:
 
     @property
     def equal_bits(self) -> bool:
-        """Return whether the recipe and the uniform format have the same mean bits per value."""
+        """True if the recipe and the uniform format have about the same mean bits per value."""
         return abs(self.bits - self.uniform_bits) <= SAME_BITS
 
 
 def study_dump(
     launcher: Launcher, dump: Path, configurations: Sequence[Configuration], folder: Path
 ) -> pd.DataFrame:
-    """Run the offline study of a dump, and return its table.
+    """Run the offline study of a dump, and return its results for `configurations` and bf16.
 
     Results of earlier calls are reused.
 
@@ -127,7 +127,7 @@ def check_dump(dump: Path, arguments: Sequence[str]) -> None:
 
 
 def _covers(log: Path, studied: dict[str, Any]) -> bool:
-    """Return whether the study with this log is complete and includes all these configurations."""
+    """Return whether the study with this log is complete and covers what `studied` describes."""
     if not log.is_file():
         return False
     head, _, text = log.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -227,14 +227,14 @@ def _proposed(budget: float) -> str:
 
 
 def _layers(uniform: Configuration) -> str:
-    """Return the name of the recipe that sets one format, and only for the studied matmuls."""
+    """Return the name of the recipe that sets the uniform format for the studied matmuls only."""
     return f"layers_{uniform.file_name}"
 
 
 def pairs_of(
     table: pd.DataFrame, budgets: Iterable[float], folder: Path, *, dump: str, whole: bool
 ) -> list[Pair]:
-    """Propose a recipe for each bit budget, and write it to a folder.
+    """Propose and write a recipe for each bit budget, and return it with its uniform counterpart.
 
     The counterpart of a recipe has the format with the smallest offline error among those with the
     most bits within the budget. Both set formats for the same matmuls, so that their mean bits can

@@ -54,7 +54,7 @@ def head_of(arguments: Sequence[str], causes: Mapping[str, str]) -> str:
 
 
 def changed(log: str, head: str) -> list[str]:
-    """Return what differs between the runs of `log` and of `head`, as texts of `CAUSES`.
+    """Return what differs between the runs of `log` and `head`, as texts from `CAUSES`.
 
     Logs of earlier versions of the study contain only the command, so all else counts as changed.
     """

@@ -51,7 +51,7 @@ def has_ended(text: str) -> bool:
 
 
 def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) -> RunLog | None:
-    """Return the result of a run, or None if the log is of another run or has no end.
+    """Return the result of a run, or None if the log is of another run or the run has not ended.
 
     Args:
         text: the log.

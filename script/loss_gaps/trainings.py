@@ -100,12 +100,12 @@ class Trainings:
 
     @property
     def iterations(self) -> int:
-        """Return the number of iterations of each compared run."""
+        """Number of iterations of each compared run."""
         return int(self.options.from_scratch or self.options.continue_iterations)
 
     @property
     def start(self) -> Path:
-        """Return the folder of the checkpoint from which all configurations continue."""
+        """Folder of the checkpoint from which all configurations continue."""
         return (self.options.load or self.folder / "start" / "checkpoint").resolve()
 
     def train_start(self) -> RunLog | None:
@@ -275,7 +275,7 @@ def outcome(result: RunLog) -> str:
 
 
 def remaining(runs: dict[tuple[str, int], RunLog], left: Sequence[str]) -> str:
-    """Return `; about N min remain`, estimated from the durations of earlier runs.
+    """Return text such as `; about 5 min remain`, or an empty string if no runs remain.
 
     Args:
         runs: results of earlier runs.

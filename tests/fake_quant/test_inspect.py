@@ -67,7 +67,7 @@ def test_describe_and_table_print_pages(capsys):
         (["table", "hifp8:2d"], "hifp8 does not take '2d'; it takes sr, hr, inf"),
         (["table", "bf16"], "bfloat16 is a plain torch cast with 2^16 codes"),
         (["table", "fp16"], "torch.tensor(CODE, dtype=torch.uint16).view(torch.float16)"),
-        (["picture", "mxfp8", "fp16"], "cannot draw fp16: thousands of values would be"),
+        (["picture", "mxfp8", "fp16"], "cannot draw fp16: thousands of values would form"),
         (["picture", "--output", "no/such/folder/x.png"], "no folder no/such/folder"),
         (["picture", "mxfp4", "--output", "x.txt"], "Format 'txt' is not supported"),
         ([], "required: COMMAND; see python -m megatron.fake_quant --help"),

@@ -54,7 +54,7 @@ def test_an_unknown_type_is_refused_with_what_there_is(name):
     [
         ("FA_mxfp4:rcel", "format 'mxfp4:rcel': mxfp4 does not take 'rcel'; it takes floor, rceil"),
         ("linear_nvfp4:head2/1", "format 'nvfp4:head2/1': a headroom of 2; choose a fraction"),
-        ("x" * 300, "a format's name of 300 characters"),
+        ("x" * 300, "has 300 characters"),
     ],
 )
 def test_a_type_with_a_wrong_variant_is_refused_with_the_reason(name, message):

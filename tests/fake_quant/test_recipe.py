@@ -488,7 +488,7 @@ def test_the_lm_head_needs_a_recipe():
         ),
         (
             "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, layers: x}\n",
-            "line 2: matcher 'm' has layers: x; give numbers and ranges",
+            "line 2: matcher 'm' has layers: x; give numbers or ranges",
         ),
         (
             "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, "

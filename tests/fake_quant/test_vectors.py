@@ -345,7 +345,7 @@ def overlap(folder):
         (
             changed_manifest(vectors={"edges": {"dtype": [1], "axis": 1}}),
             2,
-            "a manifest without its formats",
+            "its formats are missing or invalid",
         ),
         (
             changed_manifest(vectors={"edges": {"dtype": "float32", "axis": 1, "shape": [1]}}),

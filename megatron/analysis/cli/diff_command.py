@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     b = open_run(arguments.b, "b", arguments.run_b)
     comparison, keys = prepare((a, b), rules, with_origins=not arguments.no_origins)
     summary = Summary(rules)
-    # The summary is printed first, so the lines about the pairs are kept in a temporary file.
+    # The summary is the first line of JSON, so the other lines wait in a temporary file.
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         progress = with_progress(keys, "Comparing", "tensor")
         for result in summary.follow(comparison.run(progress)):

@@ -177,7 +177,7 @@ class Comparison:
     def _load(
         self, key: TensorKey, rows: tuple[Any, Any], *, joined: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the tensors of a pair."""
+        """Load the tensors of a pair; gradients of B are multiplied by `gradient_scale`."""
         if joined:
             a, b = self.a.load_whole(key), self.b.load_whole(key)
         else:

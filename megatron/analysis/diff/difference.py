@@ -33,7 +33,7 @@ class Tolerance:
 
     @property
     def of_values(self) -> bool:
-        """Return whether `rtol` or `atol` limits the difference of each value."""
+        """True if `rtol` or `atol` limits the difference of each value."""
         return self.rtol is not None or self.atol is not None
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Difference:
         return self.cosine * self.norm_b / self.norm_a - 1
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Return whether the difference is allowed."""
+        """Return whether `tolerance` allows the difference."""
         if not self.unequal:
             return True
         limited = tolerance.relative is not None or tolerance.of_values
@@ -132,20 +132,20 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return `x` in a dtype in which differences are computed: float32, or float64 if wider."""
+    """Return `x` as float32 if its values are floats of 8 or 16 bits, and as float64 otherwise."""
     if x.dtype.is_floating_point and x.element_size() <= 2:
         return x.float()
     return x.double()
 
 
 def square_of_norm(x: Tensor) -> float:
-    """Return the sum of the squares of all values in float64; infinite if it overflows."""
+    """Return the sum of the squares of all values in float64; infinite if the sum overflows."""
     norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return norm * norm
 
 
 class _Sums:
-    """Sums over the pieces of two tensors."""
+    """Sums and extremes over two tensors, whose values are added piece by piece."""
 
     def __init__(self, tolerance: Tolerance):
         self._tolerance = tolerance
@@ -156,7 +156,7 @@ class _Sums:
         self._values = (math.nan, math.nan)
 
     def add(self, a: Tensor, b: Tensor, start: int) -> None:
-        """Add a piece that starts at the flat index `start`."""
+        """Add a piece of both tensors, which starts at the flat index `start`."""
         a, b = widened(a), widened(b)
         if a.dtype != b.dtype:
             a, b = a.double(), b.double()
@@ -190,7 +190,7 @@ class _Sums:
         self._values = float(a[place]), float(b[place])
 
     def difference(self, shape: tuple[int, ...]) -> Difference:
-        """Return the result, given the shape of the tensors."""
+        """Return the sums as a `Difference` of two tensors of the given shape."""
         at = None
         if self._at is not None and self._unequal:
             index = torch.unravel_index(torch.tensor(self._at), shape)

@@ -21,7 +21,7 @@ _ERROR = "relative error ‖B - A‖ / ‖A‖"
 
 
 def growth_figure(summary: Summary) -> Figure:
-    """Return a figure with panels for each layer type, for local errors, and for the iterations."""
+    """Return a figure with a panel per layer type, one for local errors and one for iterations."""
     drawn = set() if summary.first_pass is None else {p.layer_type for p in summary.points}
     types = [name for name in TITLES if name in drawn]
     with_local = any(not math.isnan(point.local) for point in summary.points)
@@ -94,7 +94,7 @@ def _lines(
 
 
 def _label_layers(ax: Axes, points: Sequence[Point]) -> None:
-    """Label the axis with the layers, and separate the forward from the backward pass."""
+    """Label the x-axis with the layers, and separate the forward from the backward pass."""
     starts: list[tuple[int, str, int | None]] = []
     for point in points:
         if not starts or starts[-1][1:] != (point.operation, point.layer_idx):

@@ -20,11 +20,11 @@ _GROUPS = ("versions", "topology", "arguments")
 _HARMLESS_WORDS = frozenset(
     ("dir", "save", "log", "logger", "logging", "tensorboard", "wandb", "mlflow", "timestamp")
 )
-#: Other arguments that are not compared. The entry `loaded` of the run card has the checkpoint from
-#: which a run really started.
+#: Other arguments that are not compared. Instead of `load`, the entry `loaded` of the run card is
+#: compared: the checkpoint from which a run really started.
 _HARMLESS = frozenset(("load", "data_cache_path", "rank", "local_rank", "node_rank"))
-#: Prefixes of the environment variables that are compared. The other variables in a run card only
-#: set flags and formats, which are compared themselves.
+#: Prefixes of the environment variables that are compared, except `_HARMLESS_VARIABLES`. The other
+#: variables in a run card only set flags and formats, which are compared themselves.
 _ENVIRONMENT = ("CUDA", "CUBLAS", "NCCL", "NVIDIA_TF32", "NVTE", "OMP_NUM_THREADS", "LAB_FUSED")
 _HARMLESS_VARIABLES = frozenset(("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"))
 MISSING = "(not given)"
@@ -132,7 +132,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _formats(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the accumulator of all matmuls, the recipe's hash, and the commit of the code.
+    """Return the accumulator that all matmuls use, the recipe's hash, and the commit of the code.
 
     `quant_type` describes all other formats that are the same in every layer.
     """
@@ -156,7 +156,7 @@ def _start(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing_matmuls(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the first matmul whose formats differ, if both cards have a format audit."""
+    """Return, for two cards with format audits, the first line of each that the other lacks."""
     first, second = _matmuls(a), _matmuls(b)
     if not first or not second or first == second:
         return {}

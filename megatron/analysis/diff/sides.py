@@ -115,7 +115,7 @@ class Side:
         )
 
     def _layer_positions(self) -> dict[int, float]:
-        """Return the position of each record's layer in its pass; empty without pipeline stages.
+        """Return the position of each record's layer within a pass; empty with one pipeline stage.
 
         A module outside of the layers comes after the layers that precede it on its rank.
         """

@@ -90,7 +90,7 @@ class Summary:
     unreadable: list[Result] = field(default_factory=list)
     #: First pass, as (iteration, micro-batch), in which any value differs; None if there is none.
     first_pass: tuple[Any, Any] | None = None
-    #: Results of `first_pass` by operation and layer.
+    #: Results of `first_pass`, grouped by operation and layer.
     layers: dict[tuple[str, int | None], Group] = field(default_factory=dict)
     iterations: dict[Any, Group] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)  #: pairs of `first_pass`
@@ -100,12 +100,12 @@ class Summary:
 
     @property
     def agrees(self) -> bool:
-        """Return whether no result counts as a difference between the runs."""
+        """True if no result counts as a difference between the runs."""
         return not any(self.rules.fails(status) and n for status, n in self.counts.items())
 
     @property
     def pairs(self) -> int:
-        """Number of pairs."""
+        """Number of pairs of tensors, including those that cannot be compared."""
         return sum(self.counts.values()) - self.counts[ONLY_A] - self.counts[ONLY_B]
 
     @property
@@ -114,7 +114,7 @@ class Summary:
         return [result for _, _, result in sorted(self._local, reverse=True)]
 
     def follow(self, results: Iterable[Result]) -> Iterator[Result]:
-        """Add each result, and yield it."""
+        """Add each result to the summary, and yield it."""
         for number, result in enumerate(results):
             self.add(result, number)
             yield result

@@ -152,7 +152,7 @@ def tables(summary: Summary) -> dict[str, list[Row]]:
 
 
 def _rank(group: Group) -> float:
-    """Return a sort key that puts the group with the largest error first, and NaN before it."""
+    """Return a sort key that puts large errors first, and groups with a NaN error before them."""
     return -math.inf if math.isnan(group.error) else -group.error
 
 

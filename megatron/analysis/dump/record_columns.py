@@ -250,9 +250,8 @@ def _is_finite(value: float) -> bool:
 def _check_sizes(name: str, sizes: Any) -> None:
     """Raise WrongTypeError with the reason if a value is not a valid list of sizes."""
     if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
-        actual = (
-            f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
-        )
+        many = isinstance(sizes, list)
+        actual = f"a list of {len(sizes)} values" if many else f"a {type(sizes).__name__}"
         raise WrongTypeError(f"{name} is {actual}, not a list of at most {_AXES_LIMIT} sizes")
     if not set(map(type, sizes)) <= {int}:
         raise WrongTypeError(f"{name} has values that are not integers")
@@ -271,7 +270,9 @@ def _check_codes(codes: dict[Any, Any]) -> None:
     _check_sizes("codes' shape", codes.get("shape"))
     axis, dtype, dims = codes.get("axis"), codes.get("dtype"), len(codes["shape"])
     if type(axis) is not int or not -dims <= axis < dims:
-        raise WrongTypeError(f"codes' axis is {_short(axis)}, not one of its {dims} dimensions")
+        raise WrongTypeError(
+            f"codes' axis is {_short(axis)}, but the codes' shape has {dims} dimension(s)"
+        )
     if dtype not in ("float32", "float16", "bfloat16", "float64"):
         raise WrongTypeError(f"codes' dtype is {_short(dtype)}, which no operand has")
 

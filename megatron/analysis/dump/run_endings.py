@@ -54,7 +54,7 @@ def unfinished(store: TensorStore) -> dict[str, str]:
 
 
 def alarm(store: TensorStore) -> str:
-    """Return a one-line warning about unfinished runs for a figure, or "" if all runs finished."""
+    """Return a one-line warning about unfinished runs for a figure, or "" if there are none."""
     named = [
         f"run {run_id} ({store.run_card(run_id).get('quant_type') or 'unknown type'}): {words}"
         for run_id, words in unfinished(store).items()

@@ -39,7 +39,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def deviation(figure_data: FigureData) -> Figure:
-    """Draw the relative deviation of each run's tensors from the unquantized run, by layer."""
+    """Draw, by layer, how far tensors of each quantization type are from the unquantized run's."""
     data = figure_data.deviations
     if data.empty:
         raise NothingToDrawError(

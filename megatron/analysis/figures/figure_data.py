@@ -253,7 +253,7 @@ class FigureData:
 
     @functools.cached_property
     def alarm(self) -> str:
-        """One-line warning about unfinished runs, or an empty string if all runs finished."""
+        """One-line warning about unfinished runs, or an empty string if there are none."""
         return alarm(self.store)
 
     def headline(self, figure: Figure, title: str, note: str = "") -> None:

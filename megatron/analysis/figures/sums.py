@@ -85,7 +85,7 @@ def add_up(
     axes: Mapping[tuple[int, str], str],
     bar: Callable[[Sequence[Any], str], Iterable[Any]] = lambda rows, _: rows,
 ) -> Sums:
-    """Return the histograms of the tensors, summed over the groups that `Sums` describes.
+    """Return the sums of the tensors' histograms within the groups that `Sums` describes.
 
     Args:
         tensors: table with the columns `tensor`, `layer_idx`, `place` and `quant_type`.

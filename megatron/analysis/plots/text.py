@@ -28,7 +28,7 @@ def list_below(ax: Axes, note: str) -> None:
 def brief(name: str, longest: int = LONGEST) -> str:
     """Return a name cut to `longest` characters, because names in files can have any length.
 
-    Its beginning and its end remain.
+    The beginning and the end of the name remain.
     """
     if len(name) <= longest:
         return name

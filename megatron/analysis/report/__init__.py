@@ -36,7 +36,7 @@ def write_report(figure_data: FigureData, path: Path) -> Path:
 
 
 def link_figures(path: Path, names: Iterable[str]) -> None:
-    """Link figures in a report that is already written, because they may be drawn later.
+    """Link figures in an existing report; they may have been drawn after the report was written.
 
     Args:
         path: path of the report.

@@ -175,9 +175,9 @@ def _of_layer(item: _Attention, formats: Sequence[str], side: int) -> dict[str, 
 
 
 def moved(change: Values) -> Values:
-    """Return the attention that the keys of a query gain in total, averaged over queries.
+    """Return the sum of all increases in a query's probabilities, averaged over queries.
 
-    Half of the sum of all absolute changes would equal this gain only if the probabilities of a
+    Half of the sum of all absolute changes would equal this sum only if the probabilities of a
     query still added up to 1. Quantized probabilities do not; see `sum_change`.
 
     Args:

@@ -25,8 +25,8 @@ from megatron.analysis.text_table import shown
 
 MOST_DETAILS = 800  #: maximum number of tensors whose details the report contains
 WORST = 60  #: maximum number of rows in a table of the tensors with the lowest SQNR
-#: number of tensors with the lowest SQNR that the table contains for each layer, so that it is
-#: not empty if one layer is chosen
+#: number of tensors with the lowest SQNR that the table lists for each layer, so that the table is
+#: not empty if only one layer is shown
 WORST_OF_LAYER = 6
 NAMED = 24  #: maximum number of tensors that a warning links to
 

@@ -40,7 +40,7 @@ from megatron.bounded_files import printable
 
 TICK = 2000  #: time between two polls of the server, in milliseconds
 QUICK_TICK = 500  #: the same, while the visible tensors are being read or measured
-#: Panels to draw again when there are new statistics, training data, or choices for selectors.
+#: Panels to redraw after new statistics, training data and choices of selectors, respectively.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
 _FOLLOWS_CHOICES = ("controls", "heading")
@@ -248,7 +248,7 @@ class _Views:
         return [new if new != old else no_update for new, old in zip(data, stored, strict=True)]
 
     def panel(self, data: dict[str, Any], identity: dict[str, str]) -> Any:
-        """Return the content of a panel, or a message that states what is wrong with a file."""
+        """Return the content of a panel, or a message that states why it cannot be shown."""
         name, search = identity["name"], str(data.get("search", ""))
         try:
             content: Part = self._panel(name, search)

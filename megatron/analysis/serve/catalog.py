@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 
 class Catalog:
-    """The logical tensors of a dump, in the order in which they were written.
+    """The logical tensors of a dump, in the order in which their first records were read.
 
     Attributes with one element per tensor: `ids`, `rows` (row of the first record in `Records`),
     `run`, `place`, `module` (codes), `layer`, `iteration`, `micro_batch`, `data_rank`, `operand`
@@ -73,7 +73,7 @@ class Catalog:
         return len(self.rows)
 
     def _kept(self, size: int, bad: frozenset[int]) -> NDArray[np.bool_]:
-        """Return a mask without records of codes, of damaged indexes and of repeated paths."""
+        """Return a mask that leaves out records of codes, ignored indexes and repeated paths."""
         records = self.records
         codes = records.tables["codes"]
         is_value = np.array([value is None for value in codes.distinct], dtype=bool)
@@ -249,7 +249,7 @@ class Catalog:
         return int(found[0]) if len(found) else None
 
     def variants(self, tensor: int, column: str) -> dict[int, int]:
-        """Return the tensors that differ from a given one in at most one column, by its value.
+        """Return the tensors that differ from a given one in at most `column`, keyed by its value.
 
         Args:
             tensor: index of the given tensor.

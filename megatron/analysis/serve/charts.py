@@ -104,7 +104,7 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def log_axis(title: str = "", low: float = 1e-3, high: float = 1.0, **more: Any) -> dict[str, Any]:
-    """Return a logarithmic axis with whole powers of ten as ticks."""
+    """Return a logarithmic axis with ticks at powers of ten, and also at 2 and 5 if it is short."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = max((last - first) // 6, 1)
     values = [10.0**e for e in range(first, last + 1, step)]

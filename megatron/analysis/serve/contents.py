@@ -207,7 +207,7 @@ class Contents:
         )
 
     def scales(self, catalog: Catalog, tensor: int, fmt: str) -> pd.DataFrame:
-        """Return a table of the block scales along rows; see `figures.scale_maps`."""
+        """Return a table of a tensor's scales for blocks along rows; see `figures.scale_maps`."""
         table, matrix = self.view(catalog, tensor)
         if matrix.run % (get_format(fmt).block_size or 1):  # no block spans two heads
             table = table.reshape(-1, matrix.run)
@@ -318,7 +318,7 @@ def _attention_tensors(catalog: Catalog, tensor: int) -> dict[str, int]:
 
 
 def _quantized(table: Tensor, matrix: MatrixView, fmt: str, axis: str) -> Tensor:
-    """Quantize a matrix along an axis, as a GEMM that sums along this axis quantizes it."""
+    """Quantize a matrix along an axis, as for a GEMM that sums along this axis."""
     if table.numel() > MOST_VALUES:
         raise NotShownError(f"{table.numel():,} values are too many to be quantized here")
     if table.dtype not in (torch.float32, torch.bfloat16, torch.float16):

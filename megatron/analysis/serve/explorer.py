@@ -208,7 +208,7 @@ class Explorer:
         return Subject(catalog, self.contents, tensor, beside, address, formats)
 
     def look_at(self, tensors: np.ndarray, fmt: str) -> None:
-        """Measure these tensors first."""
+        """Request that the given tensors be measured first."""
         with contextlib.suppress(ValueError):
             get_format(fmt)
             self.measurer.look_at(self.catalog.ids[tensors], fmt)

@@ -44,7 +44,7 @@ from megatron.tensor_record import INDEX_LIMIT, LINE_LIMIT, LINES_LIMIT, parsed_
 
 FIRST_STEP = 1 << 20  #: bytes of an index to read first; longer indexes take several steps
 STEP = 2 << 20  #: maximum number of bytes of an index to read at a time; pages wait for a step
-#: The catalog is made again while an index is read if the records have grown by this factor.
+#: While an index is read, the catalog is rebuilt when the number of records grows by this factor.
 GROWTH = 1.5
 FILES_AT_ONCE = 64  #: number of files without an index that are opened before the next step
 PERIOD = 1.0  #: time between two polls of the files, in seconds
@@ -167,7 +167,7 @@ class Follower:
             return more
 
     def _show_newest(self) -> bool:
-        """Make a catalog of the newest iteration if the indexes are long; return True if made."""
+        """Try to show only the newest iteration if indexes are long; return whether it is shown."""
         sizes = {}
         for index in self._indexes.values():
             with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ class Follower:
             self._problems[path] = why
 
     def _walk(self) -> None:
-        """Search for new index files, run cards and files that no index lists."""
+        """Search the folder for new index files, changed run cards and tensor files."""
         self._walked = time.monotonic()
         if self._stamps and not self._unlisted_left and self._folders_unchanged():
             return

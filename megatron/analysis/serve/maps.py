@@ -34,7 +34,7 @@ class Map:
 
     @property
     def without(self) -> int:
-        """Number of measured tensors for which the statistic is undefined."""
+        """Number of tensors that have no value, although they are not waiting to be measured."""
         return int(np.isnan(self.measured).sum()) - self.waiting
 
 
@@ -111,7 +111,7 @@ def _cells(
     size: int,
     statistic: Statistic,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the median, the worst tensor and the number of tensors of each cell."""
+    """Return each cell's median of the statistic, worst tensor and number of tensors."""
     counts = np.bincount(cell, minlength=size)
     medians = np.full(size, np.nan)
     tensors = np.full(size, NO_TENSOR, np.int64)

@@ -220,7 +220,7 @@ class Measurer:
                 self._executor.submit(load_kernels, self._always)
 
     def start(self) -> None:
-        """Read the results of an earlier server, and start to measure."""
+        """Read the results that an earlier server saved, and start to measure."""
         if self.cache is not None:
             self.numbers.load(self.cache)
         self._thread.start()
@@ -235,7 +235,7 @@ class Measurer:
         self._save(0)
 
     def look_at(self, ids: NDArray[np.uint64], fmt: str = "") -> None:
-        """Measure these tensors first, because a page shows them."""
+        """Request that the given tensors be measured first, because a page shows them."""
         if fmt and fmt not in self.formats:
             others = [name for name in self.formats if name not in self._always]
             forgotten = others[: max(len(others) + 1 - MOST_OTHERS, 0)]
@@ -363,7 +363,7 @@ class Measurer:
             self._save(SAVE_PERIOD)
 
     def _pending(self, catalog: Catalog, visible: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the tensors to measure: visible ones first, then operands, each newest first."""
+        """Return unmeasured tensors: visible ones, operands, others; each group newest first."""
         rows = self.numbers.rows_of(catalog.ids, catalog.stamps)
         lacking = self.numbers.missing(rows, self.formats)
         lacking &= ~self.numbers.failed(catalog.ids, catalog.stamps)

@@ -23,7 +23,7 @@ _ITERATION = re.compile(rb'"iteration": \d+[,}]')
 
 
 def newest_records(path: str, number: int, records: Records) -> bool:
-    """Add the records of the last iteration in an index, and return whether they are complete.
+    """Add the last iteration of an index to `records`; return False if it may be incomplete.
 
     An index without any complete line counts as complete.
 

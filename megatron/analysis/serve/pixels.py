@@ -35,7 +35,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Image:
-    """Pixels; each shows the value of largest magnitude in `step` rows and columns."""
+    """Image whose pixels each show the value of largest magnitude in `step` rows and columns."""
 
     values: NDArray[np.float32]
     region: Region

@@ -46,7 +46,7 @@ class Priority:
             stop.wait(left)
 
     def add(self, process: int) -> None:
-        """Make a process wait, too; it must have called `obey`, or have the signal blocked."""
+        """Add a process that `request` pauses; it must have called `obey` or blocked the signal."""
         with self._lock:
             self._processes.add(process)
 

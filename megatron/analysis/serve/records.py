@@ -208,7 +208,7 @@ class Records:
     def _identities(
         self, codes: dict[str, NDArray[np.int32]], start: int, paths: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        """Return a hash per row that identifies its logical tensor, apart from `recomputed`.
+        """Return a hash per row that identifies its logical tensor, ignoring `recomputed`.
 
         A file without a run ID, or with dims that cannot be parsed, is a tensor of its own.
         """

@@ -183,7 +183,7 @@ STATISTICS = (
         help="largest amax of a token over that of the median token",
     ),
 )
-#: SQNR of the matmul's results, read from the table of a study.
+#: SQNR of matmul results, read from the table of a study.
 OUTPUT_SQNR = Statistic(
     "output_sqnr_db",
     "SQNR of the results",
@@ -204,7 +204,7 @@ class Measured:
     """Numbers of one tensor, as the measuring process returns them."""
 
     values: tuple[float, ...]  #: in the order of `VALUES`
-    #: by format: the numbers for rows, then for columns, in the order of `ERRORS`
+    #: by format: the row-wise numbers, then the column-wise ones, each in the order of `ERRORS`
     errors: dict[str, tuple[float, ...]]
 
 
@@ -250,8 +250,8 @@ class Numbers:
                 if name not in self._errors:
                     self._errors[name] = array = GrowingArray(np.float32, 2 * len(ERRORS))
                     array.extend(np.full((len(self._ids), 2 * len(ERRORS)), np.nan))
-                # -Inf marks a number that the tensor does not have, such as the SQNR of zeros; NaN
-                # marks one that has not been measured.
+                # -Inf marks a number that is undefined, such as the SQNR of zeros; NaN marks one
+                # that has not been measured.
                 own = np.array(numbers or np.full(2 * len(ERRORS), -np.inf))
                 self._errors[name].values[row] = np.where(np.isnan(own), -np.inf, own)
             self.failures.pop(identity, None)
@@ -290,7 +290,7 @@ class Numbers:
     def column(
         self, statistic: Statistic, rows: NDArray[np.int64], fmt: str, axis: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return a statistic of each tensor; NaN if it is not measured.
+        """Return a statistic of each tensor; NaN if it was not measured or is undefined.
 
         Args:
             statistic: a member of `STATISTICS`.
@@ -310,7 +310,7 @@ class Numbers:
         return found
 
     def missing(self, rows: NDArray[np.int64], formats: list[str]) -> NDArray[np.bool_]:
-        """Return a mask of the tensors that lack all numbers, or those of one of the formats."""
+        """Return a mask of the tensors that were not measured, or not in every given format."""
         lacking: NDArray[np.bool_] = rows < 0
         for name in formats:
             if name not in self._errors:

@@ -209,7 +209,7 @@ class Training:
         return before != (tail.series.last(), sum(map(len, tail.series.values.values())))
 
     def _read_statistics(self, folder: Path) -> bool:
-        """Read the Parquet files of a run again if there are new ones."""
+        """Read the Parquet files of a run again if any were added or changed."""
         files = sorted(folder.glob("*.parquet"))
         if any(path.is_symlink() for path in files):
             return False

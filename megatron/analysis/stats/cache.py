@@ -287,7 +287,7 @@ def check_place(folder: Path) -> None:
 
 
 def _check_names(folder: Path) -> None:
-    """Check the file types of the cache folder and the files in it, without opening any file.
+    """Check the file types of the cache's paths, and refuse a leftover journal; open no file.
 
     Raises:
         ForeignCacheError: if a path is refused; the message contains the path.

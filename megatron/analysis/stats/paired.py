@@ -32,7 +32,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Return whether zero is outside of the interval; False if there is no interval."""
+        """True if zero is outside of the interval; False if there is no interval."""
         return self.low > 0 or self.high < 0
 
 
@@ -81,7 +81,7 @@ def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def standard_error(differences: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN for fewer than two differences."""
+    """Return the standard error of the mean of the differences; NaN for fewer than two."""
     count = len(differences)
     return float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
@@ -102,7 +102,7 @@ def mean_interval(differences: Sequence[float], confidence: float = CONFIDENCE) 
 
 
 def ranks(values: Array) -> Array:
-    """Return the ranks along the last axis, from 1; equal values share their mean rank."""
+    """Return ranks from 1 along the last axis of `values`; equal values share their mean rank."""
     below = values[..., None, :] < values[..., :, None]
     equal = values[..., None, :] == values[..., :, None]
     total: Array = below.sum(-1) + (equal.sum(-1) + 1) / 2
@@ -110,7 +110,7 @@ def ranks(values: Array) -> Array:
 
 
 def _correlations(x: Array, y: Array) -> Array:
-    """Return Pearson's correlation along the last axis; NaN if x or y is constant."""
+    """Return Pearson's correlation of x and y along the last axis; NaN if x or y is constant."""
     x = x - x.mean(-1, keepdims=True)
     y = y - y.mean(-1, keepdims=True)
     scale = np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
@@ -120,7 +120,7 @@ def _correlations(x: Array, y: Array) -> Array:
 
 
 def spearman(x: Sequence[float], y: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Return Spearman's rank correlation with a percentile bootstrap interval over the pairs.
+    """Return Spearman's rank correlation of x and y with a bootstrap percentile interval.
 
     Infinite values are allowed, because only their order counts. Bootstrap samples in which x or y
     is constant are left out. The result is NaN for fewer than three pairs. There is no interval for

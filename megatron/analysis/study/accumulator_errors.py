@@ -172,7 +172,7 @@ def accumulator_rows(
 def _products(
     matmul: Matmul, index: int, candidate: Candidate, accumulator: Accumulator, seed: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Return a GEMM's result with an accumulator, the exact result, and the reduction length."""
+    """Return a GEMM's accumulated result, its exact result, and the reduction length."""
     formats = _formats(matmul.operation, candidate.format)
     slots = list(GEMM_SLOTS.values())[index]
     tensors = {"a": matmul.a, "b": matmul.b, "c": matmul.c}

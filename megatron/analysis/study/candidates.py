@@ -70,7 +70,7 @@ class Candidate:
 def candidates_of(
     formats: Sequence[str], recipes: Sequence[Path], accumulators: Sequence[str] = ()
 ) -> list[Candidate]:
-    """Return the candidates with the given names and files, in this order and without duplicates.
+    """Return the candidates for the formats, then those for the recipes, without duplicates.
 
     `bf16` or `none` stands for operands that are not quantized. Each format is a candidate with
     the accumulator of torch.matmul, and another one with each of `accumulators` that fits; see
@@ -106,7 +106,7 @@ def candidates_of(
 def fitting_pairs(
     formats: Sequence[Format | None], accumulators: Sequence[str]
 ) -> tuple[list[tuple[Format | None, Accumulator]], list[str]]:
-    """Return the pairs of a format and an accumulator that a matrix unit multiplies.
+    """Return the pairs of a format and an accumulator whose matrix unit multiplies that format.
 
     The second result lists the reason why each other pair is left out. The format None stands for
     high precision.

@@ -214,7 +214,7 @@ def _in_tiles(of_pass: Pass, candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _zero_results(rows: pd.DataFrame) -> int:
-    """Return the number of GEMM results that are zero both in high precision and quantized."""
+    """Return the number of GEMM results that are zero both with and without quantized operands."""
     if rows.empty:
         return 0
     zero = rows[rows["relative_error"].isna() & (rows["nonfinite"] == 0)]

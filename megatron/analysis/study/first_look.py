@@ -1,4 +1,4 @@
-"""Study the formats on a part of a dump that takes seconds, for `quick_analysis.png`.
+"""Study the formats on a small part of a dump, within seconds, for `quick_analysis.png`.
 
 The part is chosen in the same way every time: one run, its first iteration, the first micro-batch
 of this iteration and, if the model is large, a few layers at equal distances. The numbers are the

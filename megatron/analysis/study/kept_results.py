@@ -30,7 +30,7 @@ Rows = tuple[list[Row], list[Row]]  #: rows of the table of errors and of the ta
 
 
 class KeptResults:
-    """Results of earlier studies, kept in a file; without a folder, only in memory."""
+    """Results of earlier studies, kept in a file or, if no folder is given, only in memory."""
 
     def __init__(self, folder: Path | None):
         self.path = None if folder is None else folder / NAME
@@ -48,7 +48,7 @@ class KeptResults:
                     self._add(json.loads(line))
 
     def _add(self, entry: Any) -> None:
-        """Add the results in one line of the file, if it has the expected form."""
+        """Add the results from one line of the file; ignore a line that has an unexpected form."""
         if isinstance(entry, dict) and isinstance(entry.get("key"), str):
             rows: Any = entry.get("rows")
             if _is_rows(rows):

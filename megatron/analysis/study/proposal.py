@@ -57,12 +57,12 @@ class Proposal:
 
     @property
     def bits(self) -> float:
-        """Mean bits per value of all operands."""
+        """Mean bits per value of the operands of all matmuls in `choices`."""
         return _mean_bits(self.choices)
 
     @property
     def error(self) -> float:
-        """Sum of the squared relative errors of all GEMM results."""
+        """Sum of the squared relative errors of the GEMM results of all matmuls in `choices`."""
         return sum(option.error for _, option in self.choices)
 
 
@@ -181,7 +181,7 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _saving(first: Option, second: Option) -> float:
-    """Return the error that an exchange saves, divided by the increase in bits per value."""
+    """Return the decrease in error from `first` to `second`, divided by the increase in bits."""
     more = second.bits - first.bits
     return (first.error - second.error) / more if more > 0 else math.inf
 

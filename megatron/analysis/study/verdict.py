@@ -38,7 +38,7 @@ OPERAND_NAMES = {
 
 
 def with_names(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of a study with the columns `candidate` and `place`.
+    """Return a table of a study with the additional columns `candidate` and `place`.
 
     A place is a module and a GEMM, such as `fc2 dgrad`, or an operation of attention and a GEMM.
     """
@@ -62,7 +62,7 @@ def candidate_names(table: pd.DataFrame) -> pd.Series[str]:
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the SQNR and the bits of each candidate, place and layer.
+    """Return the SQNR and the bits per value for each candidate, place and layer.
 
     Squared relative errors are means over modules of the same short name, iterations, micro-batches
     and ranks, and bits are means over the values of their operands. A result with NaN or Inf makes
@@ -185,7 +185,7 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
 
 
 def _unquantized(table: pd.DataFrame, name: str) -> str:
-    """Return a note on the results without quantized operands, and the others' median SQNR.
+    """Return a note that counts results of unquantized GEMMs and gives the others' median SQNR.
 
     The median of a recipe that quantizes only some matmuls says little about the quantized ones.
     The text is empty if all results have quantized operands, or if none of them has.

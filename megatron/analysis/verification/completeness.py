@@ -82,7 +82,7 @@ class _Run:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run ended as planned."""
+        """True if the run ended as planned."""
         return self.card.get("status") == "finished"
 
     @cached_property
@@ -126,7 +126,7 @@ class _Run:
 
     @property
     def early(self) -> bool:
-        """Return whether a rank ended early in a run that has records of only one iteration."""
+        """True if a rank ended early in a run that has records of only one iteration."""
         return bool(self.last_iterations) and self.records["iteration"].nunique() == 1
 
 
@@ -223,7 +223,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers without the records that the card implies."""
+    """Report iterations, micro-batches and layers that the run card implies but no record has."""
     records = run.records
     args = {
         name: value
@@ -374,7 +374,7 @@ def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, s
 
 
 def _codes_of_empty_operands(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
-    """Return codes that no run saves, because their operand has no values.
+    """Return the codes that a run does not save, because their operands have no values.
 
     An expert that received no tokens has such operands. The result has the same form as that of
     `_passes_of_tensors`.

@@ -361,7 +361,7 @@ def _matmul(
 
 
 def mask_of(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> KeyMask:
-    """Return the keys that are hidden from the queries of one rank.
+    """Return the mask of the keys that are hidden from the queries of one rank.
 
     Args:
         tokens: number of tokens on each rank.

@@ -55,7 +55,7 @@ class Recomputation:
 
     @property
     def wrong(self) -> bool:
-        """Return whether the deviation is NaN or exceeds the allowed deviation."""
+        """True if the deviation is NaN or exceeds the allowed deviation."""
         return not self.exact and not self.excess <= 1
 
 

@@ -256,7 +256,7 @@ def window_of_card(card: Mapping[str, Any], module: str, iteration: int) -> tupl
 def _recorded_softmax(
     card: Mapping[str, Any], module: str, iteration: int
 ) -> Mapping[str, Any] | None:
-    """Return the softmax parameters of a layer's audit, or those derived from the arguments.
+    """Return a layer's softmax parameters from the audit or, if it has none, from the arguments.
 
     Raises:
         NotCheckedError: if the mask is not known.

@@ -36,7 +36,7 @@ ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 CheckedResult = tuple[str, Any, Outcome]
 
 
-#: Slots in which each tensor is multiplied; the record of the tensor contains the formats.
+#: Slots of each tensor, that is, its uses as an operand; its record contains their formats.
 _SLOTS = {
     "linear": {
         "input": ("fprop_a", "wgrad_a"),
@@ -128,7 +128,7 @@ class Results:
         return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
 
     def _codes(self, by_name: Mapping[str, Any]) -> dict[str, QuantizedTensor]:
-        """Return operands whose codes were saved, keyed by slot (operand of one GEMM)."""
+        """Return the saved codes of the operands, keyed by slot (operand of one GEMM)."""
         return {
             slot: self.store.load_codes(by_name[name])
             for slot, name in zip(SLOTS, CODES["linear"], strict=True)
@@ -264,7 +264,7 @@ def check_known(rows: Iterable[Any]) -> None:
 
 
 def _better(first: Outcome | None, second: Outcome) -> Outcome:
-    """Return the better outcome: a small deviation is best, and an unchecked result is worst."""
+    """Return the better outcome; an exact result ranks first, and an unchecked one last."""
     if first is None or isinstance(first, NotCheckedError):
         return second
     if isinstance(second, NotCheckedError):

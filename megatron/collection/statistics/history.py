@@ -226,7 +226,7 @@ class TensorStatistics:
         self._pending.append((place, x.numel(), measure(x.detach())))
 
     def end_iteration(self) -> None:
-        """Move the statistics of the iteration from the device to the rows to write."""
+        """Copy the iteration's statistics from the device, and add them to the rows to write."""
         if not self._pending:
             return
         self.measured = True

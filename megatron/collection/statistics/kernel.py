@@ -29,7 +29,7 @@ kernel = kernel_compiler("operand-sums", Path(__file__).parent, _sources, reorde
 
 @kernel
 def sums(x, quantized, start, stop, totals):
-    """Write the sums over `x[start:stop]` and `quantized[start:stop]` to `totals`.
+    """Write five sums over `x[start:stop]` and `quantized[start:stop]` to `totals`.
 
     Args:
         x: bits of the values.

@@ -69,14 +69,14 @@ def _measure(x: torch.Tensor, quantized: torch.Tensor | None) -> torch.Tensor:
 
 
 def joined(shards: Iterable[Sums]) -> Sums:
-    """Return the sums over all shards of an operand."""
+    """Combine the sums over the shards of an operand into the sums over the whole operand."""
     values, amaxes, *columns = zip(*shards, strict=True)
     amax = math.nan if any(map(math.isnan, amaxes)) else max(amaxes)
     return Sums(sum(values), amax, *map(sum, columns))
 
 
 def statistics(sums: Sums, *, quantized: bool) -> Statistics:
-    """Return the statistics of an operand from its sums."""
+    """Compute the statistics of an operand from its sums."""
     sqnr = underflow = None
     if quantized:
         underflow = sums.lost / sums.nonzero if sums.nonzero else 0.0

@@ -42,7 +42,7 @@ class ParquetFiles:
         self._since = time.monotonic()
 
     def add(self, rows: list[tuple[Any, ...]]) -> None:
-        """Append rows, and write a file if there are many or if the last file is old.
+        """Append rows; write a file if many rows are in memory or if the last file is old.
 
         Raises:
             OSError: if the file cannot be written.

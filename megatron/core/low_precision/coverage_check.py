@@ -18,7 +18,7 @@ from megatron.collection.module_identity import Identified, transformer_layers, 
 from megatron.core.low_precision.transformer_engine import TransformerEngineLayer
 from megatron.fake_quant import policy
 
-#: Names of modules in a transformer layer whose matmuls stay in high precision on purpose.
+#: Names of modules in a transformer layer whose own matmuls stay in high precision on purpose.
 HIGH_PRECISION = ("router", "shared_experts")
 CORE_ATTENTION = "core_attention"
 
@@ -89,7 +89,7 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 def _check_transformer_engine(
     module: TransformerEngineLayer, request: str, *, collecting: bool
 ) -> None:
-    """Raise ValueError if a format includes the module, or if its tensors cannot be collected."""
+    """Raise ValueError if a format is set for the module, or its tensors cannot be collected."""
     assert module.identity is not None
     name, layer = module.identity.name, module.identity.layer_idx
     described = f"{name}, a {type(module).__qualname__} of Transformer Engine"
@@ -108,7 +108,7 @@ def _check_transformer_engine(
 
 
 def _configured(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the model and all its layers that have a configuration of megatron-core."""
+    """Yield the model and its layers, except those without a configuration of megatron-core."""
     for module in model.modules():
         if (module is model or isinstance(module, Identified)) and hasattr(module, "config"):
             yield module

@@ -192,7 +192,7 @@ def _is_named_and_quantized(module: torch.nn.Module) -> bool:
 
 
 def _lengths(module: torch.nn.Module, operation: str) -> dict[str, int]:
-    """Return the length of the history of each slot that may have a delayed format."""
+    """Return the largest history length of each slot that may have a delayed format."""
     lengths: dict[str, int] = {}
     for formats, _ in module.planned(policy.current(), operation).of_all_times():
         for slot in SLOTS:

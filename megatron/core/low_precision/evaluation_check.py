@@ -68,7 +68,7 @@ def begin(
 
 
 def _observe(model: torch.nn.Module, inputs: Any) -> Callable[[bool], None]:
-    """Observe an evaluation; if it calls no layer, let the next one be observed, too."""
+    """Observe an evaluation; if it calls no layer, the next evaluation is observed, too."""
     observer = FirstForward(model, inputs)
     _idle.add(model)
 

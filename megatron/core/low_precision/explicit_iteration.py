@@ -51,7 +51,7 @@ def _remove_inherited_hooks(root: torch.nn.Module) -> None:
 
 
 def seed_of_the_run() -> int:
-    """Return the run's seed: the lowest seed of all ranks, because later stages add an offset."""
+    """Return the run's seed, the lowest of all ranks: later pipeline stages add an offset to it."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()
@@ -60,7 +60,7 @@ def seed_of_the_run() -> int:
 
 
 def _before(root: torch.nn.Module, inputs: Any) -> None:
-    # A copy of an outermost module has this hook, too, even after the iteration.
+    # A copy of an outermost module keeps this hook even after the iteration.
     if _current is not None:
         _current.before(root, inputs)
 
@@ -140,7 +140,7 @@ class ExplicitIteration:
             delayed.begin_forward(index)
 
     def _check_names(self, root: torch.nn.Module) -> None:
-        """Raise ValueError if this model and another one have equal names and are collected.
+        """Raise ValueError if this model and another collected one have layers with the same name.
 
         A copy keeps the names of its layers, and a model that first runs in a later iteration may
         get the names of an earlier one. Their tensors could not be told apart.

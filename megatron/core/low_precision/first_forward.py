@@ -53,14 +53,14 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     own = (module.__dict__.get(name) for name in ("forward", "_forward_impl"))
     return (
         hasattr(module, "_orig_mod")
-        # torch.compile is disabled if it returns the function itself
+        # if torch.compile is disabled, it returns the function itself
         or getattr(module, "_compiled_call_impl", None) not in (None, module._call_impl)
         or any(hasattr(method, "_torchdynamo_orig_callable") for method in own)
     )
 
 
 def _eager_layers(module: torch.nn.Module) -> Iterator[Quantized]:
-    """Yield the layers of a model that no module with compiled code contains."""
+    """Yield the layers of a model that are neither compiled nor inside a compiled module."""
     if _is_compiled(module):
         return
     if isinstance(module, Quantized):
@@ -89,7 +89,7 @@ class FirstForward:
     """
 
     def __init__(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Begin to observe a forward pass, from a hook that torch calls before it."""
+        """Begin to observe a forward pass; called by a hook before this pass."""
         self.model = model
         self.abandoned = False  #: True if an exception has ended the pass
         self._names = {module: unwrapped(name) for name, module in model.named_modules()}
@@ -106,7 +106,7 @@ class FirstForward:
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
-        # Adding global hooks and removing them would each cause compiled code to be recompiled.
+        # Adding global hooks would cause compiled code to be recompiled; so would removing them.
         self._in_parts = any(map(_is_compiled, model.modules()))
         if self._in_parts:
             self._handles = [
@@ -120,7 +120,7 @@ class FirstForward:
         ]
 
     def _after_layer(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Note that a layer has returned, and look for the parameters behind its output."""
+        """Note that a layer has returned, and find the parameters on which its output depends."""
         self._note_return(module)
         for _ in self._new_nodes(output):
             pass
@@ -149,7 +149,7 @@ class FirstForward:
             pass  # the call of an inner module has ended with an exception that was handled
 
     def _note_operations(self, output: Any) -> None:
-        """Attribute the operations that led to `output` to the current module."""
+        """Count the new operations that led to `output` for the layer or module that is running."""
         operations = Counter(self._new_nodes(output))
         if not operations or not self._stack:
             return
@@ -163,7 +163,7 @@ class FirstForward:
         return self._names.get(module, "").rpartition(".")[2]
 
     def _new_nodes(self, output: Any) -> Iterator[str]:
-        """Yield the kinds of the matmuls in the graph of `output`, except those visited before."""
+        """Yield the kinds of the operations in the graph of `output` that are not yet visited."""
         nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
         while nodes:
             node = nodes.pop()

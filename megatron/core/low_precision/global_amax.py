@@ -73,7 +73,7 @@ REPLICAS = "replicas"
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """All-reduce of a maximum; ranks with other experts use other elements of the same vector."""
+    """All-reduce of a maximum; each expert has its own element of the vector that is reduced."""
 
     group: torch.distributed.ProcessGroup
     element: int = 0
@@ -113,7 +113,7 @@ def global_amax(x: Tensor, dims: str, *, is_expert: bool) -> Tensor:
 
 
 def _reduction(dims: str, *, is_expert: bool) -> _Reduction | None:
-    """Return the reduction over the groups of an operand; None if one rank has all of it."""
+    """Return the reduction over an operand's groups; None if this rank has the whole operand."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     cp_size = parallel_state.get_context_parallel_world_size()
@@ -137,7 +137,7 @@ _GROUPS: Mapping[frozenset[str], Callable[[], torch.distributed.ProcessGroup]] =
 
 
 def _over_replicas() -> _Reduction | None:
-    """Return the reduction over an expert's replicas for a micro-batch; None if there is only one.
+    """Return the reduction over an expert's replicas for a micro-batch; None for a single replica.
 
     The reduction includes the etp ranks that share the expert.
 

@@ -183,12 +183,12 @@ def note_mask(attention: torch.nn.Module, mask: torch.Tensor | None) -> None:
 
 
 def _mask_follows_positions(attention: torch.nn.Module) -> bool:
-    """Return whether the mask follows from positions: context parallelism or a sliding window."""
+    """Return whether positions determine the mask (context parallelism or a sliding window)."""
     return attention.context is not None or attention.scale_mask_softmax.window_size is not None
 
 
 def _mask_of(attention: torch.nn.Module) -> tuple[str, ...]:
-    """Return the audit's mark for the mask of an attention layer; a causal mask has none."""
+    """Return the audit's mark for the mask of an attention layer, or () if it needs none."""
     mark = MASK_NOT_SAVED
     if _mask_follows_positions(attention):
         return ()

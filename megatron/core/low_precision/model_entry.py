@@ -101,7 +101,7 @@ def enter(module: torch.nn.Module, inputs: Any) -> None:
 
 
 def _begin_evaluation(module: torch.nn.Module, inputs: Any) -> None:
-    """Check a module that does not train, and watch for further models after this call."""
+    """Check a module that is evaluated or multiplies nothing, and then watch for other models."""
     end = None
     if not session.audited() and model_roots.layers_of(module):
         end = evaluation_check.begin(module, inputs, reach_check.prepared())

@@ -24,8 +24,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron.collection.module_identity import Identified, assign_identities
 from megatron.collection.training_clock import clock
 
-#: Number of calls of outermost modules since the last layer was built. After these calls, the hook
-#: is registered again only while a layer has no name.
+#: Number of calls of outermost modules, since the last layer was built, after which the hook is
+#: registered again only while a layer has no name.
 PATIENCE = 1000
 
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
@@ -58,7 +58,7 @@ def expect_name(layer: Identified) -> None:
 
 
 def watch(*, anew: bool = False) -> None:
-    """Call `model_entry.enter` before the next forward pass of a module.
+    """Register a hook that calls `model_entry.enter` before the next forward pass of any module.
 
     Args:
         anew: whether to restart the count of calls, because something has changed.

@@ -139,7 +139,7 @@ def _refusal(requested: str, chunks: Sequence[torch.nn.Module], missed: Sequence
 
 
 def note_reach(model: torch.nn.Module) -> bool:
-    """Return whether a layer of a model is quantized or collected; note it until the exit."""
+    """Return whether a layer of a model is quantized or collected; note it for the exit check."""
     layers = [layer for layer in model_roots.layers_of(model) if isinstance(layer, Collected)]
     if policy.current().changes_matmuls:
         quantized = [layer for layer in layers if isinstance(layer, Quantized)]

@@ -215,7 +215,7 @@ def _cut_blocks(module: Quantized) -> Iterator[str]:
 def _other_dtypes(
     module: Quantized, operation: str, formats: GemmFormats, source: str
 ) -> Iterator[str]:
-    """Yield a message for each GEMM whose operands its accumulator's unit does not accept."""
+    """Yield a message for each GEMM whose accumulator does not accept the operands' types."""
     assert module.identity is not None
     for gemm, accumulator in formats.accumulators.items():
         operands = (formats.effective(slot).format for slot in GEMM_SLOTS[gemm])

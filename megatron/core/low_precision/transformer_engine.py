@@ -184,7 +184,7 @@ class _Linear(TransformerEngineLayer):
 
     @property
     def is_expert(self) -> bool:
-        """Return whether this is a layer of experts, which have their own tensor-parallel group."""
+        """True if this is a layer of experts, which have their own tensor-parallel group."""
         name = "" if self.identity is None else self.identity.name
         return bool(re.search(r"\bexperts\.", name))
 

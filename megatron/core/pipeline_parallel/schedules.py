@@ -48,7 +48,7 @@ policy.call_before_change(_check_again)
 
 
 def _first(tensors):
-    """Return the first tensor of an output: a tensor, a list, or a dict with one entry per module.
+    """Return the first tensor of an output, which is a tensor, a list, or a dict keyed by module.
 
     Return None if the output holds no tensor.
     """

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _IN_TILES = {"qk": ("dgrad_c", "wgrad_c"), "pv": ("fprop_a", "wgrad_a")}
 
 
-#: Why attention with a softmax offset or with dropout cannot have unnormalized probabilities.
+#: Reason why attention with a softmax offset or dropout cannot have unnormalized probabilities.
 NORMALIZED_ONLY = (
     "unnormalized probabilities are for attention without a softmax offset and without "
     "dropout; give --attention-dropout 0, or leave out probabilities: unnormalized"

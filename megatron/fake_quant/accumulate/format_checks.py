@@ -49,7 +49,7 @@ def element_name(fmt: Format | None, dtype: torch.dtype) -> str:
 
 
 def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
-    """Return the reason why a unit cannot apply the scales of a format, or None if it can."""
+    """Return why a unit cannot apply a format's scales or multiply HiFloat8, or None if it can."""
     scaling = fmt.scaling
     if isinstance(fmt.element, HiFloat8) and accumulator.elements:
         return (

@@ -82,7 +82,7 @@ def accumulated_matmul(
 def multiply(
     a: UnitOperand, b: UnitOperand, accumulator: Accumulator, *, start: Tensor | None = None
 ) -> Tensor:
-    """Return A B^T + `start` for operands that need no check.
+    """Return A B^T + `start` without checking the operands.
 
     The accumulator must be a simulated one. Each sum begins with its value of `start`, a float32
     tensor of the result's shape, or with zero; see `scalar.dot`.

@@ -63,7 +63,7 @@ def get_accumulator(name: str) -> Accumulator:
         )
     if len(name) > _LONGEST_NAME:
         raise ValueError(
-            f"an accumulator's name of {len(name)} characters, {name[:20]!r}...; choose a name of "
+            f"the accumulator name {name[:20]!r}... has {len(name)} characters; choose a name of "
             f"at most {_LONGEST_NAME} characters"
         )
     key = name.lower()

@@ -34,7 +34,7 @@ def accumulated_product(
 def accumulated_sums(
     a: UnitMatrix, b: UnitMatrix, accumulator: Accumulator, *, start: Tensor | None = None
 ) -> Tensor:
-    """Return the float32 sums of a product, without the factors `UnitMatrix.after`.
+    """Return the float32 sums of a product before the factors `UnitMatrix.after` are applied.
 
     Args:
         a: operand A.
@@ -71,7 +71,7 @@ def scaled_sums(sums: Tensor, a: UnitMatrix, b: UnitMatrix, alpha: float) -> Ten
 
 
 def _scales(matrix: UnitMatrix, block: int) -> Tensor:
-    """Return the scales of an operand, which are ones if it has none."""
+    """Return the scales of an operand, or ones if the operand has no scales."""
     if matrix.scales is not None:
         return matrix.scales
     *rows, length = matrix.elements.shape

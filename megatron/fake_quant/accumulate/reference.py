@@ -136,14 +136,14 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _scales_of(scales: Tensor, columns: range, accumulator: Accumulator) -> Tensor:
-    """Return the scale of each element of some columns, in float64."""
+    """Return the block scales of all rows in the given columns, in float64."""
     assert accumulator.scale_block is not None, accumulator.name
     blocks = [column // accumulator.scale_block for column in columns]
     return scales[:, blocks].double()
 
 
 def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | float:
-    """Return the product of both operands' scales of a block, rounded to float32, as float64.
+    """Return the products of A's and B's scales of a block, rounded to float32, as float64.
 
     Return 1.0 if the operands have no scales.
     """
@@ -156,7 +156,7 @@ def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | 
 def _two_stages(
     terms: Tensor, exponents: Tensor, start: tuple[Tensor, Tensor], accumulator: Accumulator
 ) -> Tensor:
-    """Return the sum of terms and the running sum in the design "two_stage", before rounding."""
+    """Return the terms plus the running sum in the design "two_stage", before rounding."""
     bits, parts = accumulator.align_bits, accumulator.interleave
     assert bits is not None
     running, running_exponent = start
@@ -200,7 +200,7 @@ def _sum_rounded_to_odd(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _exponent(x: Tensor, smallest: int) -> Tensor:
-    """Return the exponents (int64) of numbers of a type whose smallest normal exponent is given."""
+    """Return each exponent (int64), at least `smallest`; `ZERO_EXPONENT` for 0, Inf and NaN."""
     finite = torch.where(x.isfinite(), x, 0.0).double()
     exponent = (torch.frexp(finite).exponent.long() - 1).clamp(min=smallest)
     return torch.where(finite == 0, ZERO_EXPONENT, exponent)

@@ -1,4 +1,4 @@
-"""Define, for one dot product, what each accumulator returns, in exact integers.
+"""Define what each accumulator returns for one dot product, in exact integer arithmetic.
 
 This is the definition that every faster implementation must match bit for bit (the payload of a NaN
 excepted). It is meant to be read; a product takes about ten microseconds. The design "torch" has no
@@ -36,7 +36,7 @@ class _Term(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """Two elements of a product with the scales of their blocks."""
+    """Two elements to be multiplied, and the scales of their blocks."""
 
     elements: tuple[float, float]
     scales: tuple[float, float]
@@ -140,7 +140,7 @@ def _overflowing(product: float) -> float:
 
 
 def _products(factors: list[_Factors], smallest: tuple[int, int]) -> list[_Term]:
-    """Return each product as a term, whose exponent adds up those of its elements and scales."""
+    """Return each product as a term whose exponent is the sum of its factors' exponents."""
     return [
         _Term(
             _fixed(each.product),
@@ -152,7 +152,7 @@ def _products(factors: list[_Factors], smallest: tuple[int, int]) -> list[_Term]
 
 
 def _groups(factors: list[_Factors], accumulator: Accumulator) -> list[_Term]:
-    """Return each group's exact sum as a term, whose exponent adds up those of its two scales."""
+    """Return each group's exact sum as a term; its exponent is the sum of its scales' exponents."""
     groups = [factors[first : first + GROUP] for first in range(0, len(factors), GROUP)]
     return [
         _Term(

@@ -50,7 +50,7 @@ class UnitMatrix(NamedTuple):
     element: str  #: name of the element type
 
     def rows(self, index: slice) -> "UnitMatrix":
-        """Return some rows of the operand."""
+        """Return the rows of the operand that the slice `index` selects."""
         after = self.after
         return self._replace(
             elements=self.elements[..., index, :],
@@ -135,7 +135,7 @@ def scales_follow_values(fmt: Format) -> bool:
 
 
 def _has_headroom(fmt: Format) -> bool:
-    """Return whether a format has a headroom, by which all sums have to be divided."""
+    """Return whether E8M0 scales have a headroom, by which all sums have to be divided."""
     scaling = fmt.scaling
     return scaling is not None and scaling.block_scale == "E8M0" and scaling.headroom != "1"
 
@@ -148,7 +148,7 @@ def _taken_apart(
     seed: int | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return an operand's elements, scales and factor of the sums; see `UnitMatrix`."""
+    """Return an operand's elements and scales, and the factor of the sums; see `UnitMatrix`."""
     if fmt.element.is_cast:
         return layout.to_rows(x.to(fmt.element.dtype)).float().contiguous(), None, None
     if fmt.has_tensor_scale and fmt.block_size is None:
@@ -162,7 +162,7 @@ def _taken_apart(
 def _factors(
     stored: Scales, fmt: Format, layout: BlockLayout, accumulator: Accumulator
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales that a unit applies, and the factor of its sums."""
+    """Return the scales that a unit applies, and the factor by which its sums are multiplied."""
     after = stored.tensor if fmt.has_outer_scale else None
     scaling = fmt.scaling
     if scaling is None or scaling.size is None:

@@ -36,7 +36,7 @@ Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 
 class Multiplication(Protocol):
-    """Function that multiplies two operands with an accumulator; see `accumulate.matmul`."""
+    """Function that multiplies operands and simulates an accumulator; see `accumulate.matmul`."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ SMALLEST = 1 << 16  #: smallest tensor, in values, that makes loading the CPU ke
 #: total number of values in tensors below SMALLEST after which the CPU kernels are loaded; loading
 #: takes about as long as computing this many values with the reference
 BEFORE_LOADING = 1 << 25
-#: number of products that the reference sums in the time that it takes to quantize a value
+#: number of products that the reference sums in the time in which it quantizes one value
 PRODUCTS_PER_VALUE = 16
 LARGEST_BLOCK = 1 << 14  #: maximum number of values per block that a GPU kernel supports
 
@@ -86,7 +86,7 @@ def find(x: Tensor, fmt: Format) -> Kernel | None:
     return _cpu() if device == "cpu" and _pays(x.numel()) else None
 
 
-# Number of values that are left of BEFORE_LOADING until the kernels are loaded.
+# Number of values still to be quantized by the reference before the CPU kernels are loaded.
 _left = BEFORE_LOADING
 
 
@@ -152,9 +152,9 @@ def _cpu_rotation() -> Rotation:
 
 
 def find_multiplication(a: Tensor, b: Tensor) -> Multiplication | None:
-    """Return a kernel that multiplies `[batch, M, K]` and `[batch, N, K]` with an accumulator.
+    """Return a kernel for matmuls with a simulated accumulator, or None if there is none.
 
-    Return None if there is no such kernel.
+    The operands have the shapes `[batch, M, K]` and `[batch, N, K]`.
     """
     if os.environ.get(VARIABLE) == "0":
         return None

@@ -66,7 +66,7 @@ class TwoStage(Rule):
 
 
 class Scratch(NamedTuple):
-    """Memory for one step; all arrays have the shape `[2, lane]`, for up to two parts of a step."""
+    """Memory for one step, in arrays `[2, lane]`; the rows of most arrays are parts of the step."""
 
     top: Any  #: int16: largest exponent of the terms
     scale: Any  #: float64: factor that turns the terms into integers
@@ -90,7 +90,7 @@ def raise_top(left: Any, right: Any, row: Any, first: Any, last: Any, top: Any) 
 
 @inlined
 def start_total(running: Any, rule: Any, scratch: Any) -> None:
-    """Set `scale` for the largest exponents in `top`, and `total` to the truncated running sum."""
+    """Compute `scale` from the exponents in `top`, and set `total` to the truncated running sum."""
     top, scale, total = scratch.top[0], scratch.scale[0], scratch.total[0]
     for j in range(LANES):
         scale[j] = power(rule.align - np.int64(top[j]))
@@ -99,7 +99,7 @@ def start_total(running: Any, rule: Any, scratch: Any) -> None:
 
 @inlined
 def end_total(running: Any, rule: Any, scratch: Any) -> None:
-    """Set the running sum to `total`, rounded."""
+    """Set the running sum to `total`, scaled back and rounded to the number type of the sum."""
     top, total = scratch.top[0], scratch.total[0]
     for j in range(LANES):
         value = total[j] * power(np.int64(top[j]) - rule.align)
@@ -218,7 +218,8 @@ def end_stages(rule: Any, parts: Any, running: Any, scratch: Any) -> None:
         products, own = np.int64(top[j]), np.int64(exponent(running[j], rule.keep.smallest))
         both = max(products, own)
         kept = np.floor(running[j] * power(RUNNING_BITS - both))
-        # With two parts, a running sum that is too small is lost, even if it is negative.
+        # With two parts, a running sum that is too small counts as 0. Rounding down would turn a
+        # negative one into -1.
         kept = np.float64(0) if parts > 1 and own < both - RUNNING_BITS - 1 else kept
         value = np.floor(total[j] * power(STAGE_BITS - rule.align + products - both))
         value = (value + kept * RUNNING_UNIT) * power(both - STAGE_BITS)
@@ -319,5 +320,5 @@ def sums(
             for row in range(rows):
                 for j in range(columns.shape[1]):
                     value = np.float32(result[row, j])
-                    # All NaNs become the same NaN.
+                    # Every NaN becomes the canonical NaN.
                     columns[top_row + row, j] = value if value == value else np.float32(np.nan)

@@ -149,7 +149,7 @@ def _inner_scales(operand: UnitOperand, accumulator: Accumulator) -> Floats:
 
 
 def _factors(operand: UnitOperand, accumulator: Accumulator) -> Floats:
-    """Return the scales of each promotion, `[batch, interval, row]`."""
+    """Return the operand's scales that each promotion applies, `[batch, interval, row]`."""
     every = accumulator.promote_every
     if every is None:
         return np.empty((0, 0, 0), np.float32)

@@ -171,7 +171,7 @@ def nearest(x: Any, element: Any) -> Any:
 
 @inlined
 def with_sign(value: Any, bits: Any, element: Any) -> Any:
-    """Return the bits of `value`, the result for the input `bits`; a zero gets the input's sign."""
+    """Return the bits of `value`; a zero gets the sign of the input `bits` if the type has a -0."""
     return np.int32(as_bits(value) | np.int32(bits & element.zero_sign))
 
 

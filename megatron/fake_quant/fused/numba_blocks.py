@@ -48,7 +48,8 @@ class Tiling(NamedTuple):
     rows: int  #: rows per tile
     columns: int  #: columns per tile, a multiple of `width` unless blocks are divided
     strips: int  #: number of parts into which the columns are cut, for more threads
-    #: True if blocks run along the last axis; a search sums errors in an order that depends on it
+    #: True if blocks run along the last axis. The order in which a search for the best scale adds
+    #: up the errors of a block depends on it.
     along_rows: bool
     divided: bool  #: True if a tile may have a part of a block
     #: an outer scale applies to 2^row_shift rows and 2^column_shift columns of a matrix
@@ -103,7 +104,7 @@ def line(
     index: Any,
     buffer: Any,
 ) -> Any:
-    """Quantize consecutive values in memory; `down`, `up` and `decode` have a factor for each.
+    """Quantize consecutive values; `down`, `up` and `decode` hold one factor per value.
 
     `index` is the position of the first value in the tensor. One call covers many blocks, because
     starting a loop takes time.
@@ -215,7 +216,7 @@ def set_factors(
 
 @inlined
 def fill_special(matrix: Any, tile: Any, maxima: Any, width: Any) -> Any:
-    """Make each block of a tile NaN if it has an Inf or a NaN."""
+    """Set each block of a tile to NaN if the block contains an Inf or a NaN."""
     for b in range(tile.blocks):
         if maxima[b] >= INFINITY:
             left = tile.left + b * width
@@ -281,7 +282,7 @@ def blocks(
                 outer_scales(amax, encode, decode, count, rule)
                 expand(decode, all_decode, scratch, width, count)
                 expand(amax, all_amax, scratch, width, count)
-            # A search tries both candidates first and then computes the better one again.
+            # A search quantizes with each of two scales, and then again with the better one.
             for c in range(3 if rule.search > 0 else 1):
                 for b in range(count):
                     better = c == 2 and sums[1, 0, b] < sums[0, 0, b]

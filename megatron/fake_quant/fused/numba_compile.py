@@ -96,7 +96,7 @@ def _compiled_once(kernel: Any, lock: Path) -> Any:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, or none if its file system has no locks."""
+    """Hold an exclusive lock on a file, or none if the file cannot be opened or locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file = stack.enter_context(path.open("a"))

@@ -45,7 +45,8 @@ FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
 def finite_amax(src: Any, start: Any, stop: Any) -> Any:
     """Return the bits of the largest finite magnitude in `src[start:stop]`."""
     part = src[start:stop]  # A loop that starts at 0 needs no check for negative indices.
-    # Values are compared in their own width, because a vector register holds more short ones.
+    # Values are compared in their own width, because a vector register holds more 16-bit values
+    # than 32-bit values.
     amax = np.zeros(1, src.dtype)[0]
     for i in range(len(part)):
         amax = max(amax, finite_magnitude(part[i]))
@@ -189,8 +190,9 @@ def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> A
 def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -> Any:
     """Return the bits of a dequantized value: `rounded` times `up`, with the sign of the input.
 
-    A rounded magnitude above HiFloat8's largest number becomes `beyond` first. The result is the
-    canonical NaN if `scaled`, the magnitude before rounding, is a NaN.
+    A rounded magnitude above HiFloat8's largest number becomes `beyond` first. A zero is positive,
+    because HiFloat8 has no -0. The result is the canonical NaN if `scaled`, the magnitude before
+    rounding, is a NaN.
     """
     if rounded > LARGEST:
         rounded = beyond

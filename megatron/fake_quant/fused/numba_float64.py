@@ -12,7 +12,7 @@ from megatron.fake_quant.accumulate.accumulator import ZERO_EXPONENT
 from megatron.fake_quant.fused.numba_compile import called
 
 ZERO = np.int16(ZERO_EXPONENT)
-#: Exponents that Inf and NaN have as an element, and as a sum.
+#: Exponents that stand for Inf and NaN in elements and in sums.
 INFINITE_ELEMENT, INFINITE_SUM = 128, 600
 
 

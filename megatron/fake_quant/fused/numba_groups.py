@@ -70,8 +70,8 @@ STEPS = tuple(np.int32(_first_from(end, 292) - _first_from(1, 1)) for end in (35
 #: for each step that the maximum reaches.
 BYTE_BIAS = np.int32(4 * (127 + 3 - 48) - 1)
 SCALE_BIAS = np.int32(48)
-#: For a scale from 1 to 1.75, SHIFT minus the bits of a value has the number of places in its
-#: exponent field by which `element` shifts a product. The ones in the fraction bits make the
+#: For a scale from 1 to 1.75, the exponent field of SHIFT minus the bits of a value is the number
+#: of places by which `element` shifts a product. The ones in the fraction bits of SHIFT make the
 #: fraction of the value irrelevant.
 SHIFT = np.int32((154 << 23) + 0x7FFFFF)
 QUARTER = np.int32((127 - 48 - 2) << 23)  #: float32 bits of 2^-50

@@ -52,10 +52,10 @@ _ROUNDINGS = {
     "stochastic": numba_elementwise.STOCHASTIC,
     "hybrid": numba_elementwise.HYBRID,
 }
-#: bytes of a tensor that two successive passes read, few enough to stay in the L2 cache
+#: bytes of a tensor that a thread reads twice in a row, few enough to stay in the L2 cache
 _NEAR = 1 << 19
 _NOT_RANDOM = numba_bits.Random(False, np.uint32(0), np.uint32(0))
-#: array passed in place of maxima of blocks or groups that the kernel does not read; never written
+#: placeholder for the maxima of blocks or groups if the kernel does not read them; never written
 _NO_MAXIMA = np.zeros((1, 1, 1), np.int32)
 
 Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
@@ -101,7 +101,7 @@ def _groups(
 
 
 class _Plan(NamedTuple):
-    """Arguments with which the kernels for blocks read a tensor of one shape and format."""
+    """Layout in which the kernels for blocks read tensors of one shape and format."""
 
     shape: tuple[int, int, int]  #: shape of the arrays that the kernels read, `[outer, n, inner]`
     tiling: numba_blocks.Tiling
@@ -345,5 +345,5 @@ def fake_quantize(
         assert fmt.scaling is not None
         kernel = _tiles if fmt.corrects_scales else _BLOCK_KERNELS[fmt.scaling.method]
         kernel(src, dst, fmt, shape, 0 if one_row else order.index(axis), seed, amax)
-    # A tensor without gaps was not copied, so the result has the strides of `empty_like(x)`.
+    # If `x` was not copied, it has no gaps, and the result has the strides of `empty_like(x)`.
     return result if dense is x else _like(result, x)

@@ -53,7 +53,7 @@ kernel = kernel_compiler("accumulate", Path(__file__).parent, _sources)
 
 @called
 def fill(panel: Any, rows: Any, scales: Any, packing: Any) -> None:
-    """Convert rows of an operand to columns of a panel, and fill its other columns with zeros."""
+    """Convert rows of an operand to columns of a panel, and fill the other columns with zeros."""
     panel.values[:] = 0
     panel.exponents[:] = ZERO
     factors, shifts = np.ones(len(rows)), np.zeros(len(rows), np.int16)

@@ -173,7 +173,7 @@ def encode_factor(target: Any, amax: Any) -> Any:
 
 @inlined
 def outer_scales(amax: Any, encode: Any, decode: Any, count: Any, rule: Any) -> Any:
-    """Compute `encode` and `decode` of `Rule` for each block, if the outer scales differ.
+    """Compute `encode` and, unless it is constant, `decode` of each block; see fields of `Rule`.
 
     `amax` has the largest finite magnitude of the values that share the outer scale.
     """

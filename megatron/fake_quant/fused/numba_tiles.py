@@ -70,7 +70,7 @@ class Extent(NamedTuple):
 
 @inlined
 def extent(cut: Any, item: Any) -> Any:
-    """Return the position and the size of the tile number `item`."""
+    """Return the position and the size of tile number `item`."""
     row, strip = item // cut.strips, item % cut.strips
     if cut.inner == 1:
         left = strip * TILE
@@ -93,7 +93,7 @@ def turn_in(read: Any, line: Any, tile: Any, columns: Any) -> Any:
     """
     part = 4 * columns
     whole = min(len(read) >> 2, part)
-    # LLVM does not vectorize the loop if it writes to `line` at four offsets.
+    # LLVM would not vectorize a loop that writes to `line` at four offsets.
     a, b, c, d = line[:part], line[part : 2 * part], line[2 * part : 3 * part], line[3 * part :]
     for j in range(whole):
         a[j], b[j] = widen(read[4 * j]), widen(read[4 * j + 1])

@@ -15,7 +15,7 @@ from megatron.fake_quant.fused.numba_wide import CHUNK
 #: columns in a tile whose blocks span several rows, few enough that the rows stay in the cache
 _COLUMNS = 512
 FEW = 16  #: number of rows of blocks in a matrix below which its columns are divided, too
-#: rows in a tile that has parts of blocks, enough that the time to compute scales is negligible
+#: rows in a tile if tiles divide blocks, so many that the time to compute scales is negligible
 _ROWS = 128
 
 Bits = NDArray[np.integer[Any]]  #: bits of a tensor's values, `[outer, n, inner]`
@@ -58,7 +58,7 @@ def tiling_of(fmt: Format, n: int, inner: int, *, last: bool) -> numba_blocks.Ti
 
 
 def is_wide(inner: int, tiling: numba_blocks.Tiling, rule: numba_scales.Rule) -> bool:
-    """Return whether the kernel for wide blocks computes blocks with these constants."""
+    """Return whether the kernel for wide blocks supports this tiling and these constants."""
     chunks = all(length % CHUNK == 0 for length in (inner, tiling.width, tiling.columns))
     own = not (tiling.divided or rule.grouped or rule.search)
     return chunks and own and rule.kind != numba_scales.DIVIDED

@@ -63,7 +63,7 @@ def bits_in_memory(dense: Tensor) -> NDArray[np.integer[Any]]:
 
 
 class _Kept(NamedTuple):
-    """The storage of a tensor, which keeps the tensor's memory."""
+    """Storage that keeps the memory of a tensor allocated, and the size of this memory."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -83,7 +83,7 @@ class _Kept(NamedTuple):
 
 
 class _KeptMemory:
-    """Memory of large tensors, which new tensors use once nothing else refers to it."""
+    """Memory of large tensors, which new tensors reuse once nothing else refers to it."""
 
     def __init__(self) -> None:
         self._all: list[_Kept] = []
@@ -91,7 +91,7 @@ class _KeptMemory:
         self._lock = threading.Lock()
 
     def tensor_like(self, x: Tensor) -> Tensor | None:
-        """Return a tensor like `torch.empty_like(x)` in free memory, or None if there is none."""
+        """Return `torch.empty_like(x)` in free kept memory, or None if none is available."""
         if not self._lock.acquire(blocking=False):
             return None
         try:

@@ -130,7 +130,7 @@ def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
 def with_running(
     total: tl.tensor, start: tl.tensor, unit: tl.tensor, top: tl.tensor, ALIGN: tl.constexpr
 ) -> tl.tensor:
-    """Add a truncated running sum to `total`, in units of 2^(top - ALIGN); return it in float64.
+    """Return the float64 sum of `total` * 2^(top - ALIGN) and a truncated running sum.
 
     start: significand of the running sum; `unit` is its exponent.
     """
@@ -252,7 +252,7 @@ def two_stage_step(
         top = both
     both = tl.maximum(top, own)
     kept = floored(start.to(tl.int64) << (RUNNING_BITS - FLOAT32_BITS), both - unit)
-    if PARTS > 1:  # A running sum that is too small is lost, even if it is negative.
+    if PARTS > 1:  # A running sum that is too small counts as 0, even if it is negative.
         kept = tl.where(own < both - (RUNNING_BITS + 1), 0, kept)
     total = floored(total << (STAGE_BITS - ALIGN), both - top)
     total += kept << (STAGE_BITS - RUNNING_BITS)
@@ -323,7 +323,7 @@ def sums(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ) -> tl.tensor:
-    """Compute one tile of `out` `[batch, M, N]`, which has `height` rows and `width` columns.
+    """Compute one tile of `out` `[batch, M, N]`, where M is `height` and N is `width`.
 
     Args:
         a, b: elements, `[batch, K, M]` and `[batch, K, N]`, with K = `depth`.

@@ -44,7 +44,10 @@ def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @compiled
 def truncated(number: tl.tensor, shift: tl.tensor, LAST: tl.constexpr) -> tl.tensor:
-    """Divide integers by 2^shift, rounding toward zero. LAST: number of their bits, minus 1."""
+    """Divide integers by 2^shift, rounding toward zero.
+
+    LAST: number of bits of the integers, minus 1.
+    """
     magnitude = tl.abs(number) >> tl.minimum(shift, LAST).to(number.dtype)
     return tl.where(number < 0, -magnitude, magnitude)
 

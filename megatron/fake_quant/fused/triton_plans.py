@@ -27,9 +27,10 @@ TILE = 1 << 14
 _PER_WARP = 1 << 12  #: bytes of a tile per warp: 8 loads of 16 bytes per thread
 _WIDE = 32  #: desired number of columns in a tile, unless the tile would exceed `_MOST` values
 _MOST = 1 << 15
-#: Largest block, in values, that one program reads. Maxima of larger blocks are computed before.
+#: Longest block along rows, in values, that one program reads. Another kernel computes the maxima
+#: of longer blocks beforehand.
 _LONGEST = 1 << 14
-#: Columns of a tile if larger blocks run along columns: 128 bytes of bfloat16 per row.
+#: Columns of a tile that divides blocks along columns: 128 bytes of bfloat16 per row.
 _STRIP = 64
 LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: bits of HiFloat8's largest number
 _REPEATS = 8  #: number of tiles that a program searches for the tensor's maximum
@@ -158,7 +159,7 @@ def _matrices(shape: tuple[int, ...], axis: int, size: int, unit: int | None) ->
 
 
 def _parts(shape: tuple[int, ...], axis: int, itemsize: int) -> _Matrices:
-    """Return the layout of a tensor whose rows or columns along `axis` are cut into tiles."""
+    """Return a layout in which each block is a tile along `axis` of at most `TILE` bytes."""
     values, inner = TILE // itemsize, math.prod(shape[axis + 1 :])
     if inner == 1:
         return _matrices(shape, axis, min(values, _power_of_two(shape[axis])), None)

@@ -138,7 +138,10 @@ def wanted_e4m3(largest: tl.tensor, encode: tl.tensor, REACHED: tl.constexpr) ->
 
 @compiled
 def multiplier(scale: tl.tensor, decode: tl.tensor) -> tl.tensor:
-    """Return the factor for the values of a block with an E4M3 scale; `decode` may be None."""
+    """Return the factor by which values with an E4M3 scale are multiplied before rounding.
+
+    decode: outer scale; None if there is none.
+    """
     product = scale
     if decode is not None:
         product = scale * decode

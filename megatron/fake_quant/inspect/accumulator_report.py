@@ -20,7 +20,7 @@ Line = tuple[str, str]
 
 WIDTH, LABEL = 100, 20
 HEADER = ("accumulator", "products per step", "bits of a term", "running sum", "second sum", "unit")
-#: products per dot product, and rows per operand, from which errors are measured
+#: products per dot product, and rows per operand, in the measurement of errors
 LENGTH, ROWS = 4096, 16
 _SEED = 20
 _RESEARCH = "none; a research accumulator"
@@ -237,7 +237,7 @@ def _quantized(x: Tensor, accumulator: Accumulator, name: str) -> tuple[Tensor, 
 def _error(
     operands: list[tuple[Tensor, Tensor]], accumulator: Accumulator, name: str
 ) -> tuple[float, float]:
-    """Return the mean and the rms of the error, each relative to that of the exact result."""
+    """Return the mean and the rms of the error, divided by those of the exact result."""
     (a, a_scales), (b, b_scales) = operands
     exact = _whole(a, a_scales) @ _whole(b, b_scales).t()
     scales = (a_scales, b_scales) if _inside(accumulator) else None

@@ -192,7 +192,7 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Return a note on which numbers hybrid rounding rounds to Inf; published sources disagree."""
+    """Return a note on the numbers that hybrid rounding rounds to Inf, as sources disagree."""
     if fmt.rounding != "hybrid" or format_properties.saturates(fmt.element):
         return []
     return [

@@ -20,8 +20,8 @@ from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 
-#: Color of each main format in all pictures, including the figures of `megatron.analysis`. Other
-#: formats get spare colors, and the default picture omits them.
+#: Color of each main format in all pictures, including the figures of `megatron.analysis`. Variants
+#: have the color of their format. Other formats get spare colors; the default picture omits them.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
@@ -64,10 +64,12 @@ def picture(formats: Sequence[Format], palette: Mapping[str, str] = COLORS) -> F
         ValueError: if one of the formats is a cast, or if there are no formats.
     """
     casts = [fmt.name for fmt in formats if fmt.is_cast]
-    if casts or not formats:
+    if not formats:
+        raise ValueError("there are no formats to draw; choose one or more")
+    if casts:
         raise ValueError(
-            f"cannot draw {' and '.join(casts) or 'no formats'}: thousands of values would be a "
-            "solid bar; choose formats with elements of at most 8 bits"
+            f"cannot draw {' and '.join(casts)}: thousands of values would form a solid bar; "
+            "choose formats with elements of at most 8 bits"
         )
     rows = 0.36 * len(formats) + 0.7
     with rc_context(_RC):

@@ -30,7 +30,7 @@ class Frame:
     slots: tuple[int, ...]
 
     def fill(self, values: Tensor) -> Tensor:
-        """Return copies of the block with `values` in the free positions, as many as needed."""
+        """Return as many copies of the block as needed, with `values` in the free positions."""
         count = -(-len(values) // len(self.slots))
         padded = torch.nn.functional.pad(values, (0, count * len(self.slots) - len(values)))
         blocks = self.base.repeat(count, 1)

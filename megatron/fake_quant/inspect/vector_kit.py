@@ -43,7 +43,7 @@ from megatron.fake_quant.quantize import fake_quantize
 KIT = "conformance vectors of megatron.fake_quant"
 VERSION = 1
 MANIFEST = "manifest.json"
-#: Variants that a kit includes by default besides the named formats, as they test other rules.
+#: Variants that a kit includes by default besides the named formats, because they test more rules.
 VARIANTS = (
     "mxfp8:rceil",
     "nvfp4:4over6-mae",
@@ -94,7 +94,7 @@ def write(folder: Path, formats: Iterable[Format]) -> str:
                 "that rounds to nearest"
             )
     _make_room(folder)
-    # An interrupted call leaves a manifest that the next call can replace.
+    # If this call is interrupted, the first manifest lets the next call replace the kit.
     entries: dict[str, Any] = {fmt.name: {"files": {}, "vectors": {}} for fmt in formats}
     count = 0
     try:
@@ -118,7 +118,7 @@ def _write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def _make_room(folder: Path) -> None:
-    """Make the folder, or remove the files of the kit that it contains.
+    """Make the folder, or remove the files of the kit in an existing folder.
 
     Raises:
         ValueError: if `folder` is a file, or a folder that is not empty and has no kit.
@@ -233,7 +233,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         )
     formats = manifest.get("formats")
     if not isinstance(formats, dict) or not all(_is_entry(entry) for entry in formats.values()):
-        raise UnusableFileError(path, "a manifest without its formats; write the kit anew")
+        raise UnusableFileError(path, "its formats are missing or invalid; write the kit again")
     return manifest
 
 
@@ -251,7 +251,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def first_difference(folder: Path) -> tuple[str | None, str]:
-    """Compare the installed code with a kit.
+    """Return the first difference between the installed code and a kit, and a summary.
 
     Returns:
         the first difference in words, or None if there is none; and a summary of what was compared.

@@ -60,7 +60,7 @@ TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 TYPE_FLAG = "--custom-quant-type"  #: flag of the trainer that sets the quantization type
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
-#: all environment variables that set formats
+#: all environment variables that set formats or accumulators, directly or through a file
 VARIABLES = (
     TYPE_VARIABLE,
     *OPERATION_VARIABLES.values(),
@@ -163,7 +163,7 @@ class Policy:
 
     @property
     def changes_matmuls(self) -> bool:
-        """True if a matmul has a format or an accumulator."""
+        """True if a matmul may have a format or a simulated accumulator."""
         simulated = self.accumulator is not None and self.accumulator.accumulator.simulated
         return simulated or self.quant_type != DEFAULT_TYPE
 
@@ -248,7 +248,7 @@ class Policy:
         return OperationPolicy(operation, fixed, source)
 
     def _fixed(self, operation: str) -> GemmFormats | None:
-        """Return the formats of an operation that no recipe sets, including any accumulator."""
+        """Return the formats of an operation without a recipe, including any accumulator."""
         fmt = self.choices[operation].format
         fixed = None if fmt is None else gemm_formats(operation, fmt)
         if self.accumulator is None:
@@ -276,7 +276,7 @@ def _level(
     type_source: str,
     sources: Mapping[str, str],
 ) -> dict[str, Choice]:
-    """Return the formats set at one level of precedence, such as by flags or by the environment.
+    """Return the formats set at one level of precedence, such as flags or the environment.
 
     A value for a single operation takes precedence over the quantization type.
     """
@@ -368,7 +368,7 @@ def _check_given(flags: Mapping[str, str | None], type_flag: str) -> None:
 def _accumulator(
     flag: str | None, environ: Mapping[str, str], policy: Policy
 ) -> AccumulatorChoice | None:
-    """Return the accumulator for all matmuls; a recipe may set accumulators of its own."""
+    """Return the accumulator for all matmuls; None if none is set or the recipe sets its own."""
     choice = chosen(flag, environ.get(ACCUMULATE_VARIABLE))
     if choice is None or not policy.recipe_accumulates:
         return choice
@@ -382,7 +382,7 @@ def _accumulator(
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
-    """Load the recipe that a flag or an environment variable sets; return None without a recipe."""
+    """Load the recipe set by flag or variable; return None if none is set or flags overrule it."""
     overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
     path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
@@ -467,7 +467,7 @@ def _settings_file(environ: Mapping[str, str]) -> Path:
 
 
 def check_environment() -> None:
-    """Raise ValueError if a variable was set after the formats of this process were chosen.
+    """Raise ValueError if a variable has changed since the formats of this process were chosen.
 
     A program that sets the variable too late would otherwise train without the format.
     """

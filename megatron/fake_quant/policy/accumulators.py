@@ -31,7 +31,7 @@ class AccumulatorChoice:
         return ValueError(f"{self.source}: {reason}")
 
     def check(self, formats: Iterable[GemmFormats | None]) -> None:
-        """Raise ValueError if the unit cannot multiply some operands, or if no matmul uses it.
+        """Raise ValueError if the unit cannot multiply some operands, or no matmul uses the unit.
 
         Raises:
             ValueError: if the accumulator is refused; the message names the flag or variable.

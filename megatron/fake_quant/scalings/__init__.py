@@ -38,7 +38,7 @@ class ScalingModule(Protocol):
     #: Function of float32 blocks, an element type and a scaling. It returns the blocks, scaled to
     #: the range of the element type, and their scales. If the scaling has a scale for the whole
     #: tensor, the function also takes `amax`, from which it computes this scale; if `amax` is None,
-    #: it uses the tensor's own.
+    #: it computes the scale from the tensor's own amax.
     scale_down: Callable[..., tuple[Tensor, Scales]]
 
     def scale_up(self, elements: Tensor, scales: Scales, scaling: Any) -> Tensor:

@@ -69,7 +69,7 @@ def _multiplier(scales: Tensor, decoding: Tensor) -> Tensor:
 
 
 def _unit(scaling: ChoiceScaling) -> float:
-    """Return the integer that an element 1 of the alternative element type represents."""
+    """Return the integer that the number 1 of the alternative element type stands for."""
     return _LARGEST_INTEGER / scaling.alternative.max
 
 
@@ -113,7 +113,7 @@ def _error(
     *,
     integers: bool = False,
 ) -> Tensor:
-    """Return the error of each block, given `scaled`: its elements times the block scale."""
+    """Return the error of each block; `scaled` holds rounded elements times block scales."""
     values = scaled * largest
     if integers and scaling.shared:
         values *= E2M1.max / _LARGEST_INTEGER

@@ -97,7 +97,7 @@ def target(scaling: BlockScaling, element: ElementFormat) -> float:
 
 
 def folds(scaling: BlockScaling, element: ElementFormat) -> bool:
-    """Return whether `encode` is multiplied by 1/6, as in Transformer Engine's NVFP4.
+    """Return whether the factor `encode` is multiplied by 1/6, as in Transformer Engine's NVFP4.
 
     Otherwise, the maximum of each block is divided by `top` before it is multiplied by `encode`.
     The module's docstring defines `encode` and `top`.
@@ -126,7 +126,7 @@ def _blocks_per_group(scaling: BlockScaling) -> int:
 
 
 def _per_block(outer: Tensor, scaling: BlockScaling, like: Tensor) -> Tensor:
-    """Return `outer` in a shape that broadcasts to `like`, which has one number per block."""
+    """Return `outer` (one number per outer scale) in a shape that broadcasts to one per block."""
     if scaling.outer in ("tensor", "row"):
         return outer
     return outer.repeat_interleave(_blocks_per_group(scaling), -1)[..., : like.shape[-1]]
@@ -297,7 +297,7 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
         return f"{named}, in the order of AMD's ALTO"
     if scaling.scale == "e6m2":
         return "E6M2 scales as in HiFloat4, in the order of AMD's ALTO"
-    # Transformer Engine has formats with these settings; others follow its order of operations.
+    # True if Transformer Engine itself has a format with these settings.
     shared = (
         scaling.shape_name in ("1 x 16", "16 x 16")
         and scaling.outer in ("tensor", "row")

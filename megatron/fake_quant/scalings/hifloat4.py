@@ -133,7 +133,7 @@ def stored_scales(scaling: GroupScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte that represents each group in histograms: E6M2, the first of four."""
+    """Return the byte that represents each group in histograms: its E6M2 byte, the first one."""
     return stored[..., 0]
 
 

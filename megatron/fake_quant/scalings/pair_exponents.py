@@ -78,7 +78,7 @@ def stored_scales(scaling: PairScaling) -> Tensor:
 
 
 def histogram_bytes(stored: Tensor) -> Tensor:
-    """Return the byte that represents each block in histograms: the exponent, the first of two."""
+    """Return the byte that represents each block in histograms: that of the shared exponent."""
     return stored[..., 0]
 
 

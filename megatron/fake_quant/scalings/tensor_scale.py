@@ -43,7 +43,7 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def local_amax(x: Tensor) -> Tensor:
-    """Return the largest finite magnitude of a tensor of any dtype, or 0 if it has none.
+    """Return the largest finite magnitude in a tensor of any dtype, or 0 if no value is finite.
 
     The result is a float32 tensor without dimensions, from which `fake_quantize` computes the same
     scale as from `x` itself.
@@ -51,7 +51,7 @@ def local_amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     if not x.is_cuda and not torch.compiler.is_compiling():
-        # One fast pass suffices, unless a value is not finite.
+        # Reading the values once suffices, unless one of them is not finite.
         low, high = x.detach().aminmax()
         largest = torch.maximum(-low, high).float()
         if math.isfinite(largest.item()):
@@ -89,7 +89,7 @@ def check_amax(fmt: Format, amax: Tensor | None) -> None:
 
 
 def check_amax_value(fmt: Format, amax: Tensor | None) -> None:
-    """Refuse an amax as `check_amax` does, and a negative number, a NaN or an Inf.
+    """Refuse an amax that `check_amax` refuses, or that is negative, NaN or Inf.
 
     The number in a GPU's memory is not checked, because reading it would wait for the GPU.
 
@@ -116,7 +116,7 @@ def divide_by(amax: Tensor, target: float) -> Tensor:
 
 
 def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
-    """Return the factor by which a tensor is multiplied before rounding; `amax` is its maximum."""
+    """Return the factor by which a tensor with the maximum `amax` is multiplied before rounding."""
     scale = divide_by(amax, scaling.target)
     if scaling.power_of_two:
         scale = (scale.view(torch.int32) & INFINITY).view(torch.float32)
@@ -126,7 +126,7 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 def scale_down(
     blocks: Tensor, element: Element, scaling: TensorScaling, *, amax: Tensor | None = None
 ) -> tuple[Tensor, Scales]:
-    """Return a tensor scaled so that its maximum, or `amax`, becomes the target, and the scale."""
+    """Return a scaled tensor, whose maximum (or `amax`) is at most the target, and the scale."""
     encode = encode_scale(finite_amax(blocks) if amax is None else amax, scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 

@@ -51,7 +51,7 @@ class Backward:
         return dq_BMD, dk_BND, dv_BND
 
     def _of_tile(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Return the scores of a tile, and the gradient dP."""
+        """Return the scores of a tile, and dP, the gradient of its probabilities."""
         scores_BMN = self.attention.scores(self.query, self.key, tile)
         operands = self.pv_dgrad_c.rows(tile.queries), self.pv_dgrad_b.columns(tile.keys)
         return scores_BMN, self.attention.pv.product("dgrad", *operands)
@@ -89,14 +89,14 @@ class Backward:
         return pv.source("wgrad_a", probs_BMN, lambda: copy_BMN)
 
     def _grad_value(self, tile: Tile, source_BMN: Tensor) -> Tensor:
-        """Return the gradient of V in a tile, `[B, N, D]`."""
+        """Return the gradient of V at the keys of a tile, `[B, N, D]`."""
         pv = self.attention.pv
         probs = pv.quantized("wgrad_a", source_BMN, axis=-2, tile=tile.number)
         grad = self.pv_wgrad_c.rows(self._filled(tile))
         return pv.product("wgrad", grad, probs).transpose(1, 2)
 
     def _filled(self, tile: Tile) -> slice:
-        """Return the slice of a tile's queries; after the last query, also of the padding zeros."""
+        """Return the range of a tile's queries, with the padding zeros after the last query."""
         last = tile.queries.stop == self.operands[0].shape[1]
         return slice(tile.queries.start, None if last else tile.queries.stop)
 

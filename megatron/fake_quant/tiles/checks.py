@@ -78,7 +78,7 @@ def query_step(
 
 
 def _lengths_along(operand: Operand) -> dict[str, int]:
-    """Return the lengths of blocks and similar groups along the reduction axis, by their names."""
+    """Return the lengths of blocks and similar groups along the reduction axis, by description."""
     lengths: dict[str, int] = {}
     if operand.hadamard is not None:
         lengths[f"a Hadamard transform of {operand.hadamard.size} values"] = operand.hadamard.size

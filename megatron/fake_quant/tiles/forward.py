@@ -33,16 +33,16 @@ class Rows(NamedTuple):
 
     @classmethod
     def start(cls, like_BMD: Tensor) -> "Rows":
-        """Return the values before the first tile."""
+        """Return the maxima and sums before the first tile."""
         largest = like_BMD.new_full((*like_BMD.shape[:2], 1), -torch.inf)
         return cls(largest, torch.zeros_like(largest))
 
     def at(self, queries: slice) -> "Rows":
-        """Return views of the values of some queries."""
+        """Return views of the maxima and sums of the given queries."""
         return Rows(self.largest[:, queries], self.total[:, queries])
 
     def advance(self, scores_BMN: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the values in place for a tile with these scores.
+        """Update the maxima and sums in place with the scores of a tile.
 
         Returns:
             The unnormalized P of the tile, and the factor exp(m - m') of earlier sums.
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return e_BMN, shrink_BM1
 
     def split(self, scores_BMN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalized P of a tile as two factors; `self` holds the final values.
+        """Return the normalized P of a tile as two factors, given the final maxima and sums.
 
         The factors are the softmax over the tile, and the sum of P over the tile, which is 1 if the
         tile has all keys.
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
         return scores_BMN.softmax(-1), share_BM1
 
     def normalized(self, scores_BMN: Tensor) -> Tensor:
-        """Return the normalized P of a tile; `self` holds the final values."""
+        """Return the normalized P of a tile, given the final maxima and sums."""
         probs_BMN, share_BM1 = self.split(scores_BMN)
         return probs_BMN.mul_(share_BM1)
 
@@ -94,7 +94,7 @@ class TiledAttention:
                 raise ValueError(f"{operation}: {message}")
 
     def prepared(self, dtype: torch.dtype) -> "TiledAttention":
-        """Return these settings with the seeds and random signs that all passes share.
+        """Return these settings with seeds and random signs, which forward and backward share.
 
         `dtype` is the dtype of Q, K and V.
         """
@@ -118,7 +118,8 @@ class TiledAttention:
         """Yield the tiles in their order, without those that no query sees.
 
         Where the positions show that a query sees no key of a tile, its row is left out. Such rows
-        are left out in whole blocks, so that blocks along the queries are as in whole matrices.
+        are left out in whole blocks, so that blocks along the queries are as in whole matrices. If
+        P or dS depends on all queries (see `query_step`), no row and no tile is left out.
         """
         units = [part.formats.simulated_accumulator("wgrad") for part in (self.qk, self.pv)]
         step = query_step(self.qk.operands, self.pv.operands, filter(None, units))
@@ -147,7 +148,7 @@ class TiledAttention:
         return x_BMN
 
     def unnormalized(self, e_BMN: Tensor, number: int) -> AnyOperand:
-        """Return the quantized unnormalized P of a tile, times the static scale."""
+        """Return the unnormalized P of a tile times the static scale, quantized."""
         scale = self.tiling.scale
         e_BMN = e_BMN if scale is None else e_BMN * scale
         amax = self._constant_amax()
@@ -198,7 +199,7 @@ class TiledAttention:
         rows: Rows,
         out_BMD: Tensor,
     ) -> tuple[Tensor, Rows]:
-        """Compute the forward pass with unnormalized P.
+        """Return what `forward` returns, computed with unnormalized P.
 
         Args:
             operands: quantized Q, K and V^T.
@@ -226,7 +227,7 @@ class TiledAttention:
 
     @torch.no_grad()
     def pairwise(self, query_BMD: Tensor, key_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores before masking and before `coefficient`, and the normalized P.
+        """Return the scores, neither multiplied by `coefficient` nor masked, and the normalized P.
 
         Both are whole matrices `[B, M, N]` in the dtype of the queries. The output does not need
         them, and they take as much memory as attention without tiles.

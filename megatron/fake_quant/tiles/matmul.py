@@ -105,7 +105,7 @@ class TiledMatmul:
         return {slot: getattr(self.formats, slot) for slot in SLOTS}
 
     def prepared(self, dtype: torch.dtype) -> "TiledMatmul":
-        """Return a copy of this matmul that has a seed and the random signs of its transforms.
+        """Return a copy of this matmul with `dtype`, and with a seed and random signs if needed.
 
         `dtype` is the dtype of Q, K and V.
         """
@@ -181,7 +181,7 @@ class TiledMatmul:
         return self.formats.fprop_a.rotated_back(product)  # undo the forward pass's transform
 
     def continued(self, sums: Tensor, a: AnyOperand, b: AnyOperand) -> Tensor:
-        """Return the sums of the forward pass after an accumulator has added a tile to `sums`.
+        """Return the sums of fprop after an accumulator has added the products of a tile to `sums`.
 
         The scales of rows and tensors are not applied; `finished` does this after the last tile.
         """

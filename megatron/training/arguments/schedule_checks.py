@@ -34,7 +34,10 @@ def check_schedule(args: argparse.Namespace) -> None:
 
 
 def _check_pairs(args: argparse.Namespace) -> None:
-    """Raise `UserError` if several flags set the same length."""
+    """Raise `UserError` if several flags set the same length.
+
+    A warm-up fraction outside [0, 1) is also an error.
+    """
     for pair in _PAIRS:
         if all(getattr(args, name) for name in pair):
             given = " and ".join(f"--{name.replace('_', '-')}" for name in pair)
@@ -53,7 +56,10 @@ def _check_pairs(args: argparse.Namespace) -> None:
 
 
 def _check_lengths(args: argparse.Namespace) -> None:
-    """Raise `UserError` if the warm-up or the WSD decay does not fit into the schedule."""
+    """Raise `UserError` if the warm-up or the WSD decay does not fit into the schedule.
+
+    A WSD schedule without the length of its final decay is also an error.
+    """
     schedule = schedule_of(args)
     if args.lr_decay_style == "WSD" and schedule.wsd_decay is None:
         raise UserError(

@@ -154,7 +154,7 @@ def _numbers(args: argparse.Namespace, name: str) -> list[float]:
 
 
 def _flag(name: str) -> str:
-    """Return the flag of a field."""
+    """Return the flag that sets the field `name`."""
     spelled = {"layernorm_epsilon": "norm_epsilon"}.get(name, name)
     return f"--{spelled.replace('_', '-')}"
 
@@ -280,9 +280,9 @@ def _check_local_only(args: argparse.Namespace) -> None:
     for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
         if value:
             raise UserError(
-                f"{flag} {value} is computed by Transformer Engine's layers only; for a simulated "
-                "format give --custom-quant-type mxfp8 (or another), or --transformer-impl "
-                "transformer_engine on a GPU"
+                f"{flag} {value} works only with Transformer Engine's layers; give "
+                "--transformer-impl transformer_engine on a GPU, or simulate a format, for example "
+                "with --custom-quant-type mxfp8"
             )
     if args.fp32_residual_connection and (args.bf16 or args.fp16):
         raise UserError(

@@ -48,8 +48,8 @@ ARCHITECTURE = (
     "v_head_dim",
     "qk_layernorm",
 )
-#: flags that change what the model computes with the same weights. If one differs, the weights of a
-#: checkpoint fit, but the model is a different one. `--save-hf` writes some of these flags to
+#: further flags that change what the model computes. If one differs, the weights of a checkpoint
+#: may still fit, but the model is a different one. `--save-hf` writes some of these flags to
 #: config.json.
 COMPUTATION = (
     "swiglu",
@@ -114,7 +114,7 @@ LAYOUT = (
     "expert_tensor_parallel_size",
     "use_tp_pp_dp_mapping",
 )
-#: flags that change the training but may change when a run resumes; the log lists each change
+#: flags that affect the training but may differ when a run resumes; the log lists each difference
 NOTED = (
     "micro_batch_size",
     "global_batch_size",
@@ -340,7 +340,7 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the hyperparameters equal the checkpoint's, unless a flag chooses one of the two.
+    """Check that the hyperparameters equal the checkpoint's, unless a flag selects one set.
 
     Raises:
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor

@@ -112,7 +112,7 @@ def match_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
 
 
 def add_step(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Add a step count of zero to the state in a checkpoint, before it is loaded.
+    """Add a step count of zero to a checkpoint's state without one, before the state is loaded.
 
     megatron-core does not store a count of zero, and torch's Adam needs one.
     """

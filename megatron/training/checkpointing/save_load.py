@@ -331,7 +331,7 @@ def loaded_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
-    """Return the content of `common.pt`, which all ranks share, after checking its types."""
+    """Return the content of `common.pt`, which all ranks share, after checking the types."""
     common = read_common(folder)
     with _named(folder / COMMON):
         return check_common(common)

@@ -68,7 +68,7 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
 
 def part_of_this_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Return this context-parallel rank's part of a batch whose sequences are not packed."""
-    # Since megatron-core 0.18, the default group contains all ranks.
+    # Without `cp_group`, megatron-core 0.18 and later would use a group of all ranks.
     group = parallel_state.get_context_parallel_group()
     not_hybrid = {"is_hybrid_cp": False} if _NAMES_HYBRID else {}
     return get_batch_on_this_cp_rank(batch, cp_group=group, **not_hybrid)

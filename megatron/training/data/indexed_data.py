@@ -54,7 +54,7 @@ class Index:
         return self.bin_size // self.dtype.itemsize
 
     def problems(self, *, allow_empty: bool = False) -> list[str]:
-        """Read the whole index once, and return a message for each error, in file order.
+        """Read the index once, and return the first error in each of its parts, in file order.
 
         With `allow_empty`, sequences without tokens and documents without sequences are accepted.
         They do not harm training, but script/data/preprocess.py never writes them.

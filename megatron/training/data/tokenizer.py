@@ -163,7 +163,7 @@ PROBE = "Hello  world's 12345.67\n\tdef f(x): return x**2  # naïve, 漢字か�
 
 
 def fingerprint(tokenizer: MegatronTokenizerText) -> str:
-    """Return a hash that is equal for tokenizers with the same tokens and end-of-document id.
+    """Return a hash that is equal for tokenizers that behave in the same way.
 
     It is computed from a tokenizer's behavior (the token of every id, and the ids of `PROBE`). The
     tokenizer's files are not used, because each release of a library writes them differently.
@@ -178,7 +178,7 @@ def fingerprint(tokenizer: MegatronTokenizerText) -> str:
 
 
 def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], list[list[int]]]:
-    """Return a function that tokenizes a list of strings faster than `tokenizer.tokenize` does.
+    """Return a function that tokenizes a list of strings, if possible faster than `tokenize`.
 
     The ids are the same. megatron-core's `tokenize` is slower with a Hugging Face tokenizer because
     it first obtains the tokens as strings and then looks up the id of each string.
@@ -219,7 +219,7 @@ def _refuse_special(path: Path) -> None:
 
 
 def _null(vocab_size: int) -> MegatronTokenizerText:
-    """Return a tokenizer for the ids below `vocab_size`; the id of its eod is `vocab_size`."""
+    """Return a tokenizer for the ids below `vocab_size`; its end-of-document id is `vocab_size`."""
     with warnings.catch_warnings(), transformers_when_needed():
         warnings.filterwarnings("ignore", message=_NO_FUSED_KERNELS)
         from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES

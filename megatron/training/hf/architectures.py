@@ -46,7 +46,7 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, Layout]:
-        """How each model tensor is built from checkpoint tensors, by the model tensor's name."""
+        """The layout of each model tensor, by name: how it is built from checkpoint tensors."""
         return self.architecture.tensors(self.config)
 
     @property

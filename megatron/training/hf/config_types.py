@@ -46,7 +46,7 @@ _ROPE_FLAGS = ("truncate",)
 
 
 def check_types(config: dict[str, Any]) -> None:
-    """Check that a config.json has all required values, and that all of its values are valid.
+    """Check that a config.json has all required values, and that the values read here are valid.
 
     Most values may be missing or null, because they have a default.
 

@@ -44,7 +44,8 @@ class Layout:
     """The rule by which a model tensor is built from checkpoint tensors and divided among ranks."""
 
     sources: tuple[Source, ...]
-    #: function that returns the strips (ranges of rows or columns) for a number of ranks
+    #: function that takes the number of ranks, and returns the strips (ranges of rows or columns)
+    #: of which the model tensor consists
     strips: Callable[[int], list[Strip]]
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: True if each rank has a shard; if not, every rank has the whole tensor

@@ -12,7 +12,7 @@ from megatron.training.hf.layouts import whole as same
 from megatron.training.hf.rope import LLAMA3, Unsupported, llama3_flags
 
 #: Flag values that all models with Llama's blocks share; any other value would change the logits.
-#: hf/fields.py classifies every field of the model configuration, so that no flag is missing here.
+#: A test of hf/fields.py, which classifies all configuration fields, ensures that none is missing.
 BLOCKS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -49,7 +49,7 @@ BLOCKS: dict[str, Any] = {
     "moe_router_topk_limited_devices": None,
 }
 
-#: Kinds of load balancing that only add to the loss and do not affect the choice of experts.
+#: Types of load balancing that do not affect the choice of experts, but at most add to the loss.
 LOSSES_ONLY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 

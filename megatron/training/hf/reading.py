@@ -22,8 +22,8 @@ from megatron.training.hf.layouts import Piece, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: Maximum number of open files. Pages that were read from an open file stay mapped and count as
-#: used memory.
+#: Maximum number of open files. It limits memory use: pages that were read from an open file stay
+#: mapped and count as used memory.
 OPEN_FILES = 4
 #: Accepted dtypes: safetensors' names of the float dtypes that need no separate scales.
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -97,7 +97,7 @@ class Weights:
         )
 
     def _open(self, name: str):
-        """Return the open file `name`; if `OPEN_FILES` others are open, close the oldest one."""
+        """Open the file `name` if necessary and return it; keep at most `OPEN_FILES` files open."""
         if name not in self._files:
             path = self.folder / name
             if len(self._files) == OPEN_FILES:
@@ -130,7 +130,7 @@ class Weights:
             )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:
-        """Open every file and compare its tensors with the tensors that the model expects.
+        """Check the names, shapes and dtypes of the tensors against those that the model expects.
 
         Raises:
             UserError: if tensors are missing, unexpected, or of a wrong shape or dtype; the message

@@ -157,7 +157,7 @@ def verdict(explorer: Explorer, address: Address) -> list[Part]:
 
 
 def shown_map(explorer: Explorer, address: Address) -> Map:
-    """Return the map of an address, and have its tensors measured before others."""
+    """Return the map of an address; unless it is of a study, measure its tensors first."""
     if address.statistic == OUTPUT_SQNR.name:
         return study_map(explorer.catalog, explorer.study(), address)
     found = maps.build(explorer.catalog, explorer.numbers, address)
@@ -205,14 +205,14 @@ def map_panel(explorer: Explorer, address: Address, search: str) -> list[Part]:
 
 
 def _why_empty(explorer: Explorer, address: Address, why: str) -> str:
-    """Return the message of an empty map: `why`, or what was not studied if it is a study's map."""
+    """Return why a map is empty: for a map of study results, what was not studied; else `why`."""
     if address.statistic == OUTPUT_SQNR.name:
         return not_studied(explorer.study(), address)
     return why
 
 
 def _iteration(explorer: Explorer, address: Address) -> dict[str, int]:
-    """Return the second run's iteration to show: the first run's if it exists, or the last one."""
+    """Return the second run's iteration to show: the chosen one, or the last if that is missing."""
     run = next(r for r in explorer.catalog.runs if r["id"] == address.other)
     same = address.iteration in run["iterations"]
     return {"iteration": address.iteration if same else run["iterations"][-1]}
@@ -290,7 +290,7 @@ def _grid(name: str, found: Map, scale: dict[str, Any], title: str) -> Part:
 
 
 def _difference(first: Map, second: Map, title: str) -> Part | None:
-    """Return a map of the second run minus the first, for the cells that both have."""
+    """Return a map of the second run minus the first, for the cells that both maps contain."""
     rows = [row for row in first.rows if row in second.rows]
     columns = [column for column in first.columns if column in second.columns]
     if not rows or not columns:

@@ -12,7 +12,7 @@ from megatron.analysis.serve.charts import Figure
 from megatron.bounded_files import printable
 
 Part = Any  #: a Dash component, or a text
-#: Components; Dash's type hints lack the attributes `data-*` and `aria-*`.
+#: Dash's components, as Any, because their type hints lack the attributes `data-*` and `aria-*`.
 html: Any = dash.html
 dcc: Any = dash.dcc
 

@@ -115,7 +115,7 @@ def _rate(explorer: Explorer) -> str:
 
 
 def curves(explorer: Explorer, search: str) -> list[Part]:
-    """Return one figure per scalar, with one line per run."""
+    """Return one figure per scalar, with one line per series; a run may have several series."""
     series = [s for s in explorer.training.series if s.values][-MOST_SERIES:]
     if not series and explorer.follower.reading:  # events in the index may contain losses
         return [message("Reading the index …")]
@@ -260,7 +260,7 @@ def _operand_map(own: pd.DataFrame, column: str) -> Figure | None:
 
 
 def _marks(bad: NDArray[np.bool_], cells: dict[str, Any]) -> dict[str, Any]:
-    """Return red cells above those of a map; the map below keeps its hover texts."""
+    """Return red cells to draw over some cells of a map, whose hover texts remain visible."""
     return {
         "type": "heatmap",
         "name": "not finite",
@@ -275,7 +275,7 @@ def _marks(bad: NDArray[np.bool_], cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(explorer: Explorer) -> list[Part]:
-    """Return the events in the indexes, newest first, and the files that cannot be used."""
+    """Return the newest events in the indexes, except losses, and the files that cannot be used."""
     rows = []
     events = [event for event in explorer.follower.events if event.get("event") != EVENT]
     for event in events[-MOST_EVENTS:][::-1]:

@@ -15,7 +15,7 @@ from megatron.fake_quant import get_format
 
 
 def scales(subject: Subject) -> Shown:
-    """Draw the block scales of a format as an image."""
+    """Draw the block scales of the tensor in a format as an image."""
     fmt = subject.address.format
     table = subject.contents.scales(subject.catalog, subject.tensor, fmt)
     values = table.to_numpy(dtype=float)

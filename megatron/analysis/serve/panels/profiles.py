@@ -82,7 +82,7 @@ def _profile_traces(own: Profile, first: str, second: str, dark: str, pale: str)
 
 
 def _thinned(values: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return at most `POINTS` values, each the largest of its neighbors, and their positions."""
+    """Split values into at most `POINTS` groups; return the position and value of each maximum."""
     step = -(-len(values) // POINTS)
     if step <= 1:
         return np.arange(len(values)), values

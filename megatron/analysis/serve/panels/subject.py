@@ -44,13 +44,13 @@ class Subject:
         return AXES[max(at, 0)]
 
     def answer(self, tensor: int | None = None) -> Answer:
-        """Return the statistics of the tensor, or of another one."""
+        """Return the statistics of the given tensor, by default the subject's."""
         return self.contents.answer(
             self.catalog, self.tensor if tensor is None else tensor, self.formats
         )
 
     def arrays(self, tensor: int | None = None) -> TensorArrays:
-        """Return the histograms of the tensor, or of another one."""
+        """Return the histograms of the given tensor, by default the subject's."""
         arrays = self.answer(tensor).arrays
         assert arrays is not None
         return arrays
@@ -61,12 +61,12 @@ class Subject:
         return formats.get((fmt, self.axis), formats.get((fmt, "all")))
 
     def numbers(self, fmt: str, tensor: int | None = None) -> dict[str, float]:
-        """Return the errors of the tensor in a format; empty if there are none."""
+        """Return the errors of a tensor (by default the subject's) in a format; may be empty."""
         own = self.answer(tensor).formats
         return own.get((fmt, self.axis), own.get((fmt, "all"), {}))
 
     def label(self, tensor: int) -> str:
-        """Return a name that tells the two tensors apart."""
+        """Return a label that distinguishes a tensor from the one that it is compared with."""
         catalog = self.catalog
         run = next(r for r in catalog.runs if r["code"] == catalog.run[tensor])
         return f"{catalog.name(tensor)}, {run['type']}, iteration {int(catalog.iteration[tensor])}"

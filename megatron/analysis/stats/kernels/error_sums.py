@@ -131,7 +131,7 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize distinct values along rows and columns, and sum the squared differences.
+    """Sum the squared differences between the row-wise and column-wise results of counted values.
 
     A value has one result with the scale of its row block and one with the scale of its column
     block. Their difference is weighted by the number of values. A value that becomes NaN or Inf
@@ -157,7 +157,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value along its row and column; compare the results with `compare_results`."""
+    """Quantize a value row-wise and column-wise, and call `compare_results` with both results."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -166,7 +166,7 @@ def compare_value(
 
 @kernel
 def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, totals: Any) -> None:
-    """Add the difference between a finite value's row-wise and column-wise results to the sums.
+    """Add to `totals` the squared difference of a finite value's row-wise and column-wise results.
 
     `compare_counted` describes the arguments.
     """
@@ -226,7 +226,7 @@ def compare_values(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize the values of a chunk along rows and columns, and sum the squared differences.
+    """Sum the squared differences between a chunk's values quantized row-wise and column-wise.
 
     `compare_counted` describes the results.
     """
@@ -256,7 +256,7 @@ def account_pairs(
 
 @kernel
 def compare_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
-    """Sum the differences between row-wise and column-wise results of the same values.
+    """Sum the squared differences between row-wise and column-wise results of the same values.
 
     `compare_counted` describes `counts` and `totals`.
     """

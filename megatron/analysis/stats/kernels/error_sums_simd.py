@@ -261,7 +261,7 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Quantize distinct bfloat16 values along rows and columns, and sum the squared differences.
+    """Sum the squared differences between the row-wise and column-wise results of bfloat16 values.
 
     The format has block scales. Each difference is weighted by the number of values. The sums are
     the same as those of `compare_counted`.

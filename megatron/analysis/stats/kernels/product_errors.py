@@ -58,7 +58,10 @@ def _add_finite(y: Any, x: Any, sums: Any) -> None:
 
 @sum_kernel
 def _add(y: Any, x: Any, sums: Any) -> None:
-    """Sum over all pairs, including NaN and Inf; `y` holds bfloat16 or float32 bits."""
+    """Compute the first five sums over all pairs, even if values are NaN or Inf.
+
+    `y` holds the bits of bfloat16 or float32 values.
+    """
     xx, xe, ee, total = 0.0, 0.0, 0.0, 0.0
     for i in range(len(x)):
         a = np.float64(x[i])

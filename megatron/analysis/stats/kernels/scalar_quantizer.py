@@ -255,7 +255,7 @@ def element_magnitude(scaled: Any, quantizer: Any) -> Any:
 
 @inlined
 def is_clipped(scaled: Any, quantizer: Any) -> Any:
-    """Return whether a scaled magnitude would round to more than the largest number."""
+    """Return whether a scaled magnitude is beyond the overflow threshold of the element type."""
     if quantizer.kind == FLOAT or quantizer.kind == HIFLOAT8:
         return scaled > quantizer.limit
     return element_magnitude(scaled, quantizer) == INFINITY

@@ -32,7 +32,7 @@ def compare_two_level(
     quantizer: ScalarQuantizer,
     errors: Errors,
 ) -> None:
-    """Quantize 16-bit values along rows and columns, and add the differences to `errors`.
+    """Quantize 16-bit values along rows and along columns, and add the disagreement to `errors`.
 
     Args:
         classes: scale classes of the blocks, keyed by axis ("row" and "column").
@@ -141,7 +141,7 @@ def _quantize(values: Any, down: Any, up: Any, element: Any, decode: Any, result
 
 @kernel
 def _compare(along_rows: Any, along_columns: Any, counts: Any, totals: Any) -> None:
-    """Compare two rows of results, and add the differences to the sums of each column.
+    """Compare two rows of results; add to each column's count and sum of squared differences.
 
     Each loop writes to only one array. If a loop wrote to several arrays, the compiler could not
     rule out that they overlap, and would not vectorize the loop.

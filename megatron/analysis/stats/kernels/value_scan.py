@@ -22,8 +22,8 @@ ZERO32 = np.int32(0)
 LARGEST32 = np.int32(0x7FFFFFFF)
 
 
-#: Arrays with at least FEW and fewer than MANY values are counted in a table; others are sorted.
-#: Counting MANY values could overflow the counts of the table.
+#: uint16 arrays with at least FEW and fewer than MANY values are counted in a table; all other
+#: arrays are sorted. Counting MANY values could overflow the counts of the table.
 FEW, MANY = 1 << 13, 1 << 32
 
 

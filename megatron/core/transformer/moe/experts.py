@@ -35,7 +35,7 @@ _upstream = shadowed(__name__)
 
 
 def _gmm(input_TH, weight_EHO, tokens_per_expert, trans_b=False):
-    """Multiply the tokens of each expert by its weight, as `grouped_gemm.ops.gmm` does."""
+    """Multiply each expert's tokens by the expert's weight, as `grouped_gemm.ops.gmm` does."""
     assert not trans_b, "GroupedMLP does not transpose its weights"
     parts = torch.split(input_TH, tokens_per_expert.tolist())
     return torch.cat([x_TH @ w_HO for x_TH, w_HO in zip(parts, weight_EHO, strict=True)])
@@ -73,7 +73,7 @@ class ExpertLinear(QuantizedLinear, torch.nn.Module):
         self.output_size_per_partition = output_size // shards[1]
 
     def watch(self, input_TH, weight_OH):
-        """Return the operands of the expert's product, after passing them to the collection."""
+        """Pass the operands of the expert's product to the collection, and return them."""
         formats = self.formats_of("linear")
         capture = tensor_saver.capture(self.identity, self.layer_type, training=self.training)
         if formats is not None or capture is not None:
@@ -84,7 +84,7 @@ class ExpertLinear(QuantizedLinear, torch.nn.Module):
         return _Operands(input_TH, weight_OH, formats, capture)
 
     def forward(self, operands, output_TO):
-        """Return the expert's product, after passing it to the collection.
+        """Compute the expert's product, pass it to the collection, and return it.
 
         Args:
             operands: the operands from `watch`.
@@ -133,7 +133,7 @@ if hasattr(_upstream, "GroupedMLP"):
         )
 
     class GroupedMLP(Identified, _upstream.GroupedMLP):
-        """The `GroupedMLP` of megatron-core; its products can be quantized and collected."""
+        """The `GroupedMLP` of megatron-core, with matmuls that can be quantized and collected."""
 
         def __init__(self, num_local_experts, config, pg_collection=None):
             super().__init__(num_local_experts, config, pg_collection)
