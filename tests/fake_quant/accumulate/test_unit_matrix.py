@@ -5,6 +5,7 @@ Elements and scales are decoded here from the codes of `quantize`, and the produ
 """
 
 import itertools
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from megatron.fake_quant.gemm import quantized_matmul
 from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.special_scalings import AbsmaxScaling, PairScaling
 from tests.fake_quant.accumulate.unit_operands import taken_apart, with_accumulators
 from tests.fake_quant.kernel_inputs import SEED
 
@@ -325,3 +327,16 @@ def test_all_pairs_of_units_and_formats_are_decided_without_a_crash():
     for unit, name in itertools.product(ACCUMULATORS.values(), FORMATS):
         message = refusal(get_format(name), unit.name)
         assert message is None or unit.name in message
+
+
+def test_a_scaling_that_does_not_declare_one_scale_per_block_is_refused():
+    """Otherwise the scales of a new scaling would be ignored."""
+
+    class New(AbsmaxScaling):
+        size, block_scale, one_scale = 32, "E8M0", PairScaling.one_scale
+
+    fmt = get_format("mxfp8")
+    assert refusal(fmt, "blackwell_mx") is None
+    fmt = copy(fmt)
+    object.__setattr__(fmt, "scaling", New())
+    assert "finer scales inside" in refusal(fmt, "blackwell_mx")
