@@ -1,9 +1,14 @@
 """GPU kernel that sums dot products as matrix units do; see `accumulate/scalar.py`.
 
-This is the counterpart of `numba_accumulate.py`. A program computes one tile of the result.
-Products and their sums are integers, so that neither the order of a sum nor the fusion of a product
-and a sum can change a result. Once per step, a sum is converted to float64, which represents it
-exactly, and rounded there. `triton_float64.py` has the operations on single numbers.
+This is the counterpart of `numba_accumulate.py`. A program computes one tile of the result. Sums of
+products are integers, so that neither the order of a sum nor the fusion of a product and a sum can
+change a result. Once per step, a sum is converted to float64, which represents it exactly, and
+rounded there. `triton_float64.py` has the operations on single numbers.
+
+In the design "fused", `near_step` multiplies, aligns and truncates in float32, without rounding
+errors. `fused_step` computes with integers, which takes several times as long. It is used for tiles
+with elements that are so large, so small or so long that float32 numbers could not represent their
+products.
 
 Numbers are represented by integers: a number x with F fractional bits is the integer x * 2^F.
 """
@@ -11,7 +16,7 @@ Numbers are represented by integers: a number x with F fractional bits is the in
 import triton.language as tl
 
 from megatron.fake_quant.accumulate import accumulator
-from megatron.fake_quant.fused.triton_bits import NAN, as_bits, as_float, compiled
+from megatron.fake_quant.fused.triton_bits import INFINITY, NAN, as_bits, as_float, compiled
 from megatron.fake_quant.fused.triton_float64 import (
     FLOAT32_BITS,
     ZERO,
@@ -31,6 +36,7 @@ RUNNING_BITS = tl.constexpr(accumulator.RUNNING_BITS)
 #: Fractional bits of the significand of a scale, and of the product of two E2M1 elements, which are
 #: multiples of one half.
 SCALE_BITS, HALVES = tl.constexpr(3), tl.constexpr(2)
+ZERO_POWER = tl.constexpr((accumulator.ZERO_EXPONENT + 127) << 23)  #: bits of 2^ZERO_EXPONENT
 
 
 @compiled
@@ -164,6 +170,59 @@ def fused_step(
     top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP)
     total = truncated_sum(a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS)
     return with_running(total, start, unit, top + shift, ALIGN)
+
+
+@compiled
+def power_of_two(x: tl.tensor, smallest: tl.tensor) -> tl.tensor:
+    """Return 2^e in float32, where e is the exponent of an element; see `decode`."""
+    bits = tl.maximum(as_bits(x) & INFINITY, (smallest + 127) << 23)
+    return as_float(tl.where(x == 0, ZERO_POWER, bits))
+
+
+@compiled
+def near_step(
+    a: tl.tensor,
+    b: tl.tensor,
+    inside: tl.tensor,
+    strides: tl.tensor,
+    smallest: tl.tensor,
+    start: tl.tensor,
+    unit: tl.tensor,
+    own: tl.tensor,
+    STEP: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> tl.tensor:
+    """Return what `fused_step` returns without block scales, for elements that are not far from 1.
+
+    Nonzero elements must have magnitudes from `triton_accumulate_launch.NEAR[0]` to NEAR[1] and at
+    most 10 mantissa bits, so that float32 numbers represent their products exactly. A product
+    that is multiplied by a power of two remains exact unless it underflows, and then it is less
+    than one unit of 2^(top - ALIGN). The conversion to an integer truncates it. The last step must
+    be padded with zeros.
+    """
+    UNROLL: tl.constexpr = 8 if STEP % 8 == 0 else (4 if STEP % 4 == 0 else 1)
+    a_at, b_at = a, b
+    highest = tl.zeros(own.shape, tl.float32)
+    for _ in range(STEP // UNROLL):
+        for _ in tl.static_range(UNROLL):
+            x = power_of_two(tl.load(a_at, mask=inside[0], other=0.0), smallest[0])
+            y = power_of_two(tl.load(b_at, mask=inside[1], other=0.0), smallest[1])
+            highest = tl.maximum(highest, x[:, None] * y[None, :])
+            a_at += strides[0]
+            b_at += strides[1]
+    # The exponent of a running sum is at least -126, that of two zeros is lower.
+    top = tl.maximum(own, (as_bits(highest) >> 23) - 127)
+    factor = as_float((tl.minimum(ALIGN - top, 127) + 127) << 23)
+    # A term is an integer below 2^(ALIGN + 2).
+    total = tl.zeros(own.shape, tl.int32 if STEP <= 1 << (29 - ALIGN) else tl.int64)
+    for _ in range(STEP // UNROLL):
+        for _ in tl.static_range(UNROLL):
+            x = tl.load(a, mask=inside[0], other=0.0)
+            y = tl.load(b, mask=inside[1], other=0.0)
+            total += (x[:, None] * y[None, :] * factor).to(tl.int32)
+            a += strides[0]
+            b += strides[1]
+    return with_running(total.to(tl.int64), start, unit, top, ALIGN)
 
 
 @compiled
@@ -320,15 +379,18 @@ def sums(
     SECOND_LARGEST: tl.constexpr,
     SECOND_NEAREST: tl.constexpr,
     CONTINUED: tl.constexpr,
+    NEAR: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ) -> tl.tensor:
     """Compute one tile of `out` `[batch, M, N]`, where M is `height` and N is `width`.
 
     Args:
-        a, b: elements, `[batch, K, M]` and `[batch, K, N]`, with K = `depth`.
-        flags_a, flags_b: 1 for each row of an operand with an element that is NaN, Inf or so large
-            that a product may overflow, `[batch, M]` and `[batch, N]`.
+        a, b: elements, `[batch, K', M]` and `[batch, K', N]`; K' is K = `depth` rounded up to a
+            multiple of STEP, and the additional elements are zero.
+        flags_a, flags_b: `[batch, M]` and `[batch, N]`: 2 for each row of an operand with an
+            element that is NaN, Inf or so large that a product may overflow; 1 for other rows with
+            an element that `near_step` does not accept; 0 for all other rows.
         scales_a, scales_b: float32 scales of each promotion, or significands of block scales as
             int32, times 2^SCALE_BITS, `[batch, blocks, M]` and `[batch, blocks, N]`.
         shifts_a, shifts_b: exponents of block scales.
@@ -336,6 +398,7 @@ def sums(
         SCALES: use of the block scales; see `Accumulator.scales`. There is a promotion after BLOCK
             products if it is "promotion".
         BLOCK: elements per block scale; 1 if there are none.
+        NEAR: True if `near_step` can compute the steps of this accumulator.
         CONTINUED: True if the sums begin with the values in `out`, False if they begin with zero.
     """
     tiles_n = tl.cdiv(width, TILE_N)
@@ -345,8 +408,9 @@ def sums(
     m = (tile % tiles_m) * TILE_M + tl.arange(0, TILE_M)
     n = (tl.program_id(0) % tiles_n) * TILE_N + tl.arange(0, TILE_N)
     inside, strides, smallest = (m < height, n < width), (height, width), (smallest_a, smallest_b)
-    a += batch * depth * height + m
-    b += batch * depth * width + n
+    padded = tl.cdiv(depth, STEP) * STEP
+    a += batch * padded * height + m
+    b += batch * padded * width + n
     scales_a += batch * blocks * height + m
     scales_b += batch * blocks * width + n
     shifts_a += batch * blocks * height + m
@@ -369,7 +433,7 @@ def sums(
         scales = (scales_a + block * height, scales_b + block * width)
         shifts = (shifts_a + block * height, shifts_b + block * width)
         special = tl.where(undefined(running), running, 0.0)
-        if flags > 0:
+        if flags > 1:
             special, overflow = special_sums(a, b, inside, strides, left, running, STEP)
             if DESIGN == "two_stage":
                 special = tl.where(undefined(special), special, overflow)
@@ -391,9 +455,24 @@ def sums(
             if SCALES == "exponents":
                 p = tl.load(shifts[0], mask=inside[0], other=0)
                 shift = p[:, None] + tl.load(shifts[1], mask=inside[1], other=0)[None, :]
-            value = fused_step(
-                a, b, inside, strides, smallest, left, start, unit, own, shift, STEP, ALIGN, BITS
-            )
+            if NEAR and flags == 0:
+                value = near_step(a, b, inside, strides, smallest, start, unit, own, STEP, ALIGN)
+            else:
+                value = fused_step(
+                    a,
+                    b,
+                    inside,
+                    strides,
+                    smallest,
+                    left,
+                    start,
+                    unit,
+                    own,
+                    shift,
+                    STEP,
+                    ALIGN,
+                    BITS,
+                )
         usual = rounded(value, MANTISSA, SMALLEST, LARGEST, NEAREST)
         if DESIGN != "two_stage":
             usual = tl.where(usual == 0, 0.0, usual)  # turns -0 into +0

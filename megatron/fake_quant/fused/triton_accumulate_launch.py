@@ -23,6 +23,11 @@ WARPS = 4
 #: Largest number of mantissa bits of an element: in hardware units, and in research accumulators.
 _NARROW, _WIDE = 10, 23
 _LARGE = 2.0 ** (OVERFLOW_EXPONENT // 2)  #: products of smaller elements do not overflow
+#: Smallest and largest magnitude of nonzero elements that `triton_accumulate.near_step` accepts.
+NEAR = 2.0**-48, 2.0**60
+_NEAR_BITS = 28  #: largest number of fractional bits with which a term fits into an int32 number
+#: Bits of a float32 number that are zero if it has at most `_NARROW` mantissa bits.
+_LOW_BITS = (1 << (23 - _NARROW)) - 1
 
 
 def multiply(
@@ -74,11 +79,23 @@ def constants(accumulator: Accumulator) -> dict[str, Any]:
         "BITS": _NARROW if accumulator.elements else _WIDE,
         "SCALES": accumulator.scales,
         "BLOCK": accumulator.scale_block or 1,
+        "NEAR": _has_near_step(accumulator),
         "TILE_M": TILE_M,
         "TILE_N": TILE_N,
         **kept,
         **second,
     }
+
+
+def _has_near_step(accumulator: Accumulator) -> bool:
+    """Return whether `near_step` computes the steps of an accumulator without far elements."""
+    align = accumulator.align_bits
+    return (
+        accumulator.design == "fused"
+        and align is not None
+        and align <= _NEAR_BITS
+        and accumulator.scales != "exponents"
+    )
 
 
 def _sum_type(kept: SumType) -> dict[str, Any]:
@@ -110,9 +127,21 @@ def _side(operand: UnitOperand, accumulator: Accumulator) -> tuple[Tensor, Tenso
             scales, shifts = _split(scales, accumulator.smallest_scale)
             shifts = shifts.transpose(1, 2).contiguous()
         scales = scales.transpose(1, 2).contiguous()
-    finite = elements.abs() < _LARGE  # False for NaN, too
-    flags = (~finite).any(-1).to(torch.int32)
-    return elements.transpose(1, 2).contiguous(), flags, scales, shifts
+    columns = torch.nn.functional.pad(elements, (0, -depth % accumulator.step)).transpose(1, 2)
+    return columns.contiguous(), _flags(elements), scales, shifts
+
+
+def _flags(elements: Tensor) -> Tensor:
+    """Return the argument `flags` of the kernel for one operand, `[batch, M]`.
+
+    `near_step` does not accept elements with more than `_NARROW` mantissa bits either, because
+    their products would be rounded.
+    """
+    magnitudes = elements.abs()
+    finite = magnitudes < _LARGE  # False for NaN, too
+    far = (magnitudes > NEAR[1]) | ((magnitudes < NEAR[0]) & (magnitudes > 0))
+    far |= (elements.view(torch.int32) & _LOW_BITS) != 0
+    return torch.where(finite.all(-1), far.any(-1).to(torch.int32), 2).to(torch.int32)
 
 
 def _split(scales: Tensor, smallest: int) -> tuple[Tensor, Tensor]:

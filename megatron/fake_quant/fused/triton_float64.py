@@ -80,7 +80,8 @@ def rounded(
     overflow = result >= power(tl.full([], LARGEST + 1, tl.int32))
     result = tl.where(overflow, float("inf"), result)
     negative = value.to(tl.int64, bitcast=True) < 0
-    return tl.where(negative, -result, result).to(tl.float32)
+    # Triton computes -x as 0 - x, which would turn a negative zero into a positive one.
+    return tl.where(negative, result * -1.0, result).to(tl.float32)
 
 
 @compiled
