@@ -8,6 +8,7 @@
     python script/study.py --model llama32-1b --preset full --load checkpoints/llama32_1b_bf16 \\
         --data-path dataset/wiki_text_document --nproc-per-node 8 --formats mxfp8 mxfp4
     python script/study.py --formats mxfp4 --from-scratch 500 -- --num-layers 2 --hidden-size 128
+    python script/study.py --preset tiny --formats mxfp8 mxfp4 --jobs 6  # on one GPU
 
 Trains one model in bf16. Every configuration and bf16 then continue from this checkpoint, with the
 same order of the data for each seed. The gap is the loss on a held-out text minus that of bf16 with
@@ -94,6 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
         "per value, and the uniform format with the same bits; choose among --formats",
     )
     add("--seeds", type=positive, default=5, metavar="N", help="paired runs (%(default)s)")
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs to train at a time; several small models share one GPU well (%(default)s)",
+    )
     add = parser.add_argument_group("how long to train").add_argument
     add(
         "--start-iterations",

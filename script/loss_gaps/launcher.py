@@ -8,13 +8,15 @@ device that its parent has initialized, so runs on GPUs and of several ranks are
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from collect.process_tree import ProcessTree
 from configs.launch import training_environment
@@ -23,6 +25,14 @@ from megatron.forks import GRACE, run_in_fork
 
 #: Module of the analysis program; the only other program that runs is `pretrain_gpt.py`.
 ANALYSIS = "megatron.analysis"
+
+
+class Run(NamedTuple):
+    """Run of `pretrain_gpt.py`: its arguments, its log, and the first lines of the log."""
+
+    arguments: Sequence[str]
+    log: Path
+    head: str
 
 
 class Launcher:
@@ -47,6 +57,45 @@ class Launcher:
         self._words, self._forks = list(words), forks
         self._drivers, self._watch = tuple(drivers), watch
         self._imported = False
+
+    def train_all(self, runs: Sequence[Run], jobs: int) -> Iterator[int]:
+        """Train `jobs` runs at a time, and yield the index of each run that has ended.
+
+        Several runs at a time are new processes, never forks. If the caller stops early, the runs
+        in progress are stopped, too.
+
+        Raises:
+            RuntimeError: if a process that watches a run has failed.
+        """
+        if jobs == 1:
+            for index, run in enumerate(runs):
+                self.train(*run)
+                yield index
+            return
+        spawn = multiprocessing.get_context("spawn")
+        waiting, running = list(enumerate(runs)), {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    index, run = waiting.pop(0)
+                    watcher = spawn.Process(
+                        target=_train_watched, args=(self._words, run, os.getpid())
+                    )
+                    watcher.start()
+                    running[index] = watcher
+                multiprocessing.connection.wait([each.sentinel for each in running.values()])
+                for index in [i for i, each in running.items() if not each.is_alive()]:
+                    if status := running.pop(index).exitcode:
+                        raise RuntimeError(
+                            f"the process that watched a run ended with status {status}; see "
+                            f"{runs[index].log}"
+                        )
+                    yield index
+        finally:
+            for watcher in running.values():
+                watcher.terminate()  # The kernel then terminates the run.
+            for watcher in running.values():
+                watcher.join()
 
     def train(self, arguments: Sequence[str], log: Path, head: str) -> int:
         """Run `pretrain_gpt.py` and return its exit status; write the line `head` to the log.
@@ -88,6 +137,11 @@ class Launcher:
             _import()
             self._imported = True
         return run_in_fork(lambda: _program(command, arguments), out)
+
+
+def _train_watched(words: Sequence[str], run: Run, parent: int) -> None:
+    """Train one run in a new process, and stop it if the process `parent` ends."""
+    Launcher(words, forks=False, drivers=[parent]).train(*run)
 
 
 def environment() -> dict[str, str]:

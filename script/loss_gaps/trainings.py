@@ -20,7 +20,7 @@ from configs.run_names import Formats
 from configs.trained_model import PACKAGES, VERSION, continue_flags, start_flags, without
 from loss_gaps.configurations import BASELINE, Configuration
 from loss_gaps.held_out import cut
-from loss_gaps.launcher import Launcher
+from loss_gaps.launcher import Launcher, Run
 from loss_gaps.offline import check_dump
 from loss_gaps.run_heads import changed, checkpoint_files, files_in, head_of, state_of
 from loss_gaps.run_log import COMPLETE, RunLog, has_ended, parse_log, read_log
@@ -222,16 +222,17 @@ class Trainings:
         say(
             f"{len(runs)} of {total} runs were trained earlier{why}; logs in {self.folder / 'runs'}"
         )
-        for done, (each, seed, arguments, log, head) in enumerate(missing, 1):
-            if self.options.report_only:
-                break
-            self.launcher.train(arguments, log, head)
+        started = [Run(arguments, log, head) for _, _, arguments, log, head in missing]
+        left = [each.name for each, *_ in missing]
+        jobs = self.options.jobs
+        for index in () if self.options.report_only else self.launcher.train_all(started, jobs):
+            each, seed, _, log, head = missing[index]
             result = _result(log, head, self.iterations)
             runs[each.name, seed] = result
-            left = [configuration.name for configuration, *_ in missing[done:]]
+            left.remove(each.name)
             say(
                 f"[{len(runs)}/{total}] {each.name}, seed {seed}: {outcome(result)} "
-                f"({result.seconds:.1f} s){remaining(runs, left)}"
+                f"({result.seconds:.1f} s){remaining(runs, left, jobs)}"
             )
         order = {each.name: at for at, each in enumerate(configurations)}
         return dict(sorted(runs.items(), key=lambda item: (order[item[0][0]], item[0][1])))
@@ -274,12 +275,13 @@ def outcome(result: RunLog) -> str:
     return f"{result.status}: {result.message}"
 
 
-def remaining(runs: dict[tuple[str, int], RunLog], left: Sequence[str]) -> str:
+def remaining(runs: dict[tuple[str, int], RunLog], left: Sequence[str], jobs: int = 1) -> str:
     """Return text such as `; about 5 min remain`, or an empty string if no runs remain.
 
     Args:
         runs: results of earlier runs.
-        left: names of the configurations of the runs that remain.
+        left: names of the configurations of the runs that have not ended.
+        jobs: number of runs at a time.
     """
     seconds: dict[str, list[float]] = {}
     for (name, _), result in runs.items():
@@ -291,6 +293,7 @@ def remaining(runs: dict[tuple[str, int], RunLog], left: Sequence[str]) -> str:
         total += sum(values) / len(values)
     if not left:
         return ""
+    total /= min(jobs, len(left))
     return (
         f"; about {total / 60:.0f} min remain" if total >= 90 else f"; about {total:.0f} s remain"
     )

@@ -45,6 +45,12 @@ class Programs:
                 Path(arguments[arguments.index(flag) + 1]).mkdir(parents=True)
         return self.status
 
+    def train_all(self, runs, jobs):
+        assert jobs == 1
+        for index, run in enumerate(runs):
+            self.train(*run)
+            yield index
+
     def analyze(self, arguments, log, head):
         self.started.append(log.stem)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +91,7 @@ def trainings(tmp_path):
         continue_iterations=2,
         continue_lr=None,
         seeds=1,
+        jobs=1,
     )
     made.folder, made.flags, made.launcher = tmp_path, ["--lr", "1"], Programs()
     made.causes = {"files": "f", "processes": "1 on cpu", "versions": "torch 2"}

@@ -340,6 +340,7 @@ def test_the_time_that_remains_is_that_of_the_same_configurations():
     runs = {("bf16", 1): run(5.0), ("mxfp4", 1): run(5.1)}
     assert trainings.remaining(runs, ["bf16", "mxfp4", "new"]) == "; about 6 s remain"
     assert trainings.remaining(runs, ["bf16"] * 90) == "; about 3 min remain"
+    assert trainings.remaining(runs, ["bf16"] * 90, jobs=2) == "; about 2 min remain"
     assert trainings.remaining(runs, []) == ""
 
 

@@ -1,0 +1,66 @@
+"""Test that script/study.py trains several runs at a time, with programs that only wait."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loss_gaps.launcher import Launcher, Run
+from loss_gaps.run_log import has_ended
+
+#: Program that creates its first argument, and waits until its second argument exists.
+PROGRAM = """
+import os, pathlib, sys, time
+own, other = map(pathlib.Path, sys.argv[1:])
+own.write_text(str(os.getpid()))
+while not other.exists():
+    time.sleep(0.02)
+print("done")
+"""
+
+
+def runs_of(folder: Path, pairs: dict[str, str]) -> list[Run]:
+    return [
+        Run([str(folder / own), str(folder / other)], folder / f"{own}.log", f"head of {own}\n")
+        for own, other in pairs.items()
+    ]
+
+
+@pytest.fixture
+def launcher():
+    return Launcher([sys.executable, "-c", PROGRAM], forks=True)
+
+
+def test_two_runs_at_a_time_wait_for_each_other(tmp_path, launcher):
+    runs = runs_of(tmp_path, {"a": "b", "b": "a", "c": "a"})
+    assert sorted(launcher.train_all(runs, 2)) == [0, 1, 2]
+    for run in runs:
+        text = run.log.read_text()
+        assert text.startswith(run.head)
+        assert "done" in text
+        assert has_ended(text)
+
+
+def test_runs_in_progress_are_stopped_if_the_caller_stops(tmp_path, launcher):
+    ended = launcher.train_all(runs_of(tmp_path, {"a": "b", "b": "a", "c": "never"}), 3)
+    next(ended)
+    while not (tmp_path / "c").exists() or not (tmp_path / "c").read_text():
+        time.sleep(0.02)
+    process = int((tmp_path / "c").read_text())
+    ended.close()
+    for _ in range(500):
+        if not Path(f"/proc/{process}").exists():
+            return
+        time.sleep(0.02)
+    os.kill(process, 9)
+    pytest.fail("the run was not stopped")
+
+
+def test_a_run_that_cannot_start_is_an_error_that_names_its_log(tmp_path):
+    launcher = Launcher([str(tmp_path / "no such program")], forks=False)
+    with pytest.raises(RuntimeError, match=r"watched a run ended with status 1; see .*a\.log"):
+        list(launcher.train_all(runs_of(tmp_path, {"a": "a"}), 2))
