@@ -11,8 +11,11 @@ from megatron.fake_quant.fused import triton_accumulate, triton_accumulate_launc
 
 from .accumulator_operands import ACCUMULATOR_NAMES, bits, by_reference, first_sums, operands
 
-#: Accumulator that is compiled: with a promotion, which needs unfused operations.
-COMPILED = "hopper_fp8_promote128"
+#: Accumulators that are compiled: every design, with promotions, which need unfused operations.
+COMPILED = (
+    *("hopper_fp8_promote128", "hopper_bf16", "blackwell_mx", "blackwell_nvfp4", "cdna3_fp8"),
+    *("fda:l1:fx:e4m3:rz:p24:pe5m2", "fda:l1:f36:m23:rne"),
+)
 
 
 def differing(
@@ -54,27 +57,41 @@ def _tiled() -> int:
     unit = get_accumulator("fda:l4:f13:m13:rz:p8")
     generator = torch.Generator().manual_seed(1)
     sides = [torch.randn(2, rows, 13, generator=generator).bfloat16().float() for rows in (5, 9)]
-    before = triton_accumulate_launch.TILE_M, triton_accumulate_launch.TILE_N
-    triton_accumulate_launch.TILE_M, triton_accumulate_launch.TILE_N = 4, 8
+    names = ("TILE", "NARROWEST", "WIDEST")
+    before = [getattr(triton_accumulate_launch, name) for name in names]
+    for name, size in zip(names, (32, 8, 8), strict=True):
+        setattr(triton_accumulate_launch, name, size)
     try:
         return differing(UnitOperand(sides[0]), UnitOperand(sides[1]), unit)
     finally:
-        triton_accumulate_launch.TILE_M, triton_accumulate_launch.TILE_N = before
+        for name, size in zip(names, before, strict=True):
+            setattr(triton_accumulate_launch, name, size)
 
 
 def compiled(forbidden: str) -> dict[str, Any]:
-    """Compile a kernel for sm_90 and return the instructions that match `forbidden`."""
+    """Compile kernels for sm_90 and return their instructions that match `forbidden`, by name."""
     values, integers = torch.empty(64), torch.empty(64, dtype=torch.int32)
     numbers = (100, 200, 300, 3, -6, -6)
-    tensors = (values, values, integers, integers, values, values, integers, integers, values)
-    binary = triton_accumulate.sums.warmup(
-        *tensors,
-        *numbers,
-        grid=(1,),
-        **triton_accumulate_launch.constants(get_accumulator(COMPILED)),
-        **triton_accumulate_launch.OPTIONS,
-        CONTINUED=True,
-    )
-    assert binary.asm["cubin"].startswith(b"\x7fELF")
-    assert ".target sm_90" in binary.asm["ptx"]
-    return {"forbidden": re.findall(forbidden, binary.asm["ptx"]), "operations": []}
+    found = {}
+    for name in COMPILED:
+        unit = get_accumulator(name)
+        scales = values if unit.scales in ("after", "promotion") else integers
+        tensors = (*[values] * 4, integers, integers, scales, scales, integers, integers, values)
+        matches = []
+        for kernel in triton_accumulate_launch.kernels(unit):
+            binary = triton_accumulate.sums.warmup(
+                *tensors,
+                *numbers,
+                grid=(1,),
+                **triton_accumulate_launch.constants(unit),
+                **triton_accumulate_launch.OPTIONS,
+                **kernel,
+                CONTINUED=True,
+                TILE_M=8,
+                TILE_N=256,
+            )
+            assert binary.asm["cubin"].startswith(b"\x7fELF")
+            assert ".target sm_90" in binary.asm["ptx"]
+            matches += re.findall(forbidden, binary.asm["ptx"])
+        found[name] = {"forbidden": matches, "operations": []}
+    return found

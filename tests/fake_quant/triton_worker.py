@@ -274,7 +274,7 @@ def main() -> None:
     else:
         driver.set_active(device := Driver())
         result = {"compiled": {case[0]: compiled(*case) for case in COMPILED}}
-        result["compiled"][triton_accumulators.COMPILED] = triton_accumulators.compiled(FORBIDDEN)
+        result["compiled"] |= triton_accumulators.compiled(FORBIDDEN)
         with tiles(SHORT):
             result["launched"] = {name: launched(name, device) for name in LAUNCHED}
     print(json.dumps(result))

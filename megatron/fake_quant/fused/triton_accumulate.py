@@ -8,7 +8,8 @@ rounded there. `triton_float64.py` has the operations on single numbers.
 In the design "fused", `near_step` multiplies, aligns and truncates in float32, without rounding
 errors. `fused_step` computes with integers, which takes several times as long. It is used for tiles
 with elements that are so large, so small or so long that float32 numbers could not represent their
-products.
+products. Each of the two is compiled into its own kernel, because a kernel with both would need
+more registers; both are launched, and each skips the tiles of the other.
 
 Numbers are represented by integers: a number x with F fractional bits is the integer x * 2^F.
 """
@@ -16,7 +17,7 @@ Numbers are represented by integers: a number x with F fractional bits is the in
 import triton.language as tl
 
 from megatron.fake_quant.accumulate import accumulator
-from megatron.fake_quant.fused.triton_bits import INFINITY, NAN, as_bits, as_float, compiled
+from megatron.fake_quant.fused.triton_bits import NAN, as_bits, as_float, compiled
 from megatron.fake_quant.fused.triton_float64 import (
     FLOAT32_BITS,
     ZERO,
@@ -36,7 +37,6 @@ RUNNING_BITS = tl.constexpr(accumulator.RUNNING_BITS)
 #: Fractional bits of the significand of a scale, and of the product of two E2M1 elements, which are
 #: multiples of one half.
 SCALE_BITS, HALVES = tl.constexpr(3), tl.constexpr(2)
-ZERO_POWER = tl.constexpr((accumulator.ZERO_EXPONENT + 127) << 23)  #: bits of 2^ZERO_EXPONENT
 
 
 @compiled
@@ -173,19 +173,12 @@ def fused_step(
 
 
 @compiled
-def power_of_two(x: tl.tensor, smallest: tl.tensor) -> tl.tensor:
-    """Return 2^e in float32, where e is the exponent of an element; see `decode`."""
-    bits = tl.maximum(as_bits(x) & INFINITY, (smallest + 127) << 23)
-    return as_float(tl.where(x == 0, ZERO_POWER, bits))
-
-
-@compiled
 def near_step(
     a: tl.tensor,
     b: tl.tensor,
-    inside: tl.tensor,
+    powers_a: tl.tensor,
+    powers_b: tl.tensor,
     strides: tl.tensor,
-    smallest: tl.tensor,
     start: tl.tensor,
     unit: tl.tensor,
     own: tl.tensor,
@@ -195,21 +188,20 @@ def near_step(
     """Return what `fused_step` returns without block scales, for elements that are not far from 1.
 
     Nonzero elements must have magnitudes from `triton_accumulate_launch.NEAR[0]` to NEAR[1] and at
-    most 10 mantissa bits, so that float32 numbers represent their products exactly. A product
-    that is multiplied by a power of two remains exact unless it underflows, and then it is less
-    than one unit of 2^(top - ALIGN). The conversion to an integer truncates it. The last step must
-    be padded with zeros.
+    most 10 mantissa bits, so that float32 numbers represent their products exactly. A product that
+    is multiplied by a power of two remains exact unless it underflows, and then it is less than one
+    unit of 2^(top - ALIGN). The conversion to an integer truncates it. The last step must be padded
+    with zeros.
+
+    powers_a, powers_b: pointers to 2^e for the exponent e of each element.
     """
-    UNROLL: tl.constexpr = 8 if STEP % 8 == 0 else (4 if STEP % 4 == 0 else 1)
-    a_at, b_at = a, b
+    UNROLL: tl.constexpr = 4 if STEP % 4 == 0 else 1
     highest = tl.zeros(own.shape, tl.float32)
     for _ in range(STEP // UNROLL):
         for _ in tl.static_range(UNROLL):
-            x = power_of_two(tl.load(a_at, mask=inside[0], other=0.0), smallest[0])
-            y = power_of_two(tl.load(b_at, mask=inside[1], other=0.0), smallest[1])
-            highest = tl.maximum(highest, x[:, None] * y[None, :])
-            a_at += strides[0]
-            b_at += strides[1]
+            highest = tl.maximum(highest, tl.load(powers_a)[:, None] * tl.load(powers_b)[None, :])
+            powers_a += strides[0]
+            powers_b += strides[1]
     # The exponent of a running sum is at least -126, that of two zeros is lower.
     top = tl.maximum(own, (as_bits(highest) >> 23) - 127)
     factor = as_float((tl.minimum(ALIGN - top, 127) + 127) << 23)
@@ -217,9 +209,8 @@ def near_step(
     total = tl.zeros(own.shape, tl.int32 if STEP <= 1 << (29 - ALIGN) else tl.int64)
     for _ in range(STEP // UNROLL):
         for _ in tl.static_range(UNROLL):
-            x = tl.load(a, mask=inside[0], other=0.0)
-            y = tl.load(b, mask=inside[1], other=0.0)
-            total += (x[:, None] * y[None, :] * factor).to(tl.int32)
+            product = tl.load(a)[:, None] * tl.load(b)[None, :]
+            total += (product * factor).to(tl.int32)
             a += strides[0]
             b += strides[1]
     return with_running(total.to(tl.int64), start, unit, top, ALIGN)
@@ -350,6 +341,8 @@ def special_sums(
 def sums(
     a: tl.tensor,
     b: tl.tensor,
+    powers_a: tl.tensor,
+    powers_b: tl.tensor,
     flags_a: tl.tensor,
     flags_b: tl.tensor,
     scales_a: tl.tensor,
@@ -380,6 +373,7 @@ def sums(
     SECOND_NEAREST: tl.constexpr,
     CONTINUED: tl.constexpr,
     NEAR: tl.constexpr,
+    FAR: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ) -> tl.tensor:
@@ -388,6 +382,8 @@ def sums(
     Args:
         a, b: elements, `[batch, K', M]` and `[batch, K', N]`; K' is K = `depth` rounded up to a
             multiple of STEP, and the additional elements are zero.
+        powers_a, powers_b: float32 arrays like `a` and `b` with 2^e for the exponent e of each
+            element, and 0 for the additional ones; read only by `near_step`.
         flags_a, flags_b: `[batch, M]` and `[batch, N]`: 2 for each row of an operand with an
             element that is NaN, Inf or so large that a product may overflow; 1 for other rows with
             an element that `near_step` does not accept; 0 for all other rows.
@@ -398,7 +394,9 @@ def sums(
         SCALES: use of the block scales; see `Accumulator.scales`. There is a promotion after BLOCK
             products if it is "promotion".
         BLOCK: elements per block scale; 1 if there are none.
-        NEAR: True if `near_step` can compute the steps of this accumulator.
+        NEAR: True to compute tiles without flags, with `near_step`.
+        FAR: True to compute tiles with flags. If both are True, all tiles are computed in the same
+            way, without `near_step`.
         CONTINUED: True if the sums begin with the values in `out`, False if they begin with zero.
     """
     tiles_n = tl.cdiv(width, TILE_N)
@@ -408,15 +406,27 @@ def sums(
     m = (tile % tiles_m) * TILE_M + tl.arange(0, TILE_M)
     n = (tl.program_id(0) % tiles_n) * TILE_N + tl.arange(0, TILE_N)
     inside, strides, smallest = (m < height, n < width), (height, width), (smallest_a, smallest_b)
+    flags = tl.max(tl.load(flags_a + batch * height + m, mask=inside[0], other=0), axis=0)
+    flags |= tl.max(tl.load(flags_b + batch * width + n, mask=inside[1], other=0), axis=0)
+    if not FAR:  # noqa: SIM102 # Triton decides this at compile time
+        if flags > 0:
+            return
+    if not NEAR:  # noqa: SIM102
+        if flags == 0:
+            return
     padded = tl.cdiv(depth, STEP) * STEP
-    a += batch * padded * height + m
-    b += batch * padded * width + n
+    if not FAR:  # Rows beyond the matrix are replaced by its last row, so that loads need no mask.
+        powers_a += batch * padded * height + tl.minimum(m, height - 1)
+        powers_b += batch * padded * width + tl.minimum(n, width - 1)
+        a += batch * padded * height + tl.minimum(m, height - 1)
+        b += batch * padded * width + tl.minimum(n, width - 1)
+    else:
+        a += batch * padded * height + m
+        b += batch * padded * width + n
     scales_a += batch * blocks * height + m
     scales_b += batch * blocks * width + n
     shifts_a += batch * blocks * height + m
     shifts_b += batch * blocks * width + n
-    flags = tl.max(tl.load(flags_a + batch * height + m, mask=inside[0], other=0), axis=0)
-    flags |= tl.max(tl.load(flags_b + batch * width + n, mask=inside[1], other=0), axis=0)
 
     places = (batch * height + m)[:, None] * width + n[None, :]
     within = inside[0][:, None] & inside[1][None, :]
@@ -433,7 +443,7 @@ def sums(
         scales = (scales_a + block * height, scales_b + block * width)
         shifts = (shifts_a + block * height, shifts_b + block * width)
         special = tl.where(undefined(running), running, 0.0)
-        if flags > 1:
+        if FAR and flags > 1:
             special, overflow = special_sums(a, b, inside, strides, left, running, STEP)
             if DESIGN == "two_stage":
                 special = tl.where(undefined(special), special, overflow)
@@ -455,9 +465,7 @@ def sums(
             if SCALES == "exponents":
                 p = tl.load(shifts[0], mask=inside[0], other=0)
                 shift = p[:, None] + tl.load(shifts[1], mask=inside[1], other=0)[None, :]
-            if NEAR and flags == 0:
-                value = near_step(a, b, inside, strides, smallest, start, unit, own, STEP, ALIGN)
-            else:
+            if FAR:
                 value = fused_step(
                     a,
                     b,
@@ -473,6 +481,10 @@ def sums(
                     ALIGN,
                     BITS,
                 )
+            else:
+                value = near_step(a, b, powers_a, powers_b, strides, start, unit, own, STEP, ALIGN)
+                powers_a += STEP * height
+                powers_b += STEP * width
         usual = rounded(value, MANTISSA, SMALLEST, LARGEST, NEAREST)
         if DESIGN != "two_stage":
             usual = tl.where(usual == 0, 0.0, usual)  # turns -0 into +0
@@ -480,9 +492,9 @@ def sums(
         if SCALES == "promotion":
             due = ((done + STEP) % BLOCK == 0) | (left <= STEP)
             if due:
-                x = tl.load(scales[0], mask=inside[0], other=0.0)
-                y = tl.load(scales[1], mask=inside[1], other=0.0)
-                product = running.to(tl.float64) * (x[:, None] * y[None, :]).to(tl.float64)
+                p = tl.load(scales[0], mask=inside[0], other=0.0)
+                q = tl.load(scales[1], mask=inside[1], other=0.0)
+                product = running.to(tl.float64) * (p[:, None] * q[None, :]).to(tl.float64)
                 usual = rounded(
                     sum_to_odd(product, second.to(tl.float64)),
                     SECOND_MANTISSA,

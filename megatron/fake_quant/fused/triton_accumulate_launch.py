@@ -6,6 +6,7 @@ The kernel has not run on a GPU yet; tests treat it like the kernels of `triton_
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from megatron.fake_quant.accumulate.accumulator import (
@@ -15,10 +16,14 @@ from megatron.fake_quant.accumulate.accumulator import (
     SumType,
 )
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
+from megatron.fake_quant.float32_bits import BIAS, INFINITY
 from megatron.fake_quant.fused import triton_accumulate
 from megatron.fake_quant.fused.triton_accumulate import SCALE_BITS
 
-TILE_M, TILE_N = 32, 64  #: rows and columns of the result per program
+TILE = 1024  #: number of results per program
+#: Smallest and largest number of columns of a tile. From 128 columns on, Triton gives each thread
+#: all rows and one column in 128, so that a thread loads ten numbers for 16 products of a step.
+NARROWEST, WIDEST = 64, 128
 WARPS = 4
 #: Largest number of mantissa bits of an element: in hardware units, and in research accumulators.
 _NARROW, _WIDE = 10, 23
@@ -45,20 +50,36 @@ def multiply(
     if out.numel() == 0 or depth == 0:
         return out.zero_() if start is None else out
     sides = [_side(operand, accumulator) for operand in (a, b)]
-    programs = batches * -(-rows // TILE_M) * -(-columns // TILE_N)
-    tensors = [tensor for pair in zip(*sides, strict=True) for tensor in pair]
-    numbers = (rows, columns, depth, sides[0][2].shape[1])
+    powers = [side[0] for side in sides]
+    if _has_near_step(accumulator):
+        powers = [
+            _powers(side[0], x.smallest_exponent) for side, x in zip(sides, (a, b), strict=True)
+        ]
+    tile_n = min(max(triton.next_power_of_2(columns), NARROWEST), WIDEST)
+    tile_m = TILE // tile_n
+    programs = batches * -(-rows // tile_m) * -(-columns // tile_n)
+    (elements_a, *others_a), (elements_b, *others_b) = sides
+    others = [tensor for pair in zip(others_a, others_b, strict=True) for tensor in pair]
+    numbers = (rows, columns, depth, others_a[1].shape[1])
     with torch.cuda.device(out.get_device()):
-        triton_accumulate.sums[(programs, 1, 1)](
-            *tensors,
-            out,
-            *numbers,
-            a.smallest_exponent,
-            b.smallest_exponent,
-            CONTINUED=start is not None,
-            **constants(accumulator),
-            **OPTIONS,
-        )
+        # Each launch computes the tiles that the other one skips.
+        for kernel in kernels(accumulator):
+            triton_accumulate.sums[(programs, 1, 1)](
+                elements_a,
+                elements_b,
+                *powers,
+                *others,
+                out,
+                *numbers,
+                a.smallest_exponent,
+                b.smallest_exponent,
+                CONTINUED=start is not None,
+                TILE_M=tile_m,
+                TILE_N=tile_n,
+                **kernel,
+                **constants(accumulator),
+                **OPTIONS,
+            )
     return out
 
 
@@ -79,12 +100,16 @@ def constants(accumulator: Accumulator) -> dict[str, Any]:
         "BITS": _NARROW if accumulator.elements else _WIDE,
         "SCALES": accumulator.scales,
         "BLOCK": accumulator.scale_block or 1,
-        "NEAR": _has_near_step(accumulator),
-        "TILE_M": TILE_M,
-        "TILE_N": TILE_N,
         **kept,
         **second,
     }
+
+
+def kernels(accumulator: Accumulator) -> list[dict[str, bool]]:
+    """Return the compile-time arguments in which the kernels for an accumulator differ."""
+    if _has_near_step(accumulator):
+        return [{"NEAR": True, "FAR": False}, {"NEAR": False, "FAR": True}]
+    return [{"NEAR": True, "FAR": True}]
 
 
 def _has_near_step(accumulator: Accumulator) -> bool:
@@ -129,6 +154,17 @@ def _side(operand: UnitOperand, accumulator: Accumulator) -> tuple[Tensor, Tenso
         scales = scales.transpose(1, 2).contiguous()
     columns = torch.nn.functional.pad(elements, (0, -depth % accumulator.step)).transpose(1, 2)
     return columns.contiguous(), _flags(elements), scales, shifts
+
+
+def _powers(elements: Tensor, smallest: int) -> Tensor:
+    """Return 2^e for the exponent e of each element; see `triton_accumulate.sums`.
+
+    An element of zero has the power of zero elements in a sum, also if it is only padding: a step
+    has at least one other product, and products of two zeros are smaller than every running sum.
+    """
+    exponents = (elements.view(torch.int32) & INFINITY).clamp(min=(smallest + BIAS) << 23)
+    zero = (ZERO_EXPONENT + BIAS) << 23
+    return exponents.masked_fill_(elements == 0, zero).view(torch.float32)
 
 
 def _flags(elements: Tensor) -> Tensor:

@@ -74,9 +74,11 @@ def narrow(bits: tl.tensor, dtype: tl.constexpr, EXACT: tl.constexpr) -> tl.tens
             bits += 0x7FFF + ((bits >> 16) & 1)
         stored = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:
-        half = as_float(bits).to(tl.float16).to(tl.int16, bitcast=True)
-        half = tl.where(bits == NAN, NAN_FLOAT16, half).to(tl.int16)
-        stored = half.to(tl.float16, bitcast=True)
+        # A GPU converts a NaN to 0x7FFF. NaN is replaced before the conversion, too: otherwise the
+        # compiler, for which the conversion returns 0x7E00, omits the replacement after it.
+        undefined = bits == NAN
+        half = as_float(tl.where(undefined, 0, bits)).to(tl.float16).to(tl.int16, bitcast=True)
+        stored = tl.where(undefined, NAN_FLOAT16, half).to(tl.int16).to(tl.float16, bitcast=True)
     else:
         stored = as_float(bits)
     return stored
