@@ -6,28 +6,30 @@ it has no behavior. `scalar.py` defines the result for one dot product, in exact
 results of every other implementation must be bit-identical.
 
 The rules of a step depend on `design`, as listed below. The exponent of a product is the sum of the
-exponents of its two elements; a subnormal element has the exponent of the smallest normal number,
-and zero has -126.
+exponents of its two elements; a subnormal element has the exponent of the smallest normal number. A
+running sum of zero has the exponent -126.
 
     torch      nothing is simulated: torch.matmul in float32
     fused      All products and the running sum are truncated to `align_bits` fractional bits below
-               the largest exponent among them. Their sum is exact. It is then rounded to the type
-               `keep`. If `scales` is "exponents", the exponents of both E8M0 scales are added to
-               that of each product.
+               the largest exponent among them, where products with a zero element do not count.
+               Their sum is exact. It is then rounded to the type `keep`. If `scales` is
+               "exponents", the exponents of both E8M0 scales are added to that of each product.
     grouped    Products are summed exactly in groups of 16. A group's sum is multiplied by the
                significands of both its scales, and has the sum of the scales' exponents as its
                exponent. Groups and the running sum are then added as in "fused".
     two_stage  Products are summed as in "fused", without the running sum, in `interleave` parts:
-               part i has the products i, i + interleave, .... The parts and then the running sum
-               are aligned by rounding down (toward minus infinity) instead of truncation.
+               part i has the products i, i + interleave, .... A zero element has the exponent -126.
+               The parts and then the running sum are aligned by rounding down (toward minus
+               infinity) instead of truncation.
 
 In every design, a step with NaN, zero times Inf or infinities of both signs returns NaN. A step
 with one infinity, or whose result exceeds the largest number of `keep`, returns Inf. The units of
 "two_stage" also treat products from 2^128 on as infinite. A running sum of zero is +0, except that
 "two_stage" may round a negative sum to -0. A second sum follows IEEE 754.
 
-Sources: MMA-Sim (arXiv 2511.10909) for all units; FP8 on Hopper and promotion: DeepSeek-V3 (arXiv
-2412.19437, section 3.3) and DeepGEMM.
+Sources: MMA-Sim (arXiv 2511.10909) for all units, except that it gives a zero element the exponent
+-126 in "fused", too; an H100 does not (docs/results/gpu.md). FP8 on Hopper and promotion:
+DeepSeek-V3 (arXiv 2412.19437, section 3.3) and DeepGEMM.
 """
 
 from collections.abc import Mapping
@@ -40,8 +42,10 @@ Scales = Literal["after", "promotion", "exponents", "significands"]
 SumRounding = Literal["rz", "rne"]
 ScaleType = Literal["e8m0", "e4m3", "fp32"]
 
-#: exponent of zero, whether it is an element, a scale or a running sum
+#: exponent of zero: a running sum, a scale, and in "two_stage" also an element
 ZERO_EXPONENT = -126
+#: exponent of an element of zero in "fused": lower than every exponent that counts
+IGNORED_EXPONENT = -4096
 #: number of products in a group, which the design "grouped" adds exactly
 GROUP = 16
 #: fractional bits of the products' sum and of the running sum when "two_stage" adds these two

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.fake_quant.accumulate.accumulator import (
     GROUP,
+    IGNORED_EXPONENT,
     OVERFLOW_EXPONENT,
     RUNNING_BITS,
     STAGE_BITS,
@@ -85,6 +86,8 @@ def _step(
     elif bits is None:
         total = _sum_rounded_to_odd(terms.squeeze(-1), running)
     else:
+        if accumulator.design == "fused":
+            exponents = torch.where(terms == 0, IGNORED_EXPONENT, exponents)
         largest = torch.maximum(exponents.amax(-1), start[1])
         total = _aligned_sum(terms, largest, bits) + _truncated(running, largest - bits)
     rounded = _rounded(total, accumulator.keep)

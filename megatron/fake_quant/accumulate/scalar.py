@@ -116,7 +116,8 @@ def _step(
     if accumulator.design == "grouped":
         total = _aligned_sum([*_groups(factors, accumulator), start], accumulator.align_bits)
     elif accumulator.design == "fused":
-        total = _aligned_sum([*_products(factors, smallest), start], accumulator.align_bits)
+        products = [term for term in _products(factors, smallest) if term.value]
+        total = _aligned_sum([*products, start], accumulator.align_bits)
     else:
         raise AssertionError(f"no rule for the design {accumulator.design!r}")
     return _rounded(total, accumulator.keep) + 0.0  # adding 0 turns -0 into +0

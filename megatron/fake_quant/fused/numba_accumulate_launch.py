@@ -11,7 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.fake_quant.accumulate.accumulator import Accumulator, SumType
+from megatron.fake_quant.accumulate.accumulator import (
+    IGNORED_EXPONENT,
+    ZERO_EXPONENT,
+    Accumulator,
+    SumType,
+)
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
 from megatron.fake_quant.fused import numba_threads
 from megatron.fake_quant.fused.numba_accumulate import (
@@ -126,6 +131,7 @@ def _packing(operand: UnitOperand, rule: Rule, accumulator: Accumulator) -> Pack
         block=(accumulator.scale_block or 0) if inner else 0,
         smallest_scale=accumulator.smallest_scale if inner else 0,
         scale_alone=accumulator.design == "grouped",
+        zero=IGNORED_EXPONENT if accumulator.design == "fused" else ZERO_EXPONENT,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.fake_quant.fused.numba_compile import called, kernel_compiler
-from megatron.fake_quant.fused.numba_float64 import INFINITE_ELEMENT, ZERO, exponent
+from megatron.fake_quant.fused.numba_float64 import INFINITE_ELEMENT, exponent
 
 LANES = 64  #: columns of the result per panel
 ROWS = 16  #: rows of the result per tile
@@ -31,6 +31,7 @@ class Packing(NamedTuple):
     block: int  #: elements per scale that the unit itself applies; 0 if there are none
     smallest_scale: int  #: exponent of the smallest normal scale
     scale_alone: bool  #: True to take a product's exponent from the scales alone
+    zero: int  #: exponent of an element of zero
 
 
 class Panel(NamedTuple):
@@ -55,7 +56,7 @@ kernel = kernel_compiler("accumulate", Path(__file__).parent, _sources)
 def fill(panel: Any, rows: Any, scales: Any, packing: Any) -> None:
     """Convert rows of an operand to columns of a panel, and fill the other columns with zeros."""
     panel.values[:] = 0
-    panel.exponents[:] = ZERO
+    panel.exponents[:] = packing.zero
     factors, shifts = np.ones(len(rows)), np.zeros(len(rows), np.int16)
     for k in range(rows.shape[1]):
         if packing.block > 0 and k % packing.block == 0:
@@ -71,7 +72,7 @@ def fill(panel: Any, rows: Any, scales: Any, packing: Any) -> None:
         for r in range(len(rows)):
             x = np.float64(rows[r, k])
             values[r] = x * factors[r]
-            own = min(exponent(x, packing.smallest), INFINITE_ELEMENT)
+            own = min(exponent(x, packing.smallest), INFINITE_ELEMENT) if x != 0 else packing.zero
             exponents[r] = shifts[r] if packing.scale_alone else np.int16(own + shifts[r])
 
 

@@ -20,7 +20,6 @@ from megatron.fake_quant.accumulate import accumulator
 from megatron.fake_quant.fused.triton_bits import NAN, as_bits, as_float, compiled
 from megatron.fake_quant.fused.triton_float64 import (
     FLOAT32_BITS,
-    ZERO,
     decode,
     floored,
     power,
@@ -31,6 +30,8 @@ from megatron.fake_quant.fused.triton_float64 import (
 )
 
 LOWEST = tl.constexpr(5 * accumulator.ZERO_EXPONENT)  #: exponent below that of every product
+ZERO = tl.constexpr(accumulator.ZERO_EXPONENT)
+IGNORED = tl.constexpr(accumulator.IGNORED_EXPONENT)
 GROUP = tl.constexpr(accumulator.GROUP)
 STAGE_BITS = tl.constexpr(accumulator.STAGE_BITS)
 RUNNING_BITS = tl.constexpr(accumulator.RUNNING_BITS)
@@ -61,6 +62,7 @@ def largest_exponent(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     STEP: tl.constexpr,
+    OF_ZERO: tl.constexpr,
 ) -> tl.tensor:
     """Return the largest of `top` and the exponents of the products of one part of a step.
 
@@ -69,14 +71,14 @@ def largest_exponent(
 
     a, b: pointers to the step's first elements; `inside` has the masks of both and `strides` the
         distances to the next elements.
+    OF_ZERO: exponent of an element of zero.
     """
     a += PART * strides[0]
     b += PART * strides[1]
     for i in range(PART, STEP, PARTS):
         x, y = loaded(a, b, inside, i < left, 0.0)
-        top = tl.maximum(
-            top, decode(x, smallest[0], 23)[1][:, None] + decode(y, smallest[1], 23)[1][None, :]
-        )
+        p, q = decode(x, smallest[0], 23, OF_ZERO)[1], decode(y, smallest[1], 23, OF_ZERO)[1]
+        top = tl.maximum(top, p[:, None] + q[None, :])
         a += PARTS * strides[0]
         b += PARTS * strides[1]
     return top
@@ -110,8 +112,8 @@ def truncated_sum(
     b += PART * strides[1]
     for i in range(PART, STEP, PARTS):
         x, y = loaded(a, b, inside, i < left, 0.0)
-        u, p = decode(x, smallest[0], BITS)
-        v, q = decode(y, smallest[1], BITS)
+        u, p = decode(x, smallest[0], BITS, ZERO)
+        v, q = decode(y, smallest[1], BITS, ZERO)
         product = (u.to(TERM)[:, None] * v.to(TERM)[None, :]) << UP
         shift = top - (p[:, None] + q[None, :]) + DOWN
         total += truncated(product, shift, 31 if BITS <= 10 else 63).to(tl.int64)
@@ -128,7 +130,7 @@ def decode_sum(running: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
     Its significand keeps all bits of a float32 number, because the value before the first step can
     be any float32 number.
     """
-    start, unit = decode(running, -126, FLOAT32_BITS)
+    start, unit = decode(running, -126, FLOAT32_BITS, ZERO)
     return start, unit, tl.where(start == 0, ZERO, tl.maximum(unit, SMALLEST))
 
 
@@ -167,7 +169,7 @@ def fused_step(
     start, unit, own: the running sum; see `decode_sum`.
     shift: exponents of the block scales; a step has at most one block scale per operand.
     """
-    top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP)
+    top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP, IGNORED)
     total = truncated_sum(a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS)
     return with_running(total, start, unit, top + shift, ALIGN)
 
@@ -193,7 +195,7 @@ def near_step(
     unit of 2^(top - ALIGN). The conversion to an integer truncates it. The last step must be padded
     with zeros.
 
-    powers_a, powers_b: pointers to 2^e for the exponent e of each element.
+    powers_a, powers_b: pointers to 2^e for the exponent e of each element, and to 0 for a zero.
     """
     UNROLL: tl.constexpr = 4 if STEP % 4 == 0 else 1
     highest = tl.zeros(own.shape, tl.float32)
@@ -202,7 +204,7 @@ def near_step(
             highest = tl.maximum(highest, tl.load(powers_a)[:, None] * tl.load(powers_b)[None, :])
             powers_a += strides[0]
             powers_b += strides[1]
-    # The exponent of a running sum is at least -126, that of two zeros is lower.
+    # Without any product, `highest` is 0, whose field is below every exponent of a running sum.
     top = tl.maximum(own, (as_bits(highest) >> 23) - 127)
     factor = as_float((tl.minimum(ALIGN - top, 127) + 127) << 23)
     # A term is an integer below 2^(ALIGN + 2).
@@ -293,7 +295,9 @@ def two_stage_step(
     total = tl.zeros(own.shape, tl.int64)
     for part in tl.static_range(PARTS):
         first = tl.full(own.shape, LOWEST, tl.int32)
-        first = largest_exponent(a, b, inside, strides, smallest, left, first, part, PARTS, STEP)
+        first = largest_exponent(
+            a, b, inside, strides, smallest, left, first, part, PARTS, STEP, ZERO
+        )
         addend = truncated_sum(
             a, b, inside, strides, smallest, left, first, part, PARTS, STEP, ALIGN, BITS
         )
@@ -383,7 +387,7 @@ def sums(
         a, b: elements, `[batch, K', M]` and `[batch, K', N]`; K' is K = `depth` rounded up to a
             multiple of STEP, and the additional elements are zero.
         powers_a, powers_b: float32 arrays like `a` and `b` with 2^e for the exponent e of each
-            element, and 0 for the additional ones; read only by `near_step`.
+            element, and 0 for zeros; read only by `near_step`.
         flags_a, flags_b: `[batch, M]` and `[batch, N]`: 2 for each row of an operand with an
             element that is NaN, Inf or so large that a product may overflow; 1 for other rows with
             an element that `near_step` does not accept; 0 for all other rows.

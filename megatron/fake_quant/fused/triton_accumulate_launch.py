@@ -20,7 +20,7 @@ from megatron.fake_quant.float32_bits import BIAS, INFINITY
 from megatron.fake_quant.fused import triton_accumulate
 from megatron.fake_quant.fused.triton_accumulate import SCALE_BITS
 
-TILE = 1024  #: number of results per program
+TILE = 512  #: number of results per program
 #: Smallest and largest number of columns of a tile. From 128 columns on, Triton gives each thread
 #: all rows and one column in 128, so that a thread loads ten numbers for 16 products of a step.
 NARROWEST, WIDEST = 64, 128
@@ -157,14 +157,9 @@ def _side(operand: UnitOperand, accumulator: Accumulator) -> tuple[Tensor, Tenso
 
 
 def _powers(elements: Tensor, smallest: int) -> Tensor:
-    """Return 2^e for the exponent e of each element; see `triton_accumulate.sums`.
-
-    An element of zero has the power of zero elements in a sum, also if it is only padding: a step
-    has at least one other product, and products of two zeros are smaller than every running sum.
-    """
+    """Return 2^e for the exponent e of each element, and 0 for a zero."""
     exponents = (elements.view(torch.int32) & INFINITY).clamp(min=(smallest + BIAS) << 23)
-    zero = (ZERO_EXPONENT + BIAS) << 23
-    return exponents.masked_fill_(elements == 0, zero).view(torch.float32)
+    return exponents.masked_fill_(elements == 0, 0).view(torch.float32)
 
 
 def _flags(elements: Tensor) -> Tensor:

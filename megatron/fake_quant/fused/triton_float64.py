@@ -6,11 +6,9 @@ exponents, and float64 numbers are rounded. Only `sum_to_odd` needs operations t
 
 import triton.language as tl
 
-from megatron.fake_quant.accumulate.accumulator import ZERO_EXPONENT
 from megatron.fake_quant.fused.triton_bits import INFINITY, MAGNITUDE, as_bits, compiled
 from megatron.fake_quant.fused.triton_scales import FRACTION, SMALLEST_NORMAL
 
-ZERO = tl.constexpr(ZERO_EXPONENT)
 FLOAT32_BITS = tl.constexpr(23)  #: fractional bits of a float32 significand
 
 
@@ -27,10 +25,11 @@ def undefined(x: tl.tensor) -> tl.tensor:
 
 
 @compiled
-def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def decode(x: tl.tensor, smallest: tl.tensor, BITS: tl.constexpr, ZERO: tl.constexpr) -> tl.tensor:
     """Return two results for float32 numbers: significands times 2^BITS, and exponents.
 
     smallest: exponent of the smallest normal number of their type.
+    ZERO: exponent of zero.
     """
     bits = as_bits(x)
     magnitude = bits & MAGNITUDE

@@ -70,9 +70,11 @@ def nvidia(
             shift = F(scales[0][step[0] // length]) * F(scales[1][step[0] // length])
         terms = [x * y * shift for x, y in factors]
         exponents = [
-            exponent(x, least[0]) + exponent(y, least[1]) + floor_log2(shift) for x, y in factors
+            exponent(x, least[0]) + exponent(y, least[1]) + floor_log2(shift)
+            for x, y in factors
+            if x and y
         ]
-        unit = power(max(*exponents, exponent(running, -126)) - align)
+        unit = power(max([*exponents, exponent(running, -126)]) - align)
         running = kept(sum(cut(term, unit) for term in [*terms, running]), keep)
     return running
 
