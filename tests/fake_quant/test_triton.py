@@ -128,6 +128,12 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(name, compiled):
     assert found == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
+def test_the_compiler_keeps_the_bits_of_nan_in_float16(compiled):
+    """It folded the replacement of NaN into the conversion, for which GPUs have other bits."""
+    for name in ("mxint8:sr", "mxfp6_e2m3", "hifp8:hr:inf"):
+        assert compiled[name]["half_nan"], name
+
+
 def test_a_later_launch_is_like_the_first(without_device):
     """A later launch bypasses Triton's binder, so it must pass all arguments itself."""
     for name, (first, second, unaligned) in without_device["launched"].items():
@@ -311,25 +317,30 @@ def test_on_a_gpu_small_and_unaligned_tensors_too(name, count):
 def milliseconds(call) -> float:
     """Return the median time of several rounds of consecutive launches."""
     times = []
-    for _ in range(20):
+    for _ in range(10):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        for _ in range(10):
+        for _ in range(5):
             call()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 10)
+        times.append(start.elapsed_time(end) / 5)
     return statistics.median(times)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "hifp8"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "hifp8", "nvfp4", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_on_a_gpu_it_takes_at_most_a_quarter_more_than_a_copy(name, dtype, axis):
-    x = torch.randn(4096, 4096, device="cuda").to(dtype)
+def test_on_a_gpu_memory_bounds_the_time(name, dtype, axis):
+    """The kernels reach 80 % of a copy's bandwidth; a scale of the tensor takes another read.
+
+    The matrix is so large that the kernels take longer than their launches from Python.
+    """
+    x = torch.randn(16384, 8192, device="cuda").to(dtype)
     ours, copy = partial(fake_quantize, x, get_format(name), axis), x.clone
     for call in (ours, copy):
         milliseconds(call)  # compiles, and warms up
-    assert milliseconds(copy) / milliseconds(ours) >= 0.8
+    passes = 3 if get_format(name).has_tensor_scale else 2
+    assert passes / 2 * milliseconds(copy) / milliseconds(ours) >= 0.8

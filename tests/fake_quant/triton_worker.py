@@ -41,6 +41,7 @@ COMPILED = (
     ("mxfp8", torch.float32, (4096, 4096), 1),
     ("mxfp4", torch.bfloat16, (4096, 4096), 0),
     ("mxint8:sr", torch.float16, (100, 300), 0),
+    ("mxfp6_e2m3", torch.float16, (256, 300), 1),
     ("mxfp4:sr", torch.float32, (65536, 65536), 1),  # places beyond int32
     ("mxfp4:head3/4", torch.bfloat16, (4096, 4096), 1),
     ("mx:e7m0:b7:floor", torch.bfloat16, (77, 75), 1),
@@ -64,10 +65,10 @@ COMPILED = (
     ("fp8_e4m3:pow2", torch.bfloat16, (4096, 4096), 1),
 )
 #: Formats that are compiled with the tiles and warps of a GPU.
-WHOLE = ("mxfp8", "nvfp4", "hifp8")
+WHOLE = ("mxfp8", "mxfp6_e2m3", "nvfp4", "hifp8")
 #: Tiles for all other formats: each thread has a quarter of the values, so that the unrolled code
 #: is a quarter as long.
-SHORT = {"TILE": 1 << 12, "_PER_WARP": 1 << 10, "_REPEATS": 1}
+SHORT = {"TILE": 1 << 10, "_PER_WARP": 1 << 8, "_REPEATS": 1}
 APART = "|apart"  #: mark of formats whose scale is kept apart; see `unrounded.py`
 LAUNCHED = ("mxfp8", "nvfp4:sr", "hifp8", "nvfp4:outer-row")
 #: Instructions that flush subnormals, are fused, or round differently from IEEE 754.
@@ -102,7 +103,7 @@ class Case(NamedTuple):
 
 #: Tiles that hold the whole input, so that the interpreter runs one program: one kind of input, all
 #: kinds, or all values of a 16-bit type.
-SINGLE, JOINED, EVERY = ({"TILE": 1 << power, "_REPEATS": 1} for power in (13, 15, 17))
+SINGLE, JOINED, EVERY = ({"TILE": 1 << power, "_REPEATS": 1} for power in (11, 13, 16))
 
 
 def several_tiles(fmt: Format) -> dict[str, Case]:
@@ -114,7 +115,7 @@ def several_tiles(fmt: Format) -> dict[str, Case]:
     fmt = fmt.across() if fmt.columns else fmt
     whole = WHOLE_AXIS in (fmt.block_size, fmt.outer_size)
     groups = whole or fmt.outer_size is not None
-    sizes = {"TILE": 1 << 10 if groups else 1 << 7, "_REPEATS": 4, "_STRIP": 32}
+    sizes = {"TILE": 1 << 8 if groups else 1 << 5, "_REPEATS": 4, "_STRIP": 32}
     sizes |= {"_LONGEST": 16, "_MOST": 512}
     size = fmt.outer_size or fmt.block_size or 32
     rows, columns = (36, 300) if whole else (size + 4, max(size + 8, 40))
@@ -241,11 +242,12 @@ def compiled(name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -
     plans = [(chosen, (x, x, None if chosen.maxima is None else amax, 5, 7))]
     if chosen.maxima is not None:
         plans.append((chosen.maxima, (x, amax)))
-    found: dict[str, Any] = {"forbidden": [], "operations": []}
+    found: dict[str, Any] = {"forbidden": [], "operations": [], "half_nan": False}
     for plan, arguments in plans:
         arguments = (*arguments, *plan.numbers, *plan.constants.values())
         binary = plan.kernel.warmup(*arguments, grid=(1,), **plan.options)
         found["forbidden"] += re.findall(FORBIDDEN, binary.asm["ptx"])
+        found["half_nan"] |= bool(re.search(r"\b(?:0x7E00|32256)\b", binary.asm["ptx"]))
         found["operations"] += re.findall(r"\bdiv\.rn\.f32|[a-z]+\.global\S*", binary.asm["ptx"])
         assert binary.asm["cubin"].startswith(b"\x7fELF")
         assert ".target sm_90" in binary.asm["ptx"]
