@@ -23,6 +23,7 @@ from megatron.fake_quant.operator_rules import (
 )
 from megatron.fake_quant.packing_parts import Parts, check_values, empty_parts, packed, unpacked
 from megatron.fake_quant.rounding import check_tensor
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 
 
 def compute(
@@ -31,6 +32,11 @@ def compute(
     """Quantize and dequantize a non-empty tensor with the fastest available kernel."""
     kernel = dispatch.find(x, fmt) or reference.fake_quantize
     return kernel(x, fmt, layout, seed, amax=amax)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude in a plain tensor; see `tensor_scale.local_amax`."""
+    return (dispatch.find_amax(x) or local_amax)(x)
 
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron import cpu_matmul
 from megatron.fake_quant.autocast import autocast_of, no_autocast
+from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.mean_split import SplitMatrix
 from megatron.fake_quant.operator_rules import (
     NAMESPACE,
@@ -101,6 +102,8 @@ def _scaled(
     if a.is_cuda:
         multiply = torch.bmm if a3.dim() == 3 else torch.mm
         sums = multiply(a3, b3, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
+        if (scaled := dispatch.find_scaling(sums, scale_a, scale_b)) is not None:
+            return scaled(sums, alpha, scale_a, scale_b, dtype)
         return _times(sums, alpha, scale_a, scale_b).to(dtype)
     scales = [scale for scale in (scale_a, scale_b) if scale is not None]
     factor = alpha

@@ -38,12 +38,12 @@ from megatron.fake_quant.operator_rules import (
     stacked,
     without_gradient,
 )
-from megatron.fake_quant.operators import compute
+from megatron.fake_quant.operators import amax_of, compute
 from megatron.fake_quant.packing import QuantizedTensor, dequantize
 from megatron.fake_quant.quantize import checked, fake_quantize, seed_for, seeds_for
 from megatron.fake_quant.scalings import target
 from megatron.fake_quant.scalings.float8_types import FLOAT8
-from megatron.fake_quant.scalings.tensor_scale import divide_by, encode_scale, local_amax
+from megatron.fake_quant.scalings.tensor_scale import divide_by, encode_scale
 from megatron.fake_quant.special_scalings import GroupScaling, PairScaling, TensorScaling
 
 Kind = Literal["exact", "apart", "wide"]
@@ -188,7 +188,7 @@ def values_and_scale(
 ) -> tuple[Tensor, Tensor]:
     """Return `x`, quantized but without its tensor or row scale, and this scale in float32."""
     if fmt.has_tensor_scale:
-        amax = local_amax(x) if amax is None else amax.to(x.device)
+        amax = amax_of(x) if amax is None else amax.to(x.device)
         if isinstance(fmt.scaling, TensorScaling):
             scale = encode_scale(amax, fmt.scaling).reciprocal()
         else:

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import megatron.fake_quant.fused
-from megatron.fake_quant import fake_quantize, get_format, reference
+from megatron.fake_quant import fake_quantize, get_format, products, reference
 from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.operators import amax_of
 from megatron.fake_quant.quantize import checked
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 from tests.subprocesses import environment, run
 
 from .accumulator_operands import ACCUMULATOR_NAMES, by_reference, first_sums, operands
@@ -66,6 +68,10 @@ def test_interpreted_the_bits_are_the_reference_s(name, differences):
 @pytest.mark.parametrize("name", [*ACCUMULATOR_NAMES, "several tiles and batches"])
 def test_interpreted_an_accumulator_has_the_bits_of_the_reference(name, differences):
     assert differences["accumulators"][name] == 0
+
+
+def test_interpreted_the_amax_and_the_scales_of_a_product_are_those_of_torch(differences):
+    assert differences["unlike torch"] == {"amax": 0, "scaled": 0}
 
 
 # By the compiler.
@@ -312,6 +318,28 @@ def test_on_a_gpu_small_and_unaligned_tensors_too(name, count):
         fake_quantize(t, name, generator=torch.Generator().manual_seed(0)) for t in (x, y)
     )
     assert torch.equal(bits(on_gpu.cpu()), bits(on_cpu))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_the_amax_is_that_of_the_cpu(dtype):
+    for make in INPUTS.values():
+        values = make().to(dtype)
+        for x in layouts(values).values():
+            assert torch.equal(amax_of(x.cuda()).cpu(), local_amax(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@pytest.mark.parametrize("scales", [(None, 3.7), (1e-30, 3.7), (0.1, None)])
+def test_on_a_gpu_a_product_is_scaled_as_on_the_cpu(dtype, alpha, scales):
+    x = torch.randn(100, 300, generator=torch.Generator().manual_seed(1)) * 1e3
+    scale_a, scale_b = (None if s is None else torch.tensor(s) for s in scales)
+    on_gpu = [None if s is None else s.cuda() for s in (scale_a, scale_b)]
+    scaled = dispatch.find_scaling(x.cuda(), *on_gpu)
+    found = scaled(x.cuda(), alpha, *on_gpu, dtype).cpu()
+    assert torch.equal(bits(found), bits(products._times(x, alpha, scale_a, scale_b).to(dtype)))
 
 
 def milliseconds(call) -> float:

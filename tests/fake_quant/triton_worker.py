@@ -26,10 +26,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from megatron.fake_quant import Format, get_format, reference
+from megatron.fake_quant import Format, get_format, products, reference
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.fused import triton_launch, triton_plans
 from megatron.fake_quant.quantize import checked
+from megatron.fake_quant.scalings.tensor_scale import local_amax
 from tests.fake_quant import triton_accumulators
 from tests.fake_quant.inputs import every_bfloat16, every_float16
 from tests.fake_quant.kernel_inputs import INPUTS, SEED, bits
@@ -172,7 +173,7 @@ def tiles(sizes: dict[str, int]) -> Iterator[None]:
     for values in (sizes, before):
         for name, value in values.items():
             setattr(triton_plans, name, value)
-        for cached in (triton_plans.plan, triton_plans.amax_plan):
+        for cached in (triton_plans.plan, triton_plans.amax_plan, triton_plans.scaled_plan):
             cached.cache_clear()
         if values is sizes:
             yield
@@ -195,6 +196,30 @@ def differences(name: str) -> list[str]:
             elif ours.stride() != expected.stride() or ours.dtype != x.dtype:
                 found.append(f"{case}, axis {axis}: {ours.stride()} {ours.dtype}")
     return found
+
+
+def unlike_torch() -> dict[str, int]:
+    """Return how many amaxes and products with scales differ from those of torch operations."""
+    counts = {"amax": 0, "scaled": 0}
+    for x in (*inputs().values(), torch.full((3, 5), torch.inf), torch.tensor(-2.5)):
+        for dtype in DTYPES:
+            y = x.to(dtype)
+            parts = layouts(y).values() if y.numel() > 1000 else (y,)
+            with tiles(SINGLE):
+                found = [triton_launch.finite_amax(part) for part in parts]
+            expected = [local_amax(part) for part in parts]
+            pairs = zip(found, expected, strict=True)
+            counts["amax"] += sum(not torch.equal(one, other) for one, other in pairs)
+    scales = torch.tensor(1e-30), torch.tensor(3.7)
+    for x in inputs().values():
+        for alpha, scale_a, scale_b in ((0.3, *scales), (1.0, None, scales[1]), (-2.0, None, None)):
+            for dtype in DTYPES[1:]:
+                with tiles(SINGLE):
+                    found = triton_launch.scaled(x, alpha, scale_a, scale_b, dtype)
+                expected = products._times(x, alpha, scale_a, scale_b).to(dtype)
+                expected.masked_fill_(expected.isnan(), torch.nan)  # clears signs and payloads
+                counts["scaled"] += int((bits(found) != bits(expected)).sum())
+    return counts
 
 
 # Compiling and launching, without a device.
@@ -254,6 +279,17 @@ def compiled(name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -
     return found
 
 
+def compiled_scaling() -> dict[str, Any]:
+    """Compile the kernel that multiplies sums by scales, for both dtypes."""
+    code, sums, scale = [], torch.empty(64), torch.zeros(())
+    for dtype in DTYPES[1:]:
+        plan = triton_plans.scaled_plan(1 << 20, dtype, (True, True, True))
+        arguments = (sums, sums.to(dtype), scale, scale, 0.3, *plan.numbers)
+        binary = plan.kernel.warmup(*arguments, *plan.constants.values(), grid=(1,), **plan.options)
+        code.append(binary.asm["ptx"])
+    return {"forbidden": re.findall(FORBIDDEN, "".join(code)), "operations": []}
+
+
 def launched(name: str, device: Driver) -> list[list[list[str]]]:
     """Return the launcher's arguments in three calls, the last with unaligned memory."""
     values = torch.ones(4097)
@@ -273,10 +309,12 @@ def main() -> None:
         hasten()
         result = {name: differences(name) for name in sys.argv[2:]}
         result["accumulators"] = triton_accumulators.differences()
+        result["unlike torch"] = unlike_torch()
     else:
         driver.set_active(device := Driver())
         result = {"compiled": {case[0]: compiled(*case) for case in COMPILED}}
         result["compiled"] |= triton_accumulators.compiled(FORBIDDEN)
+        result["compiled"]["scaling of a product"] = compiled_scaling()
         with tiles(SHORT):
             result["launched"] = {name: launched(name, device) for name in LAUNCHED}
     print(json.dumps(result))

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
@@ -33,6 +34,7 @@ from megatron.fake_quant.scalings import kernel_roundings
 #: versions flush subnormals to zero. torch 2.10 contains this version.
 TRITON = (3, 6)
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
+Scaling = Callable[[Tensor, float, Tensor | None, Tensor | None, torch.dtype], Tensor]
 
 
 class Multiplication(Protocol):
@@ -136,6 +138,27 @@ def _gpu() -> Kernel | None:
         )
         return None
     return triton_launch.fake_quantize
+
+
+def find_amax(x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return a kernel for the largest finite magnitude of `x`, or None if there is none."""
+    if not x.is_cuda or os.environ.get(VARIABLE) == "0" or x.numel() == 0 or _gpu() is None:
+        return None
+    from megatron.fake_quant.fused import triton_launch
+
+    return triton_launch.finite_amax
+
+
+def find_scaling(sums: Tensor, *scales: Tensor | None) -> Scaling | None:
+    """Return a kernel that multiplies sums by scales and rounds them, or None if there is none."""
+    known = all(scale is None or scale.dim() == 0 for scale in scales)
+    if not (known and sums.is_cuda and sums.is_contiguous() and sums.numel()):
+        return None
+    if os.environ.get(VARIABLE) == "0" or _gpu() is None:
+        return None
+    from megatron.fake_quant.fused import triton_launch
+
+    return triton_launch.scaled
 
 
 def find_rotation(x: Tensor) -> Rotation | None:

@@ -1,6 +1,7 @@
-"""GPU kernels for formats without block scales, and for a tensor's largest finite magnitude.
+"""GPU kernels that treat all values of a tensor alike.
 
-This is the counterpart of `numba_elementwise.py`.
+They quantize in formats without block scales, find a tensor's largest finite magnitude, and
+multiply the sums of a product by factors. This is the counterpart of `numba_elementwise.py`.
 """
 
 import triton.language as tl
@@ -52,6 +53,37 @@ def finite_amax(
         bits = widen(tl.load(src + first + place, mask=place < left, other=0.0))
         largest = tl.maximum(largest, finite(bits & MAGNITUDE))
     tl.atomic_max(amax, tl.max(largest, axis=0))
+
+
+@compiled
+def scaled(
+    sums: tl.tensor,
+    dst: tl.tensor,
+    scale_a: tl.tensor,
+    scale_b: tl.tensor,
+    alpha: tl.tensor,
+    count: tl.tensor,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Multiply float32 sums by up to two scales in memory and by `alpha`, one after the other.
+
+    The results are rounded to the dtype of `dst`.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.arange(0, BLOCK)
+    mask = place < tl.minimum(count - first, BLOCK).to(tl.int32)
+    value = tl.load(sums + first + place, mask=mask, other=0.0)
+    if HAS_A:
+        value *= tl.load(scale_a)
+    if HAS_B:
+        value *= tl.load(scale_b)
+    if HAS_ALPHA:
+        value *= alpha
+    bits = tl.where(value != value, NAN, as_bits(value))
+    tl.store(dst + first + place, narrow(bits, dst.dtype.element_ty, EXACT=False), mask=mask)
 
 
 @compiled

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.memory_order import without_gaps
-from megatron.fake_quant.fused.triton_plans import plan
+from megatron.fake_quant.fused.triton_plans import amax_plan, plan, scaled_plan
 from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.scalings.tensor_scale import check_amax
 
@@ -32,6 +32,40 @@ def _key(seed: int | None) -> tuple[int, int]:
 def check() -> None:
     """Raise Triton's own error if Triton cannot launch kernels on this machine."""
     driver.active.get_current_target()
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude of `x` in float32; see `tensor_scale.local_amax`."""
+    src, _ = without_gaps(x.detach(), in_order=False)
+    bits = torch.zeros((), dtype=torch.int32, device=x.device)
+    with torch.cuda.device(x.get_device()):
+        amax_plan(src.numel(), x.dtype).launch(src, bits)
+    return bits.view(torch.float32)
+
+
+def scaled(
+    sums: Tensor, alpha: float, scale_a: Tensor | None, scale_b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `sums` times the scales and `alpha`, rounded to `dtype`.
+
+    Args:
+        sums: float32 tensor without gaps.
+        alpha: factor, multiplied last.
+        scale_a: float32 tensor without dimensions, multiplied first; None if there is none.
+        scale_b: the same, multiplied second.
+        dtype: torch.bfloat16 or torch.float16.
+    """
+    out = torch.empty_like(sums, dtype=dtype)
+    factors = (scale_a is not None, scale_b is not None, alpha != 1.0)
+    with torch.cuda.device(sums.get_device()):
+        scaled_plan(sums.numel(), dtype, factors).launch(
+            sums,
+            out,
+            sums if scale_a is None else scale_a,
+            sums if scale_b is None else scale_b,
+            alpha,
+        )
+    return out
 
 
 def fake_quantize(

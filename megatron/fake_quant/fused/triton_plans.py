@@ -278,6 +278,17 @@ def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> 
 
 
 @functools.lru_cache(maxsize=1 << 14)
+def scaled_plan(count: int, dtype: torch.dtype, factors: tuple[bool, bool, bool]) -> LaunchConfig:
+    """Return the launch configuration for factors of `count` sums that are rounded to `dtype`.
+
+    factors: whether there is a scale of A, a scale of B, and a factor alpha.
+    """
+    names = ("HAS_A", "HAS_B", "HAS_ALPHA")
+    constants = {**dict(zip(names, factors, strict=True)), "BLOCK": TILE}
+    return _launch(triton_elementwise.scaled, -(-count // TILE), (count,), constants, TILE)
+
+
+@functools.lru_cache(maxsize=1 << 14)
 def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
     """Return the launch configuration for the largest finite magnitude of `count` values."""
     programs = -(-count // (TILE * _REPEATS))
