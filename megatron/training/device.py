@@ -17,7 +17,8 @@ from megatron import cpu_backend
 #: import of a model class in its optimizer, and the calls with which it reads a checkpoint
 _NOISE = (
     r".*(Apex (is|are) not installed|full scope is deprecated|use DTensor instead|"
-    r"MimoModelConfig is experimental|argument order of load has been changed|"
+    r"MimoModelConfig is experimental|If you are using transformer_engine|"
+    r"using the device under current context|argument order of load has been changed|"
     r"assuming the intent is to load in a single process|"
     r"`(load_state_dict|torch.distributed.\w+)` is deprecated).*"
 )

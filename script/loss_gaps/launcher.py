@@ -45,6 +45,7 @@ class Launcher:
         forks: bool,
         drivers: Iterable[int] = (),
         watch: Callable[[], None] | None = None,
+        gpus: Sequence[str] = (),
     ):
         """Create a launcher.
 
@@ -53,9 +54,11 @@ class Launcher:
             forks: whether to fork this process instead.
             drivers: process IDs of driver scripts; a new process is stopped when one has ended.
             watch: function that is called every second while a new process runs.
+            gpus: GPUs, as in CUDA_VISIBLE_DEVICES, among which `train_all` distributes runs of
+                one process each; by default, every run sees all GPUs.
         """
         self._words, self._forks = list(words), forks
-        self._drivers, self._watch = tuple(drivers), watch
+        self._drivers, self._watch, self._gpus = tuple(drivers), watch, list(gpus)
         self._imported = False
 
     def train_all(self, runs: Sequence[Run], jobs: int) -> Iterator[int]:
@@ -73,13 +76,15 @@ class Launcher:
                 yield index
             return
         spawn = multiprocessing.get_context("spawn")
-        waiting, running = list(enumerate(runs)), {}
+        waiting, running, places = list(enumerate(runs)), {}, {}
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     index, run = waiting.pop(0)
+                    places[index] = min(set(range(jobs)) - {places[i] for i in running})
+                    gpu = self._gpus[places[index] % len(self._gpus)] if self._gpus else None
                     watcher = spawn.Process(
-                        target=_train_watched, args=(self._words, run, os.getpid())
+                        target=_train_watched, args=(self._words, run, os.getpid(), gpu)
                     )
                     watcher.start()
                     running[index] = watcher
@@ -139,8 +144,10 @@ class Launcher:
         return run_in_fork(lambda: _program(command, arguments), out)
 
 
-def _train_watched(words: Sequence[str], run: Run, parent: int) -> None:
+def _train_watched(words: Sequence[str], run: Run, parent: int, gpu: str | None) -> None:
     """Train one run in a new process, and stop it if the process `parent` ends."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     Launcher(words, forks=False, drivers=[parent]).train(*run)
 
 

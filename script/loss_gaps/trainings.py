@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -76,8 +77,12 @@ class Trainings:
             *("--eval-interval", str(NEVER), "--eval-iters", str(options.eval_iters)),
         ]
         world, devices = experiment.parallelism.world, resolve.cuda_devices(python)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else map(str, range(devices))
         self.launcher = Launcher(
-            words[:at], forks=sys.platform == "linux" and world == 1 and devices == 0
+            words[:at],
+            forks=sys.platform == "linux" and world == 1 and devices == 0,
+            gpus=list(gpus) if world == 1 and devices > 1 else (),
         )
         packages = [f"{name} {version(name)}" for name in PACKAGES]
         #: values that determine the results of all runs, for the first lines of their logs

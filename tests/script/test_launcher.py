@@ -17,6 +17,7 @@ PROGRAM = """
 import os, pathlib, sys, time
 own, other = map(pathlib.Path, sys.argv[1:])
 own.write_text(str(os.getpid()))
+print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"))
 while not other.exists():
     time.sleep(0.02)
 print("done")
@@ -43,6 +44,14 @@ def test_two_runs_at_a_time_wait_for_each_other(tmp_path, launcher):
         assert text.startswith(run.head)
         assert "done" in text
         assert has_ended(text)
+
+
+def test_runs_at_a_time_use_different_gpus(tmp_path):
+    launcher = Launcher([sys.executable, "-c", PROGRAM], forks=False, gpus=["4", "7"])
+    runs = runs_of(tmp_path, {"a": "b", "b": "a"})
+    list(launcher.train_all(runs, 2))
+    assert ["GPU 4" in run.log.read_text() for run in runs] == [True, False]
+    assert ["GPU 7" in run.log.read_text() for run in runs] == [False, True]
 
 
 def test_runs_in_progress_are_stopped_if_the_caller_stops(tmp_path, launcher):

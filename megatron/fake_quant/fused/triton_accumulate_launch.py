@@ -1,6 +1,6 @@
 """Launch the GPU kernel that sums dot products as matrix units do.
 
-The kernel has not run on a GPU yet; tests treat it like the kernels of `triton_launch.py`.
+Tests treat the kernels like those of `triton_launch.py`.
 """
 
 from typing import Any

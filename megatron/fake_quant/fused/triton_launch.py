@@ -1,7 +1,7 @@
 """Launch the fused quantization kernels on CUDA devices.
 
-`triton_plans.py` chooses the kernel for a tensor, its tiles and its constants. The kernels have not
-run on a GPU yet. Tests run them in Triton's interpreter and compare the results with
+`triton_plans.py` chooses the kernel for a tensor, its tiles and its constants. Tests run the
+kernels in Triton's interpreter, and on a GPU if there is one, and compare the results with
 `reference.py`. They also compile the kernels for sm_90 and search the assembly code for
 instructions that would change the results.
 
