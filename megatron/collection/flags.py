@@ -195,8 +195,8 @@ FLAGS = (
         type=bool,
         default=False,
         help="print tensors and bytes of the selection, by layer, tensor, iteration and rank, and "
-        "whether limits and disk suffice; then stop, before training. Takes the time of one "
-        "iteration",
+        "whether limits and disk suffice; then stop, before training. Takes the time of the "
+        "selected micro-batches of one iteration",
         brief="print the tensors and bytes of the selection, and stop before training",
         topic=Topic.HOW_MUCH,
         reader=Reader.SESSION,

@@ -133,8 +133,9 @@ def print_plan(
 ) -> None:
     """Print a plan of the tensors that the run would collect. Must be called on all ranks.
 
-    The plan is based on the forward and backward passes of one iteration, with the data that
-    training would use next. No weights are updated and no files are written.
+    The plan is based on the forward and backward passes of the micro-batches of one iteration that
+    would be collected, with the data that training would use next. No weights are updated and no
+    files are written.
 
     Raises:
         UserError: if no iterations remain.
@@ -158,7 +159,8 @@ def print_plan(
         chunk.train()
         chunk.zero_grad_buffer()
     step = partial(forward_step, args=args)
-    run_schedule(step, batches, state.model, run, forward_only=False)
+    number = _planned_micro_batches(args)
+    run_schedule(step, batches, state.model, run, forward_only=False, micro_batches=number)
     plan = make_plan(planner, iterations, get_current_global_batch_size(), done)
     print_rank_0("> collection plan, from one iteration; nothing was written")
     for line in report(plan):
@@ -166,6 +168,16 @@ def print_plan(
     for line in _reservations(args):
         print_rank_0(f"  {line}")
     print_rank_0("> stopping before training (--collect-plan)")
+
+
+def _planned_micro_batches(args: argparse.Namespace) -> int:
+    """Return the number of micro-batches of an iteration after which no tensor is collected.
+
+    It is a multiple of the number of pipeline stages, as the interleaved schedule requires.
+    """
+    available, stages = get_num_microbatches(), args.pipeline_model_parallel_size
+    selected = args.collect_micro_batches or available
+    return min(available, -(-selected // stages) * stages)
 
 
 def _reservations(args: argparse.Namespace) -> Iterator[str]:
@@ -188,7 +200,7 @@ def observe_step(step: StepResult) -> None:
 
 
 def operand_scalars(iteration: int) -> dict[str, float]:
-    """Return the statistics of all operands by their names in TensorBoard, on the last rank.
+    """Return, on the last rank, the statistics of all operands by TensorBoard name.
 
     Must be called on all ranks. The shards of an operand on several ranks count as one operand. The
     result is empty on the other ranks, without `--tensor-statistics`, and if the iteration is not

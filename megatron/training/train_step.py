@@ -64,14 +64,18 @@ def run_schedule(
     run: RunConfig,
     *,
     forward_only: bool,
+    micro_batches: int | None = None,
 ) -> dict[str, float]:
-    """Run all micro-batches of an iteration through the pipeline, and return the mean losses."""
+    """Run micro-batches of an iteration through the pipeline, and return the mean losses.
+
+    micro_batches: number of micro-batches; by default all of the iteration.
+    """
     args = run.args
     per_micro_batch = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=batches if len(model) > 1 else batches[0],
         model=model if len(model) > 1 else model[0],
-        num_microbatches=get_num_microbatches(),
+        num_microbatches=micro_batches or get_num_microbatches(),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         decoder_seq_length=args.seq_length,

@@ -1,11 +1,13 @@
 """Tests that a collection plan predicts what the run writes, to the byte, in several layouts."""
 
+import argparse
 import re
 from collections import Counter
 
 import pytest
 
 from megatron.tensor_record import read_events, read_index
+from megatron.training import collection
 from tests.training.runs import MODEL, NO_DROPOUT, train
 
 SMALL = (
@@ -87,3 +89,12 @@ def test_the_plan_is_what_the_run_writes(tmp_path, ranks, options):
     assert ": holds\n" in planned.output
     events = [event for path in folder.glob("index_*.jsonl") for event in read_events(path)]
     assert {event["event"] for event in events} <= {"trained"}, "nothing was left out"
+
+
+@pytest.mark.parametrize(
+    ("selected", "stages", "number"), [(1, 1, 1), (3, 2, 4), (0, 1, 8), (9, 1, 8), (8, 4, 8)]
+)
+def test_a_plan_runs_only_the_selected_micro_batches(monkeypatch, selected, stages, number):
+    monkeypatch.setattr(collection, "get_num_microbatches", lambda: 8)
+    args = argparse.Namespace(collect_micro_batches=selected, pipeline_model_parallel_size=stages)
+    assert collection._planned_micro_batches(args) == number
