@@ -115,7 +115,7 @@ ON_LINUX = ("triton",)
 
 
 def ranges(*groups: dict[str, str]) -> dict[str, str]:
-    """Return the ranges of `groups` for the running Python: {"torch": ">=2.6", ...}."""
+    """Return the ranges of the packages in `groups` for this Python: {"torch": ">=2.6", ...}."""
     excluded = BEFORE_PYTHON_3_13 if sys.version_info >= (3, 13) else ()
     excluded += ON_LINUX if sys.platform != "linux" else ()
     return {name: wanted for g in groups for name, wanted in g.items() if name not in excluded}
@@ -166,7 +166,7 @@ def misfits(installed: Callable[[str], str | None], *groups: dict[str, str]) -> 
 
 
 def pins(*groups: dict[str, str]) -> dict[str, str]:
-    """Return the releases in script/constraints.txt of `groups` for the running Python."""
+    """Return the releases of the packages in `groups` that script/constraints.txt pins."""
     exact = {}
     for line in (ROOT / "script/constraints.txt").read_text().splitlines():
         requirement, _, marker = line.partition("#")[0].partition(";")

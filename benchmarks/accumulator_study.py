@@ -63,7 +63,7 @@ def flags(sequence: int, batch: int, warmup: int) -> list[str]:
 
 
 def losses_of(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Return the losses in a log by iteration, or None if it is incomplete or from other flags."""
+    """Return a log's losses by iteration, or None if the log is incomplete or from other flags."""
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
     return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None
@@ -150,7 +150,7 @@ def loss_table(losses: dict[str, dict[int, pd.Series]]) -> str:
 
 
 def draw(rows: pd.DataFrame, losses: dict[str, dict[int, pd.Series]], path: Path) -> None:
-    """Draw the errors against bits and promotion interval, and the differences in loss."""
+    """Draw the errors by kept bits and promotion interval, and the loss differences from fp32."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     promoted = rows["accumulator"].str.contains(":p")
     for ax, part, pattern, label_of_x in (
@@ -182,7 +182,7 @@ def page(
     command: str,
     options: argparse.Namespace,
 ) -> str:
-    """Return the page with both tables."""
+    """Return the results page, with the tables of errors and of final losses."""
     seeds = ", ".join(map(str, losses["fp32"]))
     text = [
         "# Accumulators in a small model",

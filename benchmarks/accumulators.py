@@ -81,7 +81,7 @@ class Case(NamedTuple):
         return self.a.scales, self.b.scales
 
     def shortened(self, products: int) -> "Case":
-        """Return a case with about `products` products, made of the first rows of both operands."""
+        """Return a case of about `products` products, with only the first rows of both operands."""
         rows, columns = self.a.elements.shape[0], self.b.elements.shape[0]
         columns = min(columns, max(1, products // self.a.elements.shape[1]))
         rows = min(rows, max(1, products // (self.a.elements.shape[1] * columns)))
@@ -212,7 +212,7 @@ def exponents(x: np.ndarray, smallest: int) -> np.ndarray:
 
 
 def other_ways(case: Case) -> dict[str, Callable[[Case], Tensor]]:
-    """Return the other implementations of a case's accumulator."""
+    """Return, by name, the other implementations that can compute the matmul of a case."""
     ways = {"scalar": with_scalar, "reference": with_reference}
     unit = case.accumulator
     aligned = unit.design == "fused" and unit.align_bits is not None

@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(recipe: Path, length: int, threads: int) -> tuple[float, float]:
-    """Run one step in a new process; return the memory it adds in MiB, and its time in seconds."""
+    """Run one step in a new process; return the step's added memory in MiB and time in seconds."""
     command = [sys.executable, str(WORKER), "--hidden-size", "256", "--layers", "4"]
     command += ["--seq-length", str(length), "--dtype", "bf16"]
     command += ["--sequences", "1", "--micro-batches", "1"]

@@ -144,7 +144,7 @@ def refusals(results: list[Event]) -> str:
 
 
 def page(events: list[Event], made_by: str) -> str:
-    """Return the whole page in Markdown."""
+    """Return the results page in Markdown."""
     results = [event for event in events if event["kind"] == "result"]
     parts = [
         "# Conformance of other packages",

@@ -64,7 +64,7 @@ def vectors(kit: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tensor]:
-    """Yield copies of a row that keep `column` and more and more other values; the rest is zero."""
+    """Yield copies of a row that are zero except in `column` and in a growing set of columns."""
     start = column - column % size
     whole = x[row].float().abs().nan_to_num(math.inf, posinf=math.inf)
     block = whole[start : start + size]
@@ -80,7 +80,7 @@ def smaller_inputs(x: Tensor, row: int, column: int, size: int) -> Iterator[Tens
 def smallest(
     call: peers.Call, fmt: Format, vector: str, x: Tensor, wrong: Tensor
 ) -> dict[str, Any]:
-    """Return the smallest input found for which a package differs, with both results."""
+    """Return the smallest input found on which a package and our code differ, with the results."""
     size = min(fmt.block_size or x.shape[1], x.shape[1])
     cases = []
     places = sorted(wrong.nonzero().tolist(), key=lambda place: abs(float(x[tuple(place)])))

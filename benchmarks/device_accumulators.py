@@ -123,7 +123,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def operations_of(capability: tuple[int, int]) -> list[Operation]:
-    """Return the operations of a GPU that an accumulator describes."""
+    """Return those matmuls of a GPU whose sums an accumulator describes."""
     fast, promoted, half = UNITS[capability]
     operations = [Operation("mm", half, pair, mm) for pair in HALF_PAIRS]
     for is_fast, unit in ((False, promoted), (True, fast)):
@@ -151,7 +151,7 @@ def make_pair(kind: str, shape: Shape, types: Types, *, generator: Generator) ->
 
 
 def random_elements(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: Generator) -> Tensor:
-    """Return float32 values for one operand; `make_pair` makes them cancel and rounds them."""
+    """Return random float32 values of one of KINDS for an operand; `make_pair` rounds them."""
     draw = functools.partial(torch.empty, shape, device=g.device)
     normal = draw().normal_(generator=g)
     if kind == "wide":
@@ -179,7 +179,7 @@ def count_differing(x: Tensor, y: Tensor) -> int:
 
 
 def fewest_differing(operation: Operation, pair: Pair, result: Tensor) -> str:
-    """Return how many results differ if the sum is split along K, in the best number of parts."""
+    """Return, as text, how few results differ from a simulation that splits the sum along K."""
     counts = []
     for parts in SPLITS:
         pieces = zip(*(side.chunk(parts, dim=1) for side in pair), strict=True)
@@ -192,7 +192,7 @@ def fewest_differing(operation: Operation, pair: Pair, result: Tensor) -> str:
 def compare(
     operation: Operation, kind: str, shapes: list[Shape], *, generator: Generator
 ) -> tuple[int, list[str]]:
-    """Return the number of differing results, and a table row for products of equal size."""
+    """Compare products with one kind of data; return the number of differing results and a row."""
     total, remarks = 0, []
     for shape in shapes:
         pair = make_pair(kind, shape, operation.types, generator=generator)
@@ -220,14 +220,14 @@ def dot_products(
     for index, exponents in places:
         both = torch.as_tensor(exponents, device=left.device) + LARGE
         left[index], right[index] = (both // 2).float(), (both - both // 2).float()
-    # At least ROWS rows, because cuBLAS may split the sums of smaller products along K.
+    # Use at least ROWS rows, because cuBLAS may split the sums of smaller products along K.
     rows = torch.arange(-(-shape[0] // ROWS) * ROWS, device=left.device) % shape[0]
     a, b = (x[rows].exp2().to(t) for x, t in zip((left, right), operation.types, strict=True))
     return operation.multiply(a, b).diagonal()[: shape[0]] * 2.0**-LARGE
 
 
 def probe_bits(operation: Operation, *, ones: int, small: int) -> int:
-    """Return the largest f so that `small` products of 2^-f survive next to `ones` products of 1.
+    """Return the largest f such that `small` products of 2^-f survive next to `ones` products of 1.
 
     If a term has F bits and the running sum has M, then f is F or M + log2(small) - log2(ones),
     whichever is smaller. One of `small` and `ones` must be 1.
@@ -259,7 +259,7 @@ def probe_interval(operation: Operation, *, depth: int, sum_bits: int) -> str:
 
 
 def describe_first(survives: list[bool]) -> str:
-    """Return the first position that survives, as text that mentions later positions without."""
+    """Return, as text, the first position that survives, and how many later ones are lost."""
     if True not in survives:
         return "never"
     first = survives.index(True)

@@ -343,7 +343,7 @@ def ordinary_rows(results: dict[str, dict[str, Any]]) -> tuple[list[list[str]], 
 
 
 def page(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return the page with both tables, and the messages about unexpected results."""
+    """Return the page on runs with and without faults, and messages about unexpected results."""
     planted, missed = planted_rows(results)
     ordinary, alarms = ordinary_rows(results)
     at_once = sum(row[2] == row[4] for row in planted)

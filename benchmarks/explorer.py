@@ -152,7 +152,7 @@ def children(pid: int) -> Iterator[int]:
 
 @contextmanager
 def served(folder: Path, cache: Path) -> Iterator[tuple[str, float, int]]:
-    """Serve a dump; yield the address, the time until it was printed, and the process ID."""
+    """Serve a dump; yield the address, the seconds until it was printed, and the process ID."""
     command = [sys.executable, "-m", "megatron.analysis", "serve", str(folder), "--port", "0"]
     command += ["--cache", str(cache), "--formats", *FORMATS]
     environment = os.environ | {"PYTHONPATH": str(REPO)}

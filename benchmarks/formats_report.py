@@ -149,7 +149,7 @@ def _bound(case: Event, peer: str) -> float:
 
 
 def _reused(case: Event, peer: str) -> float | None:
-    """Return our speed-up over a peer if freed memory is reused, or None if it was not measured."""
+    """Return our speed-up over a peer in reused memory, or None if it was not measured."""
     return ratio(case, peer, "ours", "reused") if peer in case.get("reused", {}) else None
 
 

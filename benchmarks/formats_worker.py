@@ -87,13 +87,13 @@ def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
-    """Count the elements that differ, and those that differ by more than 4 ulp."""
+    """Count the elements in which two results differ, and those that differ by more than 4 ulp."""
     differ, far = peers.unlike(theirs, ours)
     return int(differ.sum()), int(far.sum())
 
 
 def other_bits(a: Tensor, b: Tensor) -> int:
-    """Return the number of elements whose bits differ; all NaNs count as equal."""
+    """Return the number of elements whose bits differ in two tensors; all NaNs count as equal."""
     integers = torch.int32 if a.dtype == torch.float32 else torch.int16
     a, b = (t.cpu().masked_fill(t.cpu().isnan(), torch.nan).view(integers) for t in (a, b))
     return int((a != b).sum())

@@ -29,12 +29,12 @@ M, N, K = 512, 512, 4096
 
 
 def relative(product: Tensor, exact: Tensor) -> float:
-    """Return the relative error in the Frobenius norm."""
+    """Return the relative error of a product in the Frobenius norm."""
     return float((product.double() - exact).norm() / exact.norm())
 
 
 def timed(function: Callable[[], Tensor]) -> float:
-    """Return the shortest time of five calls, in milliseconds."""
+    """Return the shortest duration of five calls of a function, in milliseconds."""
     times = []
     for _ in range(5):
         start = time.perf_counter()

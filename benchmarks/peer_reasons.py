@@ -11,7 +11,7 @@ SMALL = ("subnormal_block", "scale_ends", "scale_underflow", "tensor_small", "ze
 TINY = ("tensor_smallest", "tensor_subnormal")
 LARGE = ("saturation", "scale_ends", "tensor_largest")
 ODD = ("scale_edges", "scale_underflow", "error_ties")
-#: Vectors that resemble the data of benchmarks/formats.py: rows at different magnitudes.
+#: Vectors that resemble the data of benchmarks/formats.py: rows of different magnitudes.
 MEASURED = ("scale_underflow", "random")
 
 HALFWAY = "a value or a block scale halfway between two codes can be rounded to the other one"

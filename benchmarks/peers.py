@@ -26,7 +26,7 @@ Finder = Callable[[Format], Call | None]
 
 
 def unlike(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks of the values that differ, and of those that differ in more than the last bits.
+    """Return masks of where two tensors differ, and of where they differ beyond the last bits.
 
     Zeros of either sign are equal, and so are all NaNs.
 
@@ -44,7 +44,7 @@ def unlike(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
-    """Return a format's element type, block size and scale rule, or None if it is not OCP MX."""
+    """Return a format's element type, block size and scale rule; None if it is no OCP MX format."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
     if getattr(scaling, "rule", None) is None or rounding != "nearest":
         return None

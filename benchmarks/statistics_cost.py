@@ -36,7 +36,7 @@ HEAD = ("type", "step s", "measured step s", "ratio", "quartiles", "added at eve
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, and print the duration of each pair of steps: without and with statistics."""
+    """Train in pairs of steps, one without and one with statistics, and print their durations."""
     training_worker.load_cpu_backend()
     from megatron.core import tensor_saver
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -70,7 +70,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Return the durations of each pair of steps after the warm-up, with a quantization type."""
+    """Return the durations of each pair of steps after the warm-up, for one quantization type."""
     environment = {key: value for key, value in os.environ.items() if "QUANT" not in key}
     environment |= {"OMP_NUM_THREADS": str(options.threads), "CUSTOM_QUANT_TYPE": name}
     environment |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPO)}

@@ -86,7 +86,7 @@ def attention(name: str, tensors: list[Tensor]) -> list[Product]:
 def study_pass(
     matmuls: list[Product], quantizers: Mapping[str, Quantizer], *, budget: bool = True
 ) -> Errors:
-    """Return each GEMM's errors by format; with `budget`, also those with one quantized operand."""
+    """Return each GEMM's errors by format; `budget` adds those with only one operand quantized."""
     errors: Errors = {}
     for matmul in matmuls:
         for gemm, left, right in matmul.gemms():
@@ -120,7 +120,7 @@ def quantized(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def numbers(result: Tensor, reference: Tensor, size: float) -> dict[str, float]:
-    """Return the error metrics of a result; `size` is the sum of the reference's squares."""
+    """Return the error metrics of a result; `size` is the sum of squares of `reference`."""
     x = reference.view(-1)
     e = result.double().view(-1).sub_(x)
     xe, ee, total = float(torch.dot(x, e)), float(torch.dot(e, e)), float(e.sum())

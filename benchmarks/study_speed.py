@@ -137,14 +137,14 @@ def speeds(cases: list[peer_process.Event]) -> str:
 
 
 def ratios_of(case: peer_process.Event) -> list[float]:
-    """Return our study's speed divided by plain torch's speed, by round; [] without torchao."""
+    """Return our study's speed relative to the faster plain study, by round; [] without torchao."""
     if (plain := faster(case, "")) is None:
         return []
     return [b / a for a, b in zip(case["times"]["ours"], plain, strict=True)]
 
 
 def bound_of(case: peer_process.Event) -> float | None:
-    """Return the time of plain torch's study over that of its products; None without torchao."""
+    """Return how long the plain study takes relative to its matmuls alone; None without torchao."""
     plain, products = faster(case, ""), faster(case, "products, ")
     if plain is None or products is None:
         return None
@@ -152,14 +152,14 @@ def bound_of(case: peer_process.Event) -> float | None:
 
 
 def faster(case: peer_process.Event, prefix: str) -> list[float] | None:
-    """Return plain torch's times with the faster threading (intra, inter); None without torchao."""
+    """Return the plain times with the faster threading (intra or inter); None without torchao."""
     times = case["times"]
     ways = [times[name] for name in (f"{prefix}intra", f"{prefix}inter") if name in times]
     return min(ways, key=statistics.median) if ways else None
 
 
 def agreement(cases: list[peer_process.Event]) -> tuple[str, bool]:
-    """Return the table of differences, with one row per format, and whether all are accepted."""
+    """Return a table of the largest difference per format, and whether all are small enough."""
     names = list(dict.fromkeys(name for case in cases for name in case["differences"]))
     rows, good = [], True
     for name in names:
@@ -172,7 +172,7 @@ def agreement(cases: list[peer_process.Event]) -> tuple[str, bool]:
 
 
 def result_of(cases: list[peer_process.Event], *, budget: bool) -> str:
-    """Return a sentence on the speed with or without error budgets; "" without torchao."""
+    """Return a sentence that compares the speeds of one kind of study; "" without torchao."""
     measured = [case for case in cases if case["budget"] == budget]
     ratios = [statistics.median(ratios) for case in measured if (ratios := ratios_of(case))]
     bounds = [bound for case in measured if (bound := bound_of(case))]

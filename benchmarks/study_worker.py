@@ -36,7 +36,7 @@ SEED = 1234
 
 
 def shapes(hidden: int, tokens: int) -> dict[str, dict[str, list[int]]]:
-    """Return the tensor shapes of each module of a layer, those of attention first."""
+    """Return the tensor shapes of each module of a layer, with attention first."""
     heads = [tokens, 1, hidden // HEAD_DIM, HEAD_DIM]
     attention = dict.fromkeys(("query", "key", "value"), heads)
     attention["grad_output"] = [tokens, 1, hidden]
@@ -140,7 +140,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def differences(own: study_plain.Errors, other: study_plain.Errors) -> dict[str, tuple[float, int]]:
-    """Return, by format, the largest difference between two studies' errors, and their number."""
+    """Return the largest relative difference of two studies' errors and their number, by format."""
     found: dict[str, tuple[float, int]] = {}
     for key, numbers in own.items():
         a, b = numbers["relative_error"], other[key]["relative_error"]

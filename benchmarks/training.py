@@ -182,7 +182,7 @@ class Worker:
             environment["QUANT_RECIPE"] = str(REPO / name.removeprefix("recipe:"))
         elif name != "wheel":
             environment["CUSTOM_QUANT_TYPE"] = name
-        #: Error output; in a pipe, it would block the worker as soon as it fills the pipe.
+        #: Error output of the worker. It is a file, because a full pipe would block the worker.
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
@@ -215,7 +215,7 @@ class Worker:
         raise SystemExit(message)
 
     def begin(self) -> None:
-        """Let a worker process that waits build its model."""
+        """Tell the waiting worker process to build its model."""
         self._send()
 
     def start(self) -> None:
@@ -224,7 +224,7 @@ class Worker:
         self.built, self.gpu = float(built), "".join(gpu)
 
     def step(self) -> None:
-        """Let the worker process train one step, and record the step's duration and loss."""
+        """Make the worker process train one step, and record the step's duration and loss."""
         self._send()
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
 
 
 def measure_one_at_a_time(options: argparse.Namespace) -> dict[str, Worker]:
-    """Let one worker after the other train all its steps, and return the workers by name.
+    """Run the workers one at a time until each has trained all its steps; return them by name.
 
     A worker that runs out of memory is marked. The others are still measured.
     """

@@ -129,7 +129,7 @@ def collects(python: Path, folder: Path, settings: dict[str, str]) -> bool:
 
 
 def row(environment: Environment, python: Path, pytest: list[str]) -> tuple[list[str], bool]:
-    """Run tests and driver in an environment; return its table row, and whether all passed."""
+    """Run the tests and the driver in an environment; return its row, and whether all passed."""
     settings = os.environ | {"LAB_PYTHON": str(python)}
     code = f"import importlib.metadata as m; print(*map(m.version, {SHOWN}))"
     releases = subprocess.check_output([python, "-c", code], text=True).split()

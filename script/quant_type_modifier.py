@@ -101,7 +101,7 @@ class SettingsFile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Atomically replace the contents of a file with `text`."""
+    """Replace the contents of a file with `text` atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -37,7 +37,7 @@ def drawn(
     measured: NDArray[np.int64],
     since: int = 1,
 ) -> bytes:
-    """Return the figure of `history_figure` as a PNG file."""
+    """Return the content of a PNG file with the figure of `history_figure`."""
     content = io.BytesIO()
     with in_style():
         history_figure(losses, found, gradients, measured, since).savefig(content, dpi=DPI)

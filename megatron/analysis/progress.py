@@ -82,7 +82,7 @@ class Progress:
             self.tick()
 
     def tick(self) -> None:
-        """Report that the work goes on if nothing was reported for `QUIET` seconds."""
+        """Report that the work continues, unless there was a report in the last `QUIET` seconds."""
         now = time.monotonic()
         if self._lines and now - self._last >= QUIET and self.done < self._total:
             self._print(now)
@@ -123,7 +123,7 @@ class Progress:
 def with_progress(
     rows: SizedIterable[T], what: str, unit: str, *, shown: bool = True
 ) -> Iterator[T]:
-    """Yield the rows, and report the progress; the arguments are those of `Progress`."""
+    """Yield the rows, and report the progress; `Progress` describes the other arguments."""
     with Progress(len(rows), what, unit, shown=shown) as progress:
         for row in rows:
             yield row

@@ -214,7 +214,7 @@ class BackgroundWriter(Writer):
             self._writer.write_run_card(card, last=last)
 
     def wait(self) -> None:
-        """Block training until all records are written or training may wait no longer."""
+        """Block training until all records are written, writing stops or time runs out."""
         while self.pending and self._let_training_wait():
             pass
 
@@ -265,7 +265,7 @@ class BackgroundWriter(Writer):
                 now = time.monotonic()
                 if now >= end:
                     return False
-                # Writing a large file to a slow disk takes a long time. The disk counts as alive
+                # Writing a large file to a slow disk takes a long time, so the disk counts as alive
                 # while it accepts data.
                 left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:

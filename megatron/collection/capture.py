@@ -197,7 +197,7 @@ class Capture:
         )
 
     def observer(self, operation: str) -> Observer:
-        """Return an observer (callback) that saves the quantized codes of a matmul's operands.
+        """Return a callback that measures a matmul's operands and saves their quantized codes.
 
         `quantize` computes the codes from the same tensor and random bits as the matmul's
         `fake_quantize`, so the decoded values are bit-identical to the operands of the matmul. The

@@ -147,7 +147,7 @@ class Collector:
 
     @property
     def may_be_empty(self) -> bool:
-        """True if a run may rightly end without a tensor on this rank.
+        """True if it is not an error that a run ends without a tensor on this rank.
 
         This is the case if the rank is not selected, if tensors wait for an event, or if only other
         ranks have the selected modules, such as those of another pipeline stage.
@@ -354,7 +354,7 @@ class Collector:
         self._writer.submit(copy, record)
 
     def outcome(self) -> dict[str, Any]:
-        """Wait until all tensors are on disk; return this rank's results for the run card."""
+        """Wait until all tensors are written or writing has failed; return the rank's outcome."""
         with signals_deferred:
             self._writer.drain()
         tensors, size = self._writer.written
@@ -379,7 +379,7 @@ class Collector:
             self._card[name] = [*before, *(each for each in value if each not in before)]
 
     def set_audit(self, quantization: list[dict[str, Any]]) -> None:
-        """Set the format audit in the run card, for the next time that it is written."""
+        """Set the format audit in the run card, which is written later."""
         self._card["quantization"] = quantization
 
     def write_card(self, status: str, reason: str | None = None) -> None:

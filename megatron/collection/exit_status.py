@@ -13,7 +13,7 @@ _turns: dict[Callable[[], None], object] = {}  #: last registration of each func
 
 
 def call_at_exit(function: Callable[[], None]) -> None:
-    """Call a function once when this process ends, before the functions registered earlier.
+    """Register a function to be called once when this process ends, before earlier registrations.
 
     A function that is registered again is called only once, in its new position. A process started
     by multiprocessing calls the function, too. Before Python 3.13, a fork that ends runs only the

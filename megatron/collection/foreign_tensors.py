@@ -1,4 +1,4 @@
-"""Check the arguments with which a module of another program saves a tensor."""
+"""Check the arguments with which a module of another code base saves a tensor."""
 
 import re
 from collections.abc import Mapping

@@ -131,7 +131,7 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
 def check_in_run(
     iterations: Iterations, control_iter: int, done: int, train_iters: int | None
 ) -> None:
-    """Raise ValueError if training ends before the requested iterations are collected.
+    """Raise ValueError if training would end before the requested iterations are collected.
 
     Args:
         iterations: the selected iterations.

@@ -34,7 +34,7 @@ class LossLog:
         self._pending: list[Numbers] = []
 
     def add(self, iteration: int, loss: float | None, grad_norm: float | None) -> None:
-        """Record the numbers of one iteration; write all pending numbers if an event is due."""
+        """Record an iteration's loss and gradient norm; write all pending ones if this is due."""
         if loss is None and grad_norm is None:
             return
         self._pending.append((iteration, loss, grad_norm))
@@ -44,7 +44,7 @@ class LossLog:
             self._write(patience=0.0)
 
     def flush(self) -> None:
-        """Write all numbers to the index."""
+        """Write all pending losses and gradient norms to the index."""
         if self._pending:
             self._write()
 

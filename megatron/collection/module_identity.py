@@ -1,4 +1,4 @@
-"""Assign every module its name and layer number in the whole model, across pipeline stages.
+"""Assign modules their names and layer numbers in the whole model, across pipeline stages.
 
 The name of a module is local to its pipeline stage (`decoder.layers.0` exists on every stage), and
 a linear layer has no access to the number of the transformer layer that contains it. Only the

@@ -1,4 +1,4 @@
-"""Keep the last iterations in memory, and write them only after an event such as a loss spike.
+"""Keep the tensors of the last iterations in memory, and write them only after an event.
 
 The iterations before a loss spike can then be inspected.
 

@@ -157,7 +157,7 @@ def run_outcome(ranks: RankOutcomes, status: str, reason: str | None) -> dict[st
 
 
 def failure_of(ranks: RankOutcomes) -> str | None:
-    """Return the error of the first rank that failed, with the numbers of all failed ranks.
+    """Return the error of the lowest rank that failed, with the numbers of all failed ranks.
 
     Return None if no rank failed.
     """

@@ -54,7 +54,7 @@ class Selection:
         return not self.modules or any(matches(module, glob) for glob in self.modules)
 
     def check_reached(self, modules: Iterable[tuple[ModuleIdentity, Collection[str]]]) -> None:
-        """Raise an error if a glob or tensor name of this selection matches nothing in the model.
+        """Raise an error if a selected layer, glob or tensor name matches nothing in the model.
 
         Args:
             modules: all modules of the model, each with the names of its tensors.

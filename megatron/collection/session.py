@@ -161,7 +161,7 @@ def configure(
 
 
 def _refuse_other_formats() -> None:
-    """Refuse to change the formats of a run that collects; its card and file names state them."""
+    """Refuse to change the formats during a collection, because its run card states them."""
     if enabled():
         raise ValueError(
             "the formats cannot change while tensors are collected, because the run card states "
@@ -421,7 +421,7 @@ def current() -> Collector | None:
 
 
 def finished() -> str | None:
-    """Return a message if `control_iter` iterations are collected, so that training can stop.
+    """Return a message if `control_iter` iterations have been collected, so training can stop.
 
     Otherwise return None. The result is the same on every rank.
     """
@@ -433,8 +433,7 @@ def finished() -> str | None:
 def check_reached(modules: Sequence[NamedTensors], *, alone: bool = False) -> None:
     """Raise an error if the selection names a module or tensor that the model does not have.
 
-    Must be called on all ranks.
-
+    Must be called on all ranks, unless `alone` is true.
     Args:
         modules: modules of this rank, each with the names of its tensors.
         alone: whether this rank has the whole model and does not wait for the other ranks.

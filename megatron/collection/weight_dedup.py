@@ -48,7 +48,7 @@ class WeightDedup:
             )
 
     def is_new(self, fields: dict[str, Any]) -> bool:
-        """Return False for a weight or codes already saved in this iteration, otherwise True.
+        """Return False if this weight or its codes were already saved in this iteration.
 
         Codes from stochastic rounding differ each time, so they are always saved. The same applies
         to codes of a dequantized forward copy, which may have been rounded stochastically, and to

@@ -29,8 +29,8 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-#: releases of megatron-core that the files of this tree fit; CONTRIBUTING.md explains how to test
-#: one. 0.19.1 has no wheel: it is the version in the source tree of NVIDIA's tag core_v0.19.0.
+#: releases of megatron-core that this overlay supports; CONTRIBUTING.md explains how to add one.
+#: 0.19.1 has no wheel: it is the version in the source tree of NVIDIA's tag core_v0.19.0.
 SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2")
 TESTED_BY_CI = SUPPORTED[0]  #: release in script/constraints.txt; error messages recommend it
 
@@ -158,7 +158,8 @@ def extend(package: str) -> None:
     once: dict[str, str] = {}
     for folder in extend_path(module.__path__, package):
         once.setdefault(os.path.realpath(folder), str(Path(folder).absolute()))
-    # Only the first megatron-core is the base: a source checkout may come before the wheel.
+    # Python may also find several copies of megatron-core, such as a source checkout and the wheel.
+    # This tree overlays only the first one.
     module.__path__ = list(once.values())[:2]
     SourceFileLoader(package, str(_installed(package, "__init__.py"))).exec_module(module)
 

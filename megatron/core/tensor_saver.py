@@ -136,7 +136,7 @@ _after_iteration: Callable[[], None] | None = None
 def configure_later(
     arguments: Callable[[], dict[str, Any]], *, after_iteration: Callable[[], None] | None = None
 ) -> None:
-    """Let `begin_run` configure the collection with the result of calling `arguments`.
+    """Let `begin_run` call `configure` with the keyword arguments that `arguments` returns.
 
     A launcher uses this function, because only the trainer knows the arguments of the run and the
     number of completed iterations.

@@ -227,7 +227,7 @@ class Format:
 
     @property
     def has_outer_scale(self) -> bool:
-        """True if the format stores float32 scales for groups larger than a block."""
+        """True if the format has an outer scale: a float32 scale besides any block scales."""
         return self.scaling is not None and self.scaling.outer != "none"
 
     @property
@@ -255,7 +255,7 @@ class Format:
 
 
 def _set_state(fmt: Format, state: list[Any]) -> None:
-    """Restore a format from a pickle, which may lack the last fields if its version differs."""
+    """Restore a format from a pickle; one of an older version may lack the last fields."""
     for each, value in zip(fields(fmt), state, strict=False):
         object.__setattr__(fmt, each.name, value)
     object.__setattr__(fmt, "known_name", None)

@@ -143,7 +143,7 @@ _NO_SECOND = (
 
 
 def _constant(gradient: Tensor, sources: tuple[Tensor, ...], *, kept: bool) -> Tensor:
-    """Return `gradient`, and refuse to compute its derivative with respect to `sources`.
+    """Return `gradient` so that computing its derivative with respect to `sources` is an error.
 
     Args:
         gradient: gradient of a quantized matmul.
@@ -275,7 +275,7 @@ class _Call:
     def multiplied(
         self, gemm: str, left: SplitMatrix, right: SplitMatrix, plain: Matmul
     ) -> tuple[Tensor, SplitMatrix | _Prepared, SplitMatrix | _Prepared]:
-        """Return a tuple: the product of a GEMM, multiplied by `alpha`, and both of its operands.
+        """Return the product of a GEMM, multiplied by `alpha`, and the two operands of the GEMM.
 
         The operands are not yet quantized as matrices if an accumulator has read their elements.
         `plain` multiplies tensors that need neither scales nor an accumulator.

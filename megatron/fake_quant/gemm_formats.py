@@ -28,7 +28,7 @@ OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
 
 @dataclass(frozen=True, slots=True)
 class GemmFormats:
-    """Formats and accumulators of the three GEMMs of a matmul: its result and two gradients.
+    """Formats and accumulators of the three GEMMs that compute a matmul and its two gradients.
 
     An operand of the backward pass with the source "dequantized" is quantized from the values that
     the forward pass multiplied. If the forward pass transforms the operand, the transform is undone
@@ -134,7 +134,7 @@ class GemmFormats:
         return {gemm: accumulator for gemm, accumulator in named if accumulator is not None}
 
     def names(self, *slots: str) -> str:
-        """Return the text for records that lists the formats of all operands made from one tensor.
+        """Return the formats of all operands that are made from one tensor, as a text for records.
 
         Args:
             slots: slots of these operands; equal formats are listed once.
@@ -172,5 +172,5 @@ class GemmFormats:
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
-        """Return an object in which all six operands have the format `fmt`."""
+        """Return a `GemmFormats` in which all six operands have the format `fmt`."""
         return cls(**dict.fromkeys(SLOTS, Operand(fmt)))  # type: ignore[arg-type]

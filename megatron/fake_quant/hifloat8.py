@@ -145,7 +145,7 @@ def nearest_up(position: Position, random: Tensor | None, source: torch.dtype) -
 def stochastic_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
     """Return a random mask of the values that stochastic rounding rounds up.
 
-    The probability of a value is its distance from the neighbor below, relative to the spacing.
+    The probability of rounding up is the distance from the neighbor below, divided by the spacing.
     """
     assert random is not None
     return position.way > random
@@ -158,8 +158,8 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
     """
     magnitude, _, small = position
     up = nearest_up(position, random, source)
-    # At both ends of the range, values are rounded to nearest: to zero below 2^-23, and to Inf
-    # from 40960 on.
+    # At both ends of the range, the low bits do not matter: values below 2^-23 become zero, and
+    # values from 40960 on overflow.
     by_low_bits = _low_bits_up(position, source) & (up | ~small)
     by_low_bits |= magnitude >= _OVERFLOW
     uses_low_bits = ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM

@@ -34,7 +34,8 @@ class SplitMatrix(NamedTuple):
     row: Tensor | None = None
     #: float32 scale of the values: a number, or `[..., rows, 1]` or `[..., 1, columns]`; None for 1
     scale: Tensor | None = None
-    #: dtype of the tensors that the GEMM multiplies; None for that of `values`, which may be wider
+    #: dtype of the tensors that the GEMM multiplies, which may be narrower than that of `values`;
+    #: None for the dtype of `values`
     dtype: torch.dtype | None = None
 
     def is_unrounded(self) -> bool:
@@ -46,7 +47,7 @@ class SplitMatrix(NamedTuple):
         return self.scale is not None or self.dtype not in (None, self.values.dtype)
 
     def t(self) -> "SplitMatrix":
-        """Return the transposed matrix, also in two parts."""
+        """Return the transposed matrix, with both parts transposed."""
         scale = self.scale
         if scale is not None and scale.dim():
             scale = scale.transpose(-2, -1)

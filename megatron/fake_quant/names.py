@@ -218,7 +218,7 @@ def _spelled_out(match: re.Match[str]) -> Format:
 
 
 def _per_tensor(element: ElementFormat) -> Format:
-    """Return the format with one float32 scale for all values, such as fp8_e4m3.
+    """Return the format of an element type with one float32 scale per tensor, such as fp8_e4m3.
 
     Unlike a block, a tensor with a NaN or an Inf keeps its other values.
     """

@@ -107,7 +107,7 @@ class Recipe:
         return self.path.stem
 
     def rules_for(self, module: str, layer: int, num_layers: int) -> tuple[Rule, ...]:
-        """Return the rules that apply to a module in any iteration, in order of precedence."""
+        """Return the rules that apply to a module in at least one iteration, by precedence."""
         applicable = []
         free: list[Interval] = [(1, math.inf)]  # iterations that no earlier rule covers
         for rule in self.rules:

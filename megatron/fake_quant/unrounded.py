@@ -63,7 +63,7 @@ def kind_of(fmt: Format, dtype: torch.dtype, device: str) -> Kind:
     if dtype == torch.float32 or _is_exact(fmt, dtype):
         return "exact"
     # A product of float16 elements can exceed the range of float16 before the scale is applied, so
-    # it must be returned in float32, which only GPUs do.
+    # the matmul must return float32, which it does only on GPUs.
     if not (device == "cuda" or dtype == torch.bfloat16):
         return "wide"
     scaling = fmt.scaling

@@ -60,7 +60,7 @@ def _make_folder() -> None:
 
 
 def remove_folder() -> None:
-    """Remove the folder that this process has made, if any; called when it ends."""
+    """Remove the folder that this process has made, if any; called when the process ends."""
     if os.getpid() == _owner:
         shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
 
@@ -99,7 +99,7 @@ def _report() -> None:
 
 
 def any_has_run_a_model() -> bool:
-    """Return whether a model ran in a process spawned by this one or by its descendants.
+    """Return whether a process spawned by this one or by a descendant ran a model without failure.
 
     Forks report this in a different way; see `program_end.a_model_ran`.
     """
@@ -108,7 +108,7 @@ def any_has_run_a_model() -> bool:
 
 
 def are_left() -> bool:
-    """Return whether Python waits, at its exit, for processes that this one has started."""
+    """Return whether this process has children for which Python will wait at its exit."""
     return any(not process.daemon for process in multiprocessing.active_children())
 
 

@@ -177,7 +177,7 @@ def finish(request: Request) -> str | None:
 
 
 def leave_exit_to_launcher() -> None:
-    """Let `finish` report that no model ran, so that the script's own exit status is kept."""
+    """Leave the check that a model ran to `finish`, so that the script's exit status is kept."""
     from megatron.core.low_precision import program_end
 
     program_end.leave_exit_to_launcher()
@@ -244,7 +244,7 @@ def _incomplete(files: Sequence[Path]) -> str | None:
 
 
 def _report(lines: Sequence[str]) -> None:
-    """Print lines on the first rank."""
+    """Print lines to standard error, on the first rank only."""
     if rank_coordinates()["world"] == 0:
         for line in lines:
             print(f"[megatron.overlay] {line}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from megatron.collection.flags import FLAGS, Flag
 from megatron.console import ArgumentParser, about_unknown, hyphenated
 from megatron.fake_quant.policy import TYPE_FLAG
 
-#: flags that `_parser` declares itself, because a script follows them on the command line
+#: flags that `_parser` declares itself, because their values or help differ from those in `FLAGS`
 _OWN = ("save_tensors", "tensor_save_dir", "collect_plan")
 EXAMPLES = """\
 examples:

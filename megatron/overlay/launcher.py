@@ -134,7 +134,8 @@ def _run(request: Request) -> None:
 def _watching_ends(request: Request) -> Iterator[None]:
     """Check the run even if the script ends by `os._exit(0)`, and refuse `os.exec`.
 
-    Python runs no further code of this process after either of them.
+    Python runs no further code of this process after either of them. `os.exec` is permitted if
+    nothing is requested.
     """
     owner, leave, replacing = os.getpid(), os._exit, (os.execv, os.execve)
 
@@ -208,7 +209,7 @@ def _set_variables_without_cuda() -> None:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
     # The port stays bound, so that no other program takes it before the script listens on it. Both
-    # sockets allow this by SO_REUSEADDR, which torch sets.
+    # can bind it, because both sockets have SO_REUSEADDR; torch sets it on its own socket.
     _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _reserved.bind(("127.0.0.1", 0))
     port = _reserved.getsockname()[1]

@@ -35,7 +35,7 @@ def missing_packages(script: Path, folders: Sequence[Path]) -> list[str]:
 
 
 def _imports(path: Path, folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the names in a file's top-level imports, which may be names of modules."""
+    """Yield the dotted names in a file's top-level imports, whether or not they name modules."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -26,7 +26,7 @@ OURS = Path(__file__).resolve().parents[1]  #: folder `megatron` of this tree
 #: modules and packages in `megatron` that come from this tree: all of them except `training`
 PARTS = tuple(part.name for part in iter_modules([str(OURS)]) if part.name != "training")
 INSTALLED = ("site-packages", "dist-packages")  #: names of folders with installed packages
-#: the compiled helpers of megatron-core's data sets, which a source checkout lacks
+#: module with the compiled helpers of megatron-core's data sets, which a source checkout lacks
 HELPERS = "megatron.core.datasets.helpers_cpp"
 
 

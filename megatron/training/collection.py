@@ -230,7 +230,7 @@ def operand_scalars(iteration: int) -> dict[str, float]:
 
 
 def report_collection() -> None:
-    """Print how many tensors were collected and what is incomplete, at the end of the run.
+    """Print how many tensors were collected and which limits were reached, at the end of the run.
 
     Must be called on all ranks.
     """

@@ -149,7 +149,7 @@ class TrainingLoop:
             self._save()
 
     def _watch(self, step: StepResult) -> None:
-        """Check whether the loss spikes, and pass the step's result to the tensor collector."""
+        """Check the loss and gradient norm for spikes, and pass both to the tensor collector."""
         # If fp16 gradients overflow under loss scaling, their norm does not indicate a spike.
         grad_norm = None if step.skipped else step.grad_norm
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
@@ -242,7 +242,7 @@ class TrainingLoop:
                 self.args.eval_iters * get_current_global_batch_size()
             )
             # The last iteration may be evaluated twice, in `_iterate` and in `_evaluate_at_end`;
-            # only the first result is written.
+            # only the first result is passed to the services.
             if self.plotted_at != self.progress.iteration:
                 self.scalars.write_evaluation(
                     self.progress.iteration, losses, self.progress.consumed_train_samples
@@ -258,7 +258,7 @@ class TrainingLoop:
             self._evaluate("test", f"{where} test set")
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this iteration has already been saved."""
+        """Write a checkpoint to `--save`, if given, unless this iteration is already saved."""
         if self.args.save is None or self.saved_at == self.progress.iteration:
             return
         paused = time.perf_counter()

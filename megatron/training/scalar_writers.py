@@ -42,7 +42,7 @@ class ScalarWriter(ABC):
     name: ClassVar[str]  #: name of the service in messages
     incomplete: ClassVar[str]  #: message at the end of a run that failed to write some scalars
     remedy: ClassVar[str]
-    #: errors that end the connection but not the run
+    #: exceptions after which the service is no longer used
     errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
     by_samples: ClassVar[bool] = (
         False  #: True if a value may have the number of samples as its step
@@ -208,7 +208,7 @@ class Scalars:
         all_succeed(problem)
 
     def due(self, iteration: int) -> bool:
-        """Return whether the values of an iteration are written. All ranks return the same."""
+        """Return whether the values of an iteration are written; all ranks get the same result."""
         return bool(self.requested) and iteration % self._interval == 0
 
     def write(self, iteration: int, scalars: Mapping[str, float | None]) -> None:

@@ -43,7 +43,7 @@ class StepResult:
 
 @contextlib.contextmanager
 def whole_weights(model: list[torch.nn.Module], run: RunConfig) -> Iterator[None]:
-    """Gather the updated weights of all data-parallel ranks for the duration of the `with` block.
+    """Gather the updated weights of all data-parallel ranks before the `with` block runs.
 
     With `--overlap-param-gather`, the ranks of the distributed optimizer exchange their updated
     shards only in the next forward pass. A checkpoint written before that would contain outdated

@@ -112,7 +112,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 class IndexFollower:
-    """Reader of the index files of one run. It counts each complete line exactly once."""
+    """Reader of the index files of one run. It processes each complete line exactly once."""
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder
@@ -161,7 +161,7 @@ class IndexFollower:
         return isinstance(environment, dict) and environment.get(TOKEN_VARIABLE) == self._token
 
     def _read(self, index: Path) -> None:
-        """Count the complete lines that were appended to an index since it was last read.
+        """Count the tensors in the complete lines appended to an index since it was last read.
 
         Lines that are not records are skipped.
         """

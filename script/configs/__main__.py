@@ -117,7 +117,7 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def start(options: argparse.Namespace) -> list[str]:
-    """Return for how many iterations the model to continue from was trained, and flags to load it.
+    """Return the number of iterations of the model to continue from, and the flags that load it.
 
     If there is no such model, return only "0". The queries `preset` and `data` must come before
     this one.

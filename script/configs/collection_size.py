@@ -134,7 +134,7 @@ def _iterations(words: Sequence[str], selection: Selection, ring: int | None) ->
 
 
 def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of those flags in a command that `reader` reads, by flag name."""
+    """Return the values that a command gives for the flags that `reader` reads, by flag name."""
     values: dict[str, Any] = {}
     for flag in read_by(reader):
         take = _list if flag.many else _TAKE[flag.type]

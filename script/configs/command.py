@@ -113,7 +113,7 @@ class Experiment:
         )
 
     def _collected(self) -> int:
-        """Return the number of iterations that `--control-iter` collects, or 0 if it is not given.
+        """Return the number of iterations that `--control-iter` requests, or 0 without this flag.
 
         A value that is not a number counts as 0 here; training refuses it.
         """

@@ -24,7 +24,7 @@ class Dataset:
     prepare: str  #: script that makes the token files
 
     def prefix(self, tokenizer: Tokenizer) -> str:
-        """Return the path, in the repository, of the `.bin` and `.idx` files without suffix."""
+        """Return the common prefix of the `.bin` and `.idx` files, relative to the repository."""
         family = "" if tokenizer.family == PLAIN_FAMILY else f"_{tokenizer.family}"
         name = f"{self.name}{family}"
         return f"dataset/{name}/{name}_text_document"

@@ -207,7 +207,7 @@ def experiment(
 
 
 def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -> int:
-    """Replace this process with the training run, or in a dry run, only print the command.
+    """Replace this process with the training run or, in a dry run, only print the command.
 
     Raises:
         ConfigError: if an option is refused.

@@ -169,7 +169,7 @@ class Model:
         yield from self._core_attention(self.heads, key, values)
 
     def _core_attention(self, groups: int, key: int, values: int) -> Iterator[Saved]:
-        """Yield the tensors of core attention; `key` and `values` are the sizes of a head."""
+        """Yield the tensors of core attention; `key` and `values` are head dimensions."""
         module = "self_attention.core_attention"
         sizes: dict[str, float] = {
             "a": max(1, self.heads // self.tp),

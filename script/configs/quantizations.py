@@ -55,7 +55,7 @@ def describe(quantization: str) -> str:
 
 
 def formats() -> list[str]:
-    """Return the names of the quantized formats in the experiment matrix."""
+    """Return the names of the formats in the experiment matrix, except bf16."""
     names = dict.fromkeys(split(quantization)[1] for quantization in QUANTIZATIONS)
     return [name for name in names if name not in UNQUANTIZED]
 

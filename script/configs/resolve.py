@@ -261,7 +261,7 @@ def interpreter(*, dry_run: bool) -> str:
 
 
 def enter_environment() -> None:
-    """Restart this program in the Python for training if this Python lacks torch or yaml.
+    """Restart this program with the Python for training if this Python lacks torch or yaml.
 
     Raises:
         ConfigError: if this is already the Python for training, or if `interpreter` raises it.

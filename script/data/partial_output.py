@@ -119,7 +119,8 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                # An earlier error is raised alone; both errors probably have the same cause.
+                # An error of the `with` block is raised alone, because this one probably has the
+                # same cause.
                 raise
         finally:
             self._close()

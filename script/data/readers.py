@@ -60,7 +60,7 @@ def guess_format(path: Path, *, wikipedia: bool = False) -> str:
 def read_file(
     path: Path, settings: Any, *, number: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """Yield the batches of one file from `start` on. The last has `last` set and may be empty.
+    """Yield the batches of one file from `start` on. The last one has `last` set and may be empty.
 
     Raises:
         ValueError: if the file is damaged, has disappeared, or has another format.
@@ -169,7 +169,7 @@ def _separated(
 def _articles(
     stream: BinaryIO, settings: Any, batch: Batch
 ) -> Iterator[tuple[int, bytes, Position]]:
-    """Split text before each title that follows an empty line; yield tuples like `_separated`."""
+    """Split text before each title after an empty line; yield tuples as `_separated` does."""
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset
     number, after_empty = batch.start.line, True

@@ -28,7 +28,7 @@ ANALYSIS = "megatron.analysis"
 
 
 class Run(NamedTuple):
-    """Run of `pretrain_gpt.py`: its arguments, its log, and the first lines of the log."""
+    """Run of `pretrain_gpt.py`: its arguments, its log, and the first line of the log."""
 
     arguments: Sequence[str]
     log: Path
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 class Launcher:
-    """Runner that starts one program at a time and writes its output to a log."""
+    """Runner that starts one or several programs at a time, each with its own log."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Launcher:
                 watcher.join()
 
     def train(self, arguments: Sequence[str], log: Path, head: str) -> int:
-        """Run `pretrain_gpt.py` and return its exit status; write the line `head` to the log.
+        """Run `pretrain_gpt.py` and return its exit status; the log begins with the line `head`.
 
         Raises:
             RuntimeError: if one of the driver scripts has ended before the run.

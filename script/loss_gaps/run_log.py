@@ -89,7 +89,7 @@ def parse_log(text: str, head: str, iterations: int, *, evaluated: bool = True) 
 
 
 def losses_in(text: str) -> dict[int, float]:
-    """Return the training losses in a log, by iteration, even while the run writes the log."""
+    """Return the training losses in a log, by iteration; the run may still be in progress."""
     return {int(number): float(loss) for number, loss, _ in _ITERATION.findall(text)}
 
 

@@ -305,7 +305,7 @@ def remaining(runs: dict[tuple[str, int], RunLog], left: Sequence[str], jobs: in
 
 
 def tokenized(text: Path, tokenizer: str, folder: Path) -> str:
-    """Tokenize a text, unless this was done before, and return the prefix of the tokens.
+    """Tokenize a text, unless this was done before, and return the prefix of the token files.
 
     Raises:
         ConfigError: if the text cannot be tokenized; the reason was printed.

@@ -73,7 +73,7 @@ class Result:
     #: Number of the tensor in the order of execution, counted from 0; its parts share the number.
     position: int
     status: str
-    #: Records of A and B; the first record of each if shards were joined. None if one is missing.
+    #: Records of A and B, with None for a missing one; the first of each if shards were joined.
     rows: tuple[Any, Any]
     joined: bool = False  #: True if the shards of several ranks were joined
     difference: Difference | None = None
@@ -113,7 +113,7 @@ class Comparison:
     #: micro-batch by different numbers.
     gradient_scale: float = 1.0
     with_origins: bool = True  #: True to split the differences of results by origin
-    #: Latest result of `_inherited_by_attention`, and the pass that it belongs to.
+    #: Latest pass for which `_inherited_by_attention` was computed, and the result.
     _attention: tuple[Any, dict[str, Tensor]] = field(init=False, default=(None, {}))
 
     def keys(self) -> list[TensorKey]:

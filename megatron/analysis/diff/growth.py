@@ -21,7 +21,7 @@ _ERROR = "relative error ‖B - A‖ / ‖A‖"
 
 
 def growth_figure(summary: Summary) -> Figure:
-    """Return a figure with a panel per layer type, one for local errors and one for iterations."""
+    """Return a figure of the errors by layer type, the local errors and the errors by iteration."""
     drawn = set() if summary.first_pass is None else {p.layer_type for p in summary.points}
     types = [name for name in TITLES if name in drawn]
     with_local = any(not math.isnan(point.local) for point in summary.points)

@@ -164,7 +164,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str,
 
 
 def of_attention(inherited: Tensor, results: tuple[Tensor, Tensor]) -> Origin:
-    """Return the origin of a difference of attention, given its inherited part."""
+    """Return the origin of the difference of a result of attention, given the inherited part."""
     if any(x.shape != inherited.shape for x in results):
         raise UnknownOriginError("the operands do not fit the result")
     parts = _Parts()

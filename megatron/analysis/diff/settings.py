@@ -1,4 +1,4 @@
-"""Describe the two runs of a comparison by their run cards: what each is, and what differs."""
+"""Describe the two runs of a comparison, and list the settings that differ in their run cards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MISSING = "(not given)"
 
 @dataclass(frozen=True)
 class Facts:
-    """Description of the two runs: what each is, and how their settings differ."""
+    """Description of the two runs: a line about each, the settings that differ, and notes."""
 
     runs: tuple[str, str]  #: one line about each run
     settings: dict[str, tuple[str, str]]  #: settings that differ, with the values in A and B

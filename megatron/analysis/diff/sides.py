@@ -153,7 +153,7 @@ class Side:
         return cells
 
     def layouts(self, key: TensorKey) -> set[tuple[Any, ...]]:
-        """Return how the tensor is sharded: its `dims` and the sizes of the groups they name.
+        """Return how a tensor is sharded: the `dims` and group sizes that its records contain.
 
         The layout of a record without valid `dims` is the empty tuple.
         """
@@ -167,7 +167,7 @@ class Side:
         return layouts
 
     def on_rank(self, key: TensorKey, rank: Any) -> Any:
-        """Return the record of a tensor that a rank wrote, or None if there is none."""
+        """Return the record of a tensor on one rank, or None if there is none."""
         wanted = None if pd.isna(rank) else int(rank)
         for number in self.tensors.get(key, ()):
             own = self.rows[number].rank
@@ -220,7 +220,7 @@ class Side:
         return outputs == 2 * inputs
 
     def _size(self, module: str, *places: tuple[str, int]) -> int | None:
-        """Return the first known size among `places` (pairs of tensor name and axis), or None."""
+        """Return the size of the first tensor axis in `places` that is known, or None."""
         for name, axis in places:
             if shape := self._shapes.get((module, name)):
                 return int(shape[axis])

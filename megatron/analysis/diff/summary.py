@@ -23,7 +23,7 @@ LISTED = 10  #: maximum number of results in each list
 
 @dataclass
 class Group:
-    """Counts and largest errors of the results of one layer and pass, or of one iteration."""
+    """Counts and largest errors of the results of one layer and operation, or of one iteration."""
 
     tensors: int = 0
     #: Number of tensors that differ by more than the tolerances allow or cannot be compared.

@@ -48,7 +48,7 @@ def number(value: float) -> str:
 
 
 def place(result: Result) -> str:
-    """Return where a tensor belongs, as in `iteration 1, micro-batch 0, forward, ... weight`."""
+    """Return text that identifies a tensor: `iteration 1, micro-batch 0, forward, ... output`."""
     key, parts = result.key, []
     if key.iteration is not None:
         parts.append(f"iteration {key.iteration}")
@@ -78,7 +78,7 @@ def words(result: Result) -> str:
 
 
 def verdict(summary: Summary, facts: Facts) -> str:
-    """Return the first line of the output: the first tensor that differs, or that none differs."""
+    """Return the first line of the output: the first difference, or "No difference" with counts."""
     if summary.first is not None:
         return f"First difference: {place(summary.first)}: {words(summary.first)}"
     alone = summary.first_alone
@@ -152,7 +152,7 @@ def tables(summary: Summary) -> dict[str, list[Row]]:
 
 
 def _rank(group: Group) -> float:
-    """Return a sort key that puts large errors first, and groups with a NaN error before them."""
+    """Return a sort key that puts groups with a NaN error first, then those with large errors."""
     return -math.inf if math.isnan(group.error) else -group.error
 
 

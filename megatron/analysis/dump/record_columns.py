@@ -103,7 +103,7 @@ class _Sizes(dict[Any, Any]):
 
 
 class Columns:
-    """A table to which records are added; each column is stored as a list."""
+    """A table to which records are added, stored as lists; rows share the coordinates of a rank."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}

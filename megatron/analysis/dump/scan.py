@@ -150,7 +150,7 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
 
 
 def _leads_to_another_dump(path: Path, folder: Path) -> bool:
-    """Return whether a folder is a link to a folder outside `folder` that has dump files."""
+    """Return whether `path` is a link to a folder outside `folder` that contains dump files."""
     if not path.is_symlink():
         return False
     target = path.resolve()

@@ -102,7 +102,7 @@ def hidden_of_card(
 
 
 def hidden_by(window: tuple[int, int], probs: Tensor) -> Tensor | None:
-    """Return a mask of the keys that a window hides; None unless there are as many queries as keys.
+    """Return a mask of the keys that a window hides; None if queries and keys differ in number.
 
     Args:
         window: numbers of visible keys before and after a query.
@@ -116,7 +116,7 @@ def hidden_by(window: tuple[int, int], probs: Tensor) -> Tensor | None:
 
 
 def layers_of(data: FigureData) -> list[Layer]:
-    """Return the layers of the newest run's last iteration whose probabilities can be drawn.
+    """Return the layers whose probabilities can be drawn, in the newest run's last iteration.
 
     Raises:
         NothingToDrawError: if the dump has neither probabilities nor queries and keys.
@@ -130,7 +130,7 @@ def layers_of(data: FigureData) -> list[Layer]:
 
 
 def recomputable(data: FigureData) -> list[Layer]:
-    """Return the layers of the newest run's last iteration whose query and key were collected.
+    """Return the layers whose query and key were collected, in the newest run's last iteration.
 
     Raises:
         NothingToDrawError: if there are none.
@@ -173,7 +173,9 @@ def source_of(layers: Sequence[Layer]) -> str:
 
 
 def recomputed(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
-    """Compute attention probabilities in high precision, at most `MOST` of them.
+    """Compute attention probabilities without quantization, in general at most `MOST` of them.
+
+    At least the first head of the first sequence is computed, whatever its size.
 
     Args:
         query: queries of shape [s, b, heads, d].

@@ -138,7 +138,7 @@ class FigureData:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Histograms of all tensors, summed by layer, place (module and tensor name) and format."""
+        """Histograms of all tensors, summed over the groups that `Sums` describes."""
         if self.tensors.empty:
             return Sums({}, {}, {})
         axes = self.uses.set_index(["tensor", "quantized_format"])["axis"].to_dict()
@@ -289,7 +289,7 @@ def _first_use(used_by: str) -> int:
 
 
 def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
-    """Return a slice that selects the occupied binades, leaving out the smallest values.
+    """Return a slice from the first to the last occupied binade, without the smallest values.
 
     Args:
         counts: number of values in each of the 255 binades.

@@ -14,7 +14,7 @@ STYLES = ("screen", "paper")
 FONT_SIZES = {"screen": 10.0, "paper": 8.0}  #: default font size of each style, in points
 LIMITS = {"width": (1.5, 40.0), "font size": (4.0, 40.0)}  #: accepted inches and points
 #: Smallest width of a panel, as a fraction of its width on the screen at the same font size. If the
-#: panels of a figure would be narrower, they are placed below each other.
+#: panels of a figure would be narrower, the figure gets fewer columns of panels.
 NARROWEST = 0.55
 LABELS = 0.9  #: height in inches of the title and the labels of a panel, whatever its width
 HEADLINE = 0.55  #: height in inches that the sizes of figures include for title and note

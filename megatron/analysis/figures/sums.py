@@ -58,7 +58,7 @@ class FormatSum:
 
 @dataclass(frozen=True)
 class Sums:
-    """Histograms summed over groups of tensors with the same place (module and tensor name)."""
+    """Histograms, each summed over tensors with the same place (module and tensor name)."""
 
     formats: dict[Key, FormatSum]  #: sums by layer, place and format
     #: number of values in each of 255 binades, by layer, place and quantization type

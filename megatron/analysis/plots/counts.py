@@ -18,7 +18,7 @@ def plot_counts(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one histogram of a property of quantization blocks per format.
+    """Draw one histogram per format, of a property of its quantization blocks.
 
     Args:
         data: table with columns `format`, `left`, `right` and `count`. The bins are in ascending

@@ -1,4 +1,4 @@
-"""Draw the density of values divided by their standard deviation, on a logarithmic y-axis."""
+"""Draw the density of values in units of their standard deviation, on a logarithmic y-axis."""
 
 from __future__ import annotations
 

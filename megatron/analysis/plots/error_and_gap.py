@@ -32,7 +32,7 @@ def plot_error_and_gap(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one dot per configuration, with its interval and its name.
+    """Draw one dot per configuration, with the interval of its gap and its name.
 
     The axis of gaps is logarithmic if all gaps and intervals are positive. Otherwise, it is linear
     near zero: within the median half width of the intervals. Rows without a finite gap or a
@@ -147,5 +147,5 @@ def _overlap(first: Bbox, second: Bbox) -> float:
 
 
 def _outside(box: Bbox, frame: Bbox) -> float:
-    """Return the area of a box outside of a frame, in pixels."""
+    """Return the area of the part of a box that lies outside of a frame, in pixels."""
     return box.width * box.height - _overlap(box, frame)

@@ -1,4 +1,4 @@
-"""Draw the share of values in each binade, with the ranges of the formats below it."""
+"""Draw the share of values in each binade, and a bar for the range of each format below."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plot_exponent_histogram(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the share of values in each binade as one outline per group, with range bars below it.
+    """Draw the share of values in each binade as one outline per group, above the range bars.
 
     Args:
         data: table with columns `group`, `exponent` and `share`, which is the share of the group's

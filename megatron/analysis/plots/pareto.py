@@ -27,7 +27,7 @@ def plot_pareto(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one labeled dot per row, and a line through the points of the front.
+    """Draw one labeled dot per row, and a line through the points of the Pareto front.
 
     Points without a positive, finite error are listed below the x axis instead.
 
@@ -75,7 +75,7 @@ def plot_pareto(
 
 
 def _labels(points: pd.DataFrame) -> list[tuple[str, float, float]]:
-    """Return the texts and the points of the labels; points that almost coincide share a label."""
+    """Return each label's text and position; points that almost coincide share a label."""
     width = points["x"].max() - points["x"].min() or 1.0
     height = np.log(points["y"].max() / points["y"].min()) or 1.0
     labels: list[tuple[list[str], float, float]] = []

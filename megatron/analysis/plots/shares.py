@@ -58,7 +58,7 @@ def _label(ax: Axes, x: float, y: float, text: str, ink: str) -> None:
 
 
 def _fold(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data with at most `MOST` rows, summing all further rows into the last one."""
+    """Return at most `MOST` rows of `data`; if it has more, the last row is the sum of the rest."""
     if len(data) <= MOST:
         return data
     head, rest = data.iloc[: MOST - 1], data.iloc[MOST - 1 :]

@@ -200,7 +200,8 @@ def powers_of_two(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
 
 
-#: Leading digits of the labels between decades; the first choice with enough labels is taken.
+#: Leading digits of labeled numbers on a logarithmic axis that shows fewer than two powers of
+#: ten. The first choice that gives enough labels is taken.
 DIGITS = ((1, 2, 5), (1, 2, 3, 5, 7), tuple(range(1, 10)))
 FEWEST_LABELS = 3  #: minimum number of labels on an axis
 

@@ -87,7 +87,8 @@ class _Attention:
     probs: Tensor
     #: Keys that the mask hides, of shape [queries, keys]; None if the mask is not known.
     hidden: Tensor | None
-    #: Query and key of shape [s, 1, heads, d], and their softmax; None if they were not collected.
+    #: Query and key of shape [s, 1, heads, d], and the parameters of the softmax; None if query and
+    #: key were not collected.
     parts: tuple[Tensor, Tensor, Any] | None
 
     def in_format(self, name: str) -> Tensor:

@@ -85,7 +85,7 @@ def content(figure_data: FigureData) -> dict[str, Any]:
 
 
 def runs_of(tensors: pd.DataFrame) -> list[str]:
-    """Return the run IDs in the order of the table; an unknown run has the empty ID."""
+    """Return the run IDs in the order of the rows of `tensors`; an unknown run has the empty ID."""
     return list(dict.fromkeys(tensors["run_id"].fillna("").astype(str)))
 
 

@@ -124,9 +124,10 @@ def _in_format(
 
 
 def _maps(figure_data: FigureData, tensor: int) -> dict[str, Any]:
-    """Return a map of a tensor's block scales for each format; blocks run along the last dimension.
+    """Return a map of a tensor's block scales, along its last dimension, for each suitable format.
 
-    The result is empty if the tensor cannot be loaded, for instance because parts are missing.
+    A format is suitable if it stores one scale byte per block and its blocks are not square. The
+    result is empty if the tensor cannot be loaded, for instance because parts are missing.
     """
     formats = [name for name in figure_data.with_blocks() if not get_format(name).square]
     if not formats:

@@ -73,7 +73,7 @@ def thinned(curve: pd.DataFrame, keep: set[int]) -> pd.DataFrame:
 
 
 def notes(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one sentence per distinct event of a run's collection, with its number of ranks."""
+    """Return one sentence per distinct event of a collection, and how many ranks reported it."""
     counts = Counter(text for text in map(_sentence, events) if text)
     texts = [text if count == 1 else f"{text} ({count} ranks)" for text, count in counts.items()]
     texts = [shown(text[:NOTE_LENGTH]) for text in texts]
@@ -113,7 +113,7 @@ def _cause(why: Any) -> str:
 
 
 def _jump_of(event: Mapping[str, Any]) -> int | None:
-    """Return the iteration of the cause for which a ring was written; None for other events."""
+    """Return the iteration that caused a ring to be written; None for other kinds of events."""
     if event.get("event") != "kept":
         return None
     jump = _JUMP.fullmatch(str(event.get("why")))

@@ -40,7 +40,7 @@ from megatron.bounded_files import printable
 
 TICK = 2000  #: time between two polls of the server, in milliseconds
 QUICK_TICK = 500  #: the same, while the visible tensors are being read or measured
-#: Panels to redraw after new statistics, training data and choices of selectors, respectively.
+#: Panels to redraw if statistics, training data or choices of selectors change, respectively.
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
 _FOLLOWS_CHOICES = ("controls", "heading")
@@ -176,7 +176,7 @@ class _Views:
         ids: list[dict[str, str]],
         stored: list[Any],
     ) -> tuple[Any, Any, Any, list[Any]]:
-        """Show a view, or update those panels of the current view that a change affects."""
+        """Show a view, or update those panels of the current view whose address or data changed."""
         address = self.explorer.resolved(search)
         key = self._key(address, search)
         if key == current:

@@ -73,7 +73,7 @@ class Catalog:
         return len(self.rows)
 
     def _kept(self, size: int, bad: frozenset[int]) -> NDArray[np.bool_]:
-        """Return a mask that leaves out records of codes, ignored indexes and repeated paths."""
+        """Return a mask of records to use: none of codes or ignored indexes, and one per path."""
         records = self.records
         codes = records.tables["codes"]
         is_value = np.array([value is None for value in codes.distinct], dtype=bool)
@@ -105,7 +105,7 @@ class Catalog:
         return rows[~twice], files[~twice]
 
     def _stamps(self) -> NDArray[np.uint64]:
-        """Return one number per tensor: the sum of a hash of each shard's time and size."""
+        """Return one number per tensor: the sum of its shards' hashes of time and size."""
         records = self.records
 
         def stamps_of(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -124,7 +124,7 @@ class Catalog:
         return found
 
     def _describe(self, rows: NDArray[np.int64]) -> None:
-        """Compute the place, the GEMMs and the kind of each tensor, once per combination."""
+        """Compute the place, GEMMs and kind of each tensor, once per combination of fields."""
         texts = self.records.texts
         names = ("layer_type", "module", "operation", "tensor_name")
         codes = np.stack([texts[name].codes[rows] for name in names], axis=1)
@@ -170,7 +170,7 @@ class Catalog:
         return found
 
     def axis_in(self, gemm: str) -> NDArray[np.int64]:
-        """Return the axis of each tensor in a GEMM, or -1; without a GEMM, return `first_axis`."""
+        """Return the column of `axis_of_gemm` for a GEMM; without a GEMM, return `first_axis`."""
         return self.axis_of_gemm[:, GEMMS.index(gemm)] if gemm in GEMMS else self.first_axis
 
     @functools.cached_property
@@ -249,7 +249,7 @@ class Catalog:
         return int(found[0]) if len(found) else None
 
     def variants(self, tensor: int, column: str) -> dict[int, int]:
-        """Return the tensors that differ from a given one in at most `column`, keyed by its value.
+        """Return a tensor and those that differ from it only in `column`, keyed by that column.
 
         Args:
             tensor: index of the given tensor.
@@ -268,7 +268,7 @@ class Catalog:
         return dict(sorted(found.items()))
 
     def neighbors(self, tensor: int) -> dict[str, int]:
-        """Return the tensors of the same layer and pass, by place."""
+        """Return the tensors in the layer and pass of a given one, keyed by place."""
         mask = np.ones(len(self), bool)
         for name in ("run", "iteration", "layer", "micro_batch", "data_rank"):
             values = getattr(self, name)
@@ -338,7 +338,7 @@ class Catalog:
 
 
 def _first_rows(identity: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the position of the first row of each tensor, in order, and its number of rows."""
+    """Return each tensor's first row and number of rows, in the order of the first rows."""
     _, first, counts = np.unique(identity, return_index=True, return_counts=True)
     order = np.argsort(first, kind="stable")
     return first[order], counts[order]

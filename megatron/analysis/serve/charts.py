@@ -104,7 +104,10 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def log_axis(title: str = "", low: float = 1e-3, high: float = 1.0, **more: Any) -> dict[str, Any]:
-    """Return a logarithmic axis with ticks at powers of ten, and also at 2 and 5 if it is short."""
+    """Return a logarithmic axis with ticks at powers of ten.
+
+    An axis of at most two decades also has ticks at 2 and 5 times these powers.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = max((last - first) // 6, 1)
     values = [10.0**e for e in range(first, last + 1, step)]
@@ -160,8 +163,8 @@ def color_values(
 ) -> tuple[NDArray[np.float64], dict[str, Any]]:
     """Return the numbers by which cells are colored, and the color scale.
 
-    Logarithmic statistics are colored by their logarithm. Infinite values have the color of the
-    largest finite one.
+    Logarithmic statistics are colored by their logarithm. An infinite value has the color of the
+    largest finite one or, if negative, of the smallest.
     """
     shown = values.astype(float) * (100 if statistic.percent else 1)
     ticks: dict[str, Any] = {}
@@ -201,7 +204,7 @@ def heat_map(
     scale: dict[str, Any] | None = None,
     title: str = "",
 ) -> Figure:
-    """Return a map with one cell per layer and tensor or iteration.
+    """Return a map with one cell per row and column, such as a layer and a tensor.
 
     Args:
         rows: labels from top to bottom.

@@ -91,7 +91,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Profile:
-    """Largest magnitude and root mean square along one dimension of a matrix."""
+    """Largest magnitude and root mean square of each row, or of each column, of a matrix."""
 
     amax: NDArray[np.float32]
     rms: NDArray[np.float32]
@@ -377,7 +377,7 @@ def codes_in_order(fmt: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def head_numbers(attention: Attention) -> dict[str, float]:
-    """Return the mean entropy of the queries in bits and, with a format, the format's errors.
+    """Return the mean entropy of a head's queries in bits, and the errors if a format is given.
 
     The errors are the SQNR of the probabilities in dB and their largest change.
     """

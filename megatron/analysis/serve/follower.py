@@ -139,7 +139,7 @@ class Follower:
                 self._priority.wait(self._stop)
 
     def poll(self) -> bool:
-        """Read what is new, up to a limit; return whether there is more to read."""
+        """Read new files and lines of the folder, up to a limit; return whether more are left."""
         with self._lock:
             if time.monotonic() - self._walked > WALK_PERIOD:
                 self._walk()

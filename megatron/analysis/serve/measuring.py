@@ -189,7 +189,7 @@ class Measurer:
     ):
         self.follower, self.numbers, self.cache = follower, numbers, cache
         self._priority = priority or Priority()
-        #: A single thread, because each measuring thread has its own tables of counts.
+        #: executor with a single thread, because each measuring thread has its own tables of counts
         self._asked = ThreadPoolExecutor(1, "asked")
         self._always = tuple(formats)
         self.formats: list[str] = [*formats]
@@ -334,7 +334,7 @@ class Measurer:
         self.numbers.fail(int(catalog.ids[tensor]), int(catalog.stamps[tensor]), why)
 
     def _work(self) -> None:
-        """Measure batches until the server stops."""
+        """Measure one batch of tensors after another until the server stops."""
         has_kernels = self._in_process
         state: Any = None
         pending: NDArray[np.int64] = np.zeros(0, np.int64)

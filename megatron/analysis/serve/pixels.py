@@ -75,7 +75,7 @@ def reduce(
     step = max(-(-rows // height), 1), max(-(-columns // width), 1)
     tall, wide = -(-rows // step[0]), -(-columns // step[1])
     values = np.zeros((tall, wide), np.float32)
-    # Convert a few pixels at a time, because a matrix may have a single long row.
+    # Convert a few pixels at a time, because even one row of a matrix may be very long.
     across = min(max(_AT_ONCE // (step[0] * step[1]), 1), wide)
     down = max(_AT_ONCE // (step[0] * step[1] * across), 1)
     for first in range(0, tall, down):

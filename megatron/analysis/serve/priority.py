@@ -51,7 +51,7 @@ class Priority:
             self._processes.add(process)
 
     def remove_all(self) -> None:
-        """Forget all processes, before they end."""
+        """Forget all processes, so that `request` no longer signals them."""
         with self._lock:
             self._processes.clear()
 

@@ -72,7 +72,8 @@ def serve(options: Options) -> int:
         explorer.measurer.fork()  # before the web server starts its threads
         server = _listen(options, token, create(explorer).server)
         try:
-            # A name such as localhost may stand for several addresses.
+            # A name such as localhost may stand for several addresses; the server then has no
+            # `effective_port`.
             port = int(getattr(server, "effective_port", 0) or server.effective_listen[0][1])
             explorer.start()
             _announce(options, port, token)

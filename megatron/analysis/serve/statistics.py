@@ -209,7 +209,7 @@ class Measured:
 
 
 class Numbers:
-    """Numbers of all measured tensors; one thread adds numbers, and other threads read them."""
+    """Numbers of all measured tensors, which several threads add and read at the same time."""
 
     def __init__(self) -> None:
         self.version = 0  #: number of changes

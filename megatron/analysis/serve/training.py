@@ -65,7 +65,7 @@ _IN_LOG = {
 
 @dataclass
 class Series:
-    """Scalars of one run: for each name, the value by iteration."""
+    """Scalars of a run from one source: for each name, the value by iteration."""
 
     label: str
     values: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Training:
         self._statistics_folders: list[Path] = []
 
     def poll(self, events: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Read what is new.
+        """Read what was added to the files and the events since the last call.
 
         Args:
             events: all events in the indexes.

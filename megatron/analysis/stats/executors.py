@@ -111,7 +111,7 @@ def run_on_threads(
 
 
 def check_scheduler(address: str) -> None:
-    """Check that a Dask scheduler answers, before a client is created.
+    """Check that a Dask scheduler answers at an address, without creating a client.
 
     A client that cannot connect would wait another 40 seconds when it is deleted.
 

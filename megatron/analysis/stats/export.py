@@ -73,7 +73,8 @@ def _by_use(statistics: Statistics) -> list[str]:
 
 
 def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
-    # weight averages by number of values, so that a large tensor counts more than a small one
+    # weight each share by the quantity of which it is a share, so that a large tensor counts more
+    # than a small one
     finite = statistics.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
     shares = (*map(_words, ERROR_SHARES), "underflow", "saturated")

@@ -36,7 +36,7 @@ ShardIndex = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a tensor that is measured as a unit: a tensor in a file, or a sum of several."""
+    """Unit of measurement: the part of a tensor in one file, or the sum of parts in several."""
 
     paths: tuple[str, ...]
     #: for each of `paths`, the other files that should have the same content

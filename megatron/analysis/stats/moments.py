@@ -65,7 +65,10 @@ class Moments:
 
     @property
     def kurtosis(self) -> float:
-        """Fourth standardized moment (3 for a normal distribution); NaN if `skewness` is NaN."""
+        """Fourth standardized moment; NaN if all values are equal or float64 overflows.
+
+        The kurtosis of a normal distribution is 3.
+        """
         return self._standardized(self.fourths, 4)
 
     def _standardized(self, powers: float, degree: int) -> float:

@@ -223,7 +223,7 @@ def _zero_results(rows: pd.DataFrame) -> int:
 
 
 def _table(rows: list[dict[str, object]]) -> pd.DataFrame:
-    """Return rows as a table, in the order of the run."""
+    """Return rows as a table, sorted by run, iteration, micro-batch, rank and layer."""
     table = pd.DataFrame(rows)
     if table.empty:
         return pd.DataFrame(columns=list(COLUMNS))

@@ -60,11 +60,11 @@ class FirstLook:
 
     @property
     def cells(self) -> pd.DataFrame:
-        """Result of `verdict.cells`: the SQNR and the bits by candidate, place and layer."""
+        """Table of SQNR and bits per value by candidate, place and layer; see `verdict.cells`."""
         return cells(self.result.rows)
 
     def sentences(self) -> list[str]:
-        """Return a summary of the numbers in up to four sentences.
+        """Return a summary of the comparison in up to four sentences.
 
         The first sentence gives the median of each format. The next ones state where the run's
         format and the weakest format lose most; if gradients are too noisy, a sentence that lists
@@ -79,7 +79,7 @@ class FirstLook:
         if gradients["flagged"].any():
             texts = [texts[-1], rule(gradients)]
         if self.result.left_out:
-            # leave out the description of the first pass, which is too long for a picture
+            # drop the description in parentheses, which is too long for a picture
             reasons = [
                 f"{reason.partition(' (')[0]}: {count}"
                 for reason, count in sorted(self.result.left_out.items())
@@ -108,7 +108,7 @@ def first_look(
 
 
 def part_of(store: TensorStore, candidates: int) -> tuple[pd.DataFrame, str]:
-    """Return the records of the part of a dump to study, and a description of the part.
+    """Choose the part of a dump to study, and return its records and a description of it.
 
     The run is the first one without quantization or, if there is none, the first run: the later
     tensors of a quantized run also carry the errors of its earlier matmuls.

@@ -73,8 +73,9 @@ Numbers = dict[str, float]  #: error metrics by column
 #: Last columns of the table of errors and of the table of budgets.
 _SHARED = ("accumulator", "run_id", "quant_type", "micro_batch", "rank")
 #: To measure operands alone, one of these sets of slots is quantized at a time. The numbers are the
-#: positions (0 or 1) of the quantized operand in each GEMM. A set includes all slots of a tensor:
-#: some formats of the backward pass require that the forward pass quantizes the same tensor.
+#: positions (0 or 1) of the quantized operand in each GEMM. Both slots of a forward operand are in
+#: the same set, because some formats of the backward pass require that the forward pass quantizes
+#: the same tensor.
 _ALONE = (
     (("fprop_a", "dgrad_c", "wgrad_a"), (0, 0, 1)),
     (("fprop_b", "dgrad_b", "wgrad_c"), (1, 1, 0)),
@@ -167,7 +168,7 @@ def _of_formats(
 
 
 def _format_name(candidate: Candidate, formats: GemmFormats, index: int) -> str:
-    """Return the format of a GEMM's operands for the table."""
+    """Return the text that the table shows as the format of a GEMM's operands."""
     if candidate.recipe is not None:
         return describe(formats, index)
     return DEFAULT_TYPE if candidate.format is None else candidate.format.name
@@ -181,7 +182,7 @@ def _measured(
     *,
     settings: Settings,
 ) -> tuple[list[Numbers], list[list[float]]]:
-    """Return the errors of each GEMM, and its errors if only one operand is quantized.
+    """Return the error metrics of each GEMM, and its errors if only one operand is quantized.
 
     The former are columns of the table; the latter are squared relative errors, one per operand.
     """
@@ -214,7 +215,7 @@ def _measured_by_run(
     *,
     budget: bool,
 ) -> tuple[list[Numbers], list[list[float]]]:
-    """Return what `_measured` returns, from whole forward and backward passes."""
+    """Return what `_measured` returns, but compute it in whole forward and backward passes."""
     totals = [_Draws(exact) for exact in reference]
     for draw in range(draws):
         drawn = results(matmul, formats, seed=derive_seed(seed, draw))
@@ -252,7 +253,7 @@ class _Draws:
 
 
 def _squared(sums: NDArray[np.float64]) -> float:
-    """Return the squared relative error; infinite if the result has NaN or Inf."""
+    """Return the squared relative error of a GEMM result, or Inf if the result has NaN or Inf."""
     xx, ee = float(sums[XX]), float(sums[EE])
     if sums[NONFINITE]:
         return math.inf

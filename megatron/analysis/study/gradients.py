@@ -35,7 +35,7 @@ def gradients_of(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def rule(gradients: pd.DataFrame) -> str:
-    """Return the sentence of the verdict about the gradient rule.
+    """Return the verdict's sentence about the gradient rule.
 
     Args:
         gradients: result of `gradients_of`, with at least one row.

@@ -57,7 +57,7 @@ class KeptResults:
     def keys(
         self, of_pass: Pass, candidates: Sequence[Candidate], settings: Settings
     ) -> dict[str, str]:
-        """Return the key of each candidate's results in a pass, by the candidate's name.
+        """Return the key of each candidate's results for a pass, by the candidate's name.
 
         Raises:
             OSError: if a file of the pass is missing.
@@ -81,7 +81,7 @@ class KeptResults:
         return self._rows.get(key)
 
     def put(self, key: str, rows: Rows) -> None:
-        """Keep results in memory and append them to the file."""
+        """Keep results in memory, and append them to the file if there is one."""
         with self._lock:
             self._rows[key] = rows
             if self.path is not None:

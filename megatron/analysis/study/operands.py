@@ -41,7 +41,7 @@ NORM_INSIDE = "transformer_engine.LayerNormLinear"
 
 @dataclass(frozen=True)
 class Matmul:
-    """Operands of a matmul C = alpha A B^T and of its two gradients, in the saved dtype."""
+    """Operands of a matmul C = alpha A B^T and of its two gradient GEMMs, in the saved dtype."""
 
     row: Any  #: record that describes the pass
     operation: str  #: linear, qk or pv
@@ -54,7 +54,7 @@ class Matmul:
 
 
 def matmuls(of_pass: Pass, load: Load) -> Iterator[Matmul]:
-    """Yield the matmuls of a pass.
+    """Yield the operands of each matmul in a pass.
 
     Raises:
         NotCheckedError: if the operands do not belong together, or the run's attention cannot be
@@ -157,7 +157,7 @@ def _of_rank(
 
 
 def _check(tensors: Mapping[str, Tensor], *, dims: int) -> None:
-    """Raise `NotCheckedError` unless all operands have the same supported dtype, and are not empty.
+    """Raise `NotCheckedError` unless all operands are nonempty and have the same supported dtype.
 
     Each must have `dims` dimensions or more.
     """

@@ -21,7 +21,7 @@ from megatron.analysis.text_table import csv_cell
 def write_outputs(
     result: Study, folder: Path, *, dump: Path, bits: float | None = None
 ) -> tuple[list[str], list[Path]]:
-    """Write all files of a study, and return the verdict and the paths.
+    """Write all files of a study; return the sentences of the verdict and the paths of the files.
 
     Files of an earlier study are replaced; a changed recipe is kept under another name.
 
@@ -89,7 +89,7 @@ def write_table(
 
 
 def _safe(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with texts that no spreadsheet interprets as formulas."""
+    """Return the table, with its texts changed so that no spreadsheet reads them as formulas."""
     columns = {
         name: [csv_cell(value) if isinstance(value, str) else value for value in table[name]]
         for name in table

@@ -20,7 +20,7 @@ OPERANDS = {
     "linear": ("input", "weight", "grad_output"),
     "attention": ("query", "key", "value", "grad_output"),
 }
-#: Operands without which no product of a pass can be computed, by layer type.
+#: Operands without which a pass is left out, by layer type.
 _NEEDED = {"linear": ("weight",), "attention": ("query", "key")}
 _FROM_FORWARD = "attention_probs"  #: operand that is recomputed if it was not saved
 #: Bytes that a pass needs per value of its operands and results, and per attention score.
@@ -123,7 +123,7 @@ def find_passes(store: TensorStore, records: pd.DataFrame) -> Passes:
 
 
 def counted(failures: Iterable[tuple[str, str]]) -> Counter[str]:
-    """Count the passes that were left out, by reason; each key also names the first such pass.
+    """Count the passes left out for each reason; each key also describes the first such pass.
 
     Args:
         failures: reason and description of each pass that was left out.
@@ -153,7 +153,7 @@ def _of_run(records: pd.DataFrame) -> Iterator[tuple[str, tuple[dict[str, Any], 
     keys = {"linear": LINEAR_PASS, "attention": ATTENTION_PASS}
     once: dict[tuple[Any, ...], dict[str, Any]] = {}
     passes: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
-    # one loop over all records, because each group of a pandas table takes a millisecond
+    # loop over the records once, because pandas takes a millisecond for each group of a `groupby`
     for row in records.itertuples():
         if row.tensor_name in OF_ITERATION:
             once.setdefault((row.iteration, row.module, row.rank), {})[row.tensor_name] = row

@@ -1,4 +1,4 @@
-"""Draw the results of a study: the verdict in one picture, and the budget of operands."""
+"""Draw the results of a study: the verdict in one picture, and the error budget in another."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def draw_verdict(
 
 
 def points_of(result: Study, proposal: Proposal | None = None) -> pd.DataFrame:
-    """Return the bits and the median SQNR of all candidates and of a proposal; see `by_candidate`.
+    """Return the table of `by_candidate` for all candidates and, if given, for a proposal.
 
     The proposal has the name of its file.
     """

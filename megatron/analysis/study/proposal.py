@@ -28,7 +28,7 @@ _LAYER = re.compile(r"\blayers\.\d+\b")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Format that a matmul could have."""
+    """Format that a matmul could have, with the bits and the error that it causes."""
 
     format: str
     bits: float  #: mean bits per value of the matmul's operands
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Format of each matmul under a bit budget."""
+    """Choice of a format for each matmul under a bit budget."""
 
     budget: float
     choices: tuple[tuple[Place, Option], ...]
@@ -142,7 +142,7 @@ def propose(places: Sequence[Place], budget: float) -> Proposal:
 
 
 def rows_of(proposal: Proposal, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a study whose format is the one that a proposal chose for the matmul.
+    """Return the rows of a study in which the matmul has the format that a proposal chose for it.
 
     The column `recipe` has the name of the proposal's file.
     """
@@ -187,7 +187,7 @@ def _saving(first: Option, second: Option) -> float:
 
 
 def _exchanges(place: Place) -> Iterator[tuple[float, Place, Option]]:
-    """Yield the exchanges along the hull: the error saved per bit, the place, the new option."""
+    """Yield each exchange along the hull as the error saved per bit, the place and the option."""
     hull = _hull(place.options)
     for first, second in itertools.pairwise(hull):
         yield _saving(first, second) / place.values, place, second
@@ -255,7 +255,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def layers_text(numbers: Iterable[int]) -> str:
-    """Return the numbers of layers as text, such as `layers 0 to 3, 8`."""
+    """Return layer numbers as text, such as `layers 0 to 3, 8`."""
     distinct = sorted({int(number) for number in numbers})
     text = ranges(distinct).replace("-", " to ").replace(",", ", ")
     return f"layer{'s' * (len(distinct) > 1)} {text}"

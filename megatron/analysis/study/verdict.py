@@ -92,7 +92,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_candidate(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the median SQNR, the bits per value and the Pareto front, one row per candidate.
+    """Return the median SQNR and bits per value of each candidate, and mark the Pareto front.
 
     In the median, a result with NaN or Inf counts as -inf dB. The column `front` is true if no
     other candidate is at least as good in bits and in SQNR and better in one of them; candidates

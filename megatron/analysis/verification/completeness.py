@@ -33,7 +33,7 @@ from megatron.analysis.verification.results import Finding
 from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]  #: columns that identify a pass (one micro-batch)
-#: Command-line arguments in the run card that must be integers; other values are ignored.
+#: Command-line arguments in the run card that must be integers or None; other values are ignored.
 _NUMBERS = (
     "control_iter",
     "global_batch_size",
@@ -354,7 +354,7 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
 
 
 def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
-    """Return the rank, iteration, micro-batch, module and name of each tensor that is present.
+    """Return the rank, iteration, micro-batch, module and name of each tensor with a record.
 
     A tensor that may be saved only once per iteration (`OF_ITERATION`, such as a weight) counts as
     present in all passes of the iteration, unless its module saved several in any

@@ -261,7 +261,7 @@ def _by_name(context_BMD: Tensor, pairwise: Mapping[str, Tensor], batch: int) ->
 
 
 class _Moved(TiledAttention):
-    """Attention in tiles whose scores are changed at random by a few units in the last place.
+    """Tiled attention that changes its scores at random by a few units in the last place.
 
     The scores of tiles are float32. Sums of the same products in a different order differ by
     several units.
@@ -385,7 +385,7 @@ def gathered(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _scattered(whole: Tensor, size: int) -> list[Tensor]:
-    """Divide a sequence into the zigzag chunks of each rank; the inverse of `gathered`."""
+    """Divide a sequence into the zigzag chunks of each rank, as the inverse of `gathered`."""
     if size == 1:
         return [whole]
     chunks = whole.chunk(2 * size)

@@ -122,7 +122,7 @@ class _Recorded:
     dtype: torch.dtype
 
     def prepared(self, slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
-        """Return the tensor, transformed if necessary, from which operand `slot` is quantized."""
+        """Return the tensor that is quantized as operand `slot`, given the saved tensor `x`."""
         operand: Operand = getattr(self.formats, slot)
         if operand.source == "dequantized":
             forward = OF_FORWARD[slot]
@@ -205,7 +205,7 @@ def _operands(
 
 
 def amax_of(fmt: Format | None, amaxes: Mapping[str, float], name: str) -> Tensor | None:
-    """Return the recorded amax of an operand; None if its scale follows from the operand itself.
+    """Return the recorded amax of an operand; None if the scale follows from the operand's values.
 
     Args:
         fmt: format of the operand.

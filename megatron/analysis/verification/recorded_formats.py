@@ -51,8 +51,7 @@ class Softmax:
 
     scale: float | None = None  #: factor applied to QK^T; None for 1 / sqrt(head dim)
     coefficient: float | None = None  #: factor applied to the scores before masking
-    #: Numbers of keys before and after a query's position that the query attends to; None for a
-    #: causal mask.
+    #: How many keys before and after its own position a query attends to; None for a causal mask.
     window: tuple[int, int] | None = None
     in_fp32: bool = True  #: True if softmax is computed in float32, not in the scores' dtype
 

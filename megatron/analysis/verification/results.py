@@ -36,7 +36,7 @@ ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
 CheckedResult = tuple[str, Any, Outcome]
 
 
-#: Slots of each tensor, that is, its uses as an operand; its record contains their formats.
+#: Slots in which each tensor is an operand, by layer type; its record has the formats of its slots.
 _SLOTS = {
     "linear": {
         "input": ("fprop_a", "wgrad_a"),

@@ -1,4 +1,4 @@
-"""Verify that a dump can be trusted: read every file, and recompute every result.
+"""Verify a dump: read every file, and recompute every result whose operands and formats allow it.
 
 1. Files: each file is readable, agrees with its record in the index (which tensor it is, format,
    shape and dtype), and contains only finite values.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "statistics"  #: folder of the files, in the folder of the collection
 UNQUANTIZED = "all"  #: value of `Place.gemm` for a tensor that no GEMM quantizes
-#: GEMM and operand of each slot, by operation.
+#: Name of the GEMM and name of the operand of each slot, by operation.
 OPERANDS = {
     operation: dict(
         zip(SLOTS, [(gemm, name) for gemm, names in gemms.items() for name in names], strict=True)

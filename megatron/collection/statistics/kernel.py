@@ -1,6 +1,6 @@
-"""Sum over an operand and its quantized values in one pass on the CPU.
+"""Compute the sums for the statistics of an operand on the CPU, in one loop over its values.
 
-torch needs several passes and takes ten times as long as quantizing. The kernel forms the squares
+torch needs several loops and takes ten times as long as quantizing. The kernel forms the squares
 in float64, because those of a small gradient are too small for float32, and adds them in any order.
 """
 
@@ -29,7 +29,7 @@ kernel = kernel_compiler("operand-sums", Path(__file__).parent, _sources, reorde
 
 @kernel
 def sums(x, quantized, start, stop, totals):
-    """Write five sums over `x[start:stop]` and `quantized[start:stop]` to `totals`.
+    """Write the amax, two sums and two counts of the values from `start` to `stop` to `totals`.
 
     Args:
         x: bits of the values.
@@ -60,7 +60,7 @@ def sums(x, quantized, start, stop, totals):
 
 
 def measure(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """Return the five sums of `measure.measure` for float32 or bfloat16 tensors on the CPU."""
+    """Return what `measure.measure` returns, for float32 or bfloat16 tensors on the CPU."""
     x, order = without_gaps(x, in_order=False)
     if not quantized.permute(order).is_contiguous():
         x, order = x.contiguous(), list(range(x.ndim))

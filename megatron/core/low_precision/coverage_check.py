@@ -89,7 +89,7 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 def _check_transformer_engine(
     module: TransformerEngineLayer, request: str, *, collecting: bool
 ) -> None:
-    """Raise ValueError if a format is set for the module, or its tensors cannot be collected."""
+    """Raise ValueError if the module has a format, or its requested tensors cannot be collected."""
     assert module.identity is not None
     name, layer = module.identity.name, module.identity.layer_idx
     described = f"{name}, a {type(module).__qualname__} of Transformer Engine"

@@ -81,12 +81,13 @@ class DelayedScaling:
         self._used: dict[int, Tensor] = {}
 
     def take(self, other: DelayedScaling) -> None:
-        """Take the histories of the same operands from another object."""
+        """Take over the histories of another object, which must have the same operations."""
         self.forward, self.backward = other.forward, other.backward
 
     def amax_of(self, module: str, operation: str, slot: str, x: Tensor, fmt: Format) -> Tensor:
         """Return the amax with which an operand is quantized, and record the operand's own amax.
 
+        Nothing is recorded in an evaluation or a recomputed forward pass.
         Raises:
             ValueError: if torch.compile traces the call.
         """

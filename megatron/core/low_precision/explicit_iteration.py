@@ -33,7 +33,7 @@ def active() -> bool:
 
 
 def add_root(root: torch.nn.Module, inputs: Any) -> None:
-    """Add the outermost module of a model, whose call has just begun."""
+    """Add an outermost module to `roots` if it is new; a call of the module has just begun."""
     if root not in roots:
         roots.add(root)
         _remove_inherited_hooks(root)
@@ -51,7 +51,7 @@ def _remove_inherited_hooks(root: torch.nn.Module) -> None:
 
 
 def seed_of_the_run() -> int:
-    """Return the run's seed, the lowest of all ranks: later pipeline stages add an offset to it."""
+    """Return the run's seed: the lowest of all ranks, because later stages add an offset to it."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()
@@ -60,7 +60,7 @@ def seed_of_the_run() -> int:
 
 
 def _before(root: torch.nn.Module, inputs: Any) -> None:
-    # A copy of an outermost module keeps this hook even after the iteration.
+    # A copy of an outermost module keeps this hook even after the iteration has ended.
     if _current is not None:
         _current.before(root, inputs)
 
@@ -119,7 +119,7 @@ class ExplicitIteration:
     def before(self, root: torch.nn.Module, inputs: Any) -> None:
         """Set the clock to the micro-batch that begins; an evaluation has none."""
         inner = clock.scheduled or bool(self._before)
-        # The backward pass may recompute the whole model.
+        # A call during a backward pass recomputes the forward pass, possibly of the whole model.
         inner = inner or torch._C._current_graph_task_id() != -1
         if not inner:
             clock.between_passes = False

@@ -51,7 +51,7 @@ def report(findings: Findings) -> None:
 
 
 def refuse(findings: Findings) -> None:
-    """Raise ValueError if a layer or fused attention ran without being quantized or collected."""
+    """Raise ValueError if a layer or fused attention ran, but was not quantized or collected."""
     requested = run_request.description()
     if findings.without_format:
         raise ValueError(

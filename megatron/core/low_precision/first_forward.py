@@ -73,7 +73,7 @@ _open: list[FirstForward] = []  #: observers of passes that have not ended
 
 
 def abandon() -> list[FirstForward]:
-    """End and return the observers of all passes that have not ended."""
+    """Stop the observers of all passes that have not ended, and return the observers."""
     observers_of_passes = _open[:]
     for observer in observers_of_passes:
         observer.abandoned = True
@@ -106,7 +106,7 @@ class FirstForward:
         self._nodes: dict[Collected, Counter[str]] = {}
         self._outside: dict[torch.nn.Module, Counter[str]] = {}
         self._keys = 1
-        # Adding global hooks would cause compiled code to be recompiled; so would removing them.
+        # Adding or removing global hooks would cause compiled code to be recompiled.
         self._in_parts = any(map(_is_compiled, model.modules()))
         if self._in_parts:
             self._handles = [
@@ -163,7 +163,7 @@ class FirstForward:
         return self._names.get(module, "").rpartition(".")[2]
 
     def _new_nodes(self, output: Any) -> Iterator[str]:
-        """Yield the kinds of the operations in the graph of `output` that are not yet visited."""
+        """Visit the new nodes in the graph of `output`, and yield the kinds of their operations."""
         nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
         while nodes:
             node = nodes.pop()

@@ -157,7 +157,7 @@ def leave_exit_to_launcher() -> None:
 
 
 def call_on_change(function: Callable[[], None]) -> None:
-    """Call a function whenever a model is noted as run, as refused, or as no longer refused."""
+    """Set the function to call when a model is noted as run, as refused or as no longer refused."""
     global _on_change
     _on_change = function
 

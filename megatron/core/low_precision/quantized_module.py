@@ -41,7 +41,7 @@ class Collected(Identified):
 
 
 class Quantized(Collected):
-    """A module whose matmuls can be quantized and collected."""
+    """A module whose matmuls can be quantized and whose tensors can be collected."""
 
     #: amax histories of the model chunk; None if no operand of this module has delayed scaling
     delayed_scaling: DelayedScaling | None = None

@@ -1,4 +1,4 @@
-"""Report an error if rules, transforms or accumulators that are set do not fit the model.
+"""Report an error if the requested rules, transforms, tiles or accumulators do not fit the model.
 
 Otherwise the run would train in high precision or in a wrong format without the user's knowledge.
 The check finds rules that match no module, rules that never apply because earlier rules take
@@ -47,8 +47,9 @@ class Matmul(NamedTuple):
 def check(
     chunks: Sequence[torch.nn.Module], seq_length: int | None, *, alone: bool = False
 ) -> None:
-    """Check that the current policy fits the model. Must be called on all ranks.
+    """Check that the current policy fits the model.
 
+    Must be called on all ranks, unless `alone` is true.
     Args:
         chunks: pipeline stages of this rank.
         seq_length: number of tokens in a sequence; None to leave it unchecked.

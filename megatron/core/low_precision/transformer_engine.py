@@ -56,13 +56,13 @@ _MODES = {
 
 
 class TransformerEngineLayer(Collected):
-    """A module of Transformer Engine whose tensors are collected."""
+    """A module of Transformer Engine whose tensors can be collected."""
 
     config: Any = None  #: configuration of megatron-core; None for a module of TE itself
     kind: str  #: name of the class in `transformer_engine.pytorch`
 
     def capture(self) -> Capture | None:
-        """Return the recorder of this forward pass; None if it is not collected."""
+        """Return the recorder of this forward pass; None if nothing is collected or measured."""
         return session.capture(
             self.identity,
             self.layer_type,
@@ -173,7 +173,7 @@ class _Linear(TransformerEngineLayer):
                 weight.register_hook(partial(self._save_weight_gradient, number))
 
     def _save_weight_gradient(self, number: int, grad: torch.Tensor) -> None:
-        """Save a weight's gradient, which autograd computes after the gradient of the output."""
+        """Save the gradient of a weight with the recorder that the hook of the output has set."""
         if not self._in_backward:
             return
         capture = self._in_backward[number]
@@ -390,7 +390,7 @@ def _size_of(axis: str) -> int:
 
 
 def _first(results: Any) -> torch.Tensor:
-    """Return the output of a module from its results, which may also contain a bias."""
+    """Return a module's output from its return value, which may also contain a bias."""
     return results[0] if isinstance(results, tuple | list) else results
 
 

@@ -39,7 +39,7 @@ _steps = 0  #: number of forward steps in the current training iteration
 
 
 def _check_again():
-    """Forget that the model was checked, so that it is checked again with the new formats."""
+    """Forget that the model was checked, so that it is checked again after the formats change."""
     global _checked
     _checked = False
 
@@ -119,7 +119,7 @@ def _scheduled():
 
 
 def _counted(schedule):
-    """Wrap a pipeline schedule so that it updates the training clock when it trains."""
+    """Wrap a pipeline schedule so that training with it updates the training clock."""
 
     @functools.wraps(schedule)
     def counted(*args, forward_only=False, **kwargs):

@@ -58,7 +58,7 @@ class QuantizedLinear(Quantized):
         tp_group=None,
         gtp_remat_size=1,
     ):
-        """Exchange the input between ranks, multiply shards, and pass all tensors to `capture`."""
+        """Gather the input if necessary, multiply shards, and pass all tensors to `capture`."""
         if gradient_accumulation_fusion or grad_output_buffer is not None:
             raise ValueError(
                 "gradient-accumulation fusion and deferred embedding weight gradients compute the "

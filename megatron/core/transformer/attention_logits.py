@@ -42,7 +42,7 @@ def watch_logits(attention: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def note_largest(attention: torch.nn.Module, heads: int, largest_BM1: torch.Tensor) -> None:
-    """Track the largest logit of attention in tiles, given that of each query `[b * np, sq, 1]`."""
+    """Track the largest logit of attention in tiles, given each query's maximum [b * np, sq, 1]."""
     if attention.training:
         _keep(attention, largest_BM1.view(-1, heads, largest_BM1.shape[1]).amax(dim=(0, 2)))
 

@@ -74,7 +74,7 @@ def as_one_rank(config):
 
 @dataclass(frozen=True)
 class ContextParallelism:
-    """The context-parallel group and the mask of one attention layer."""
+    """The context-parallel group of one attention layer, and the settings of the layer's mask."""
 
     group: torch.distributed.ProcessGroup
     causal: bool  #: True if queries cannot see later keys when no mask is given

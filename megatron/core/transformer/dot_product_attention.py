@@ -120,7 +120,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         formats,
         capture=None,
     ):
-        """Compute attention with quantized matmuls; a matmul without a format is not quantized."""
+        """Compute attention; quantize the operands of each matmul that has a format."""
         self._check_plain(attention_bias, packed_seq_params)
         mask = None
         if self.context is not None:

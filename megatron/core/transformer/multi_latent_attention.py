@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 _upstream = shadowed(__name__)
 _upstream.HAVE_TE = HAVE_TE = transformer_engine.HAVE_TE
-#: names of the layers that `_resolve_qk_norm_config` chooses
+#: names of the layers whose classes `_resolve_qk_norm_config` returns
 _RESOLVED = (
     *("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"),
     *("q_layernorm", "kv_layernorm"),

@@ -42,9 +42,9 @@ Scales = Literal["after", "promotion", "exponents", "significands"]
 SumRounding = Literal["rz", "rne"]
 ScaleType = Literal["e8m0", "e4m3", "fp32"]
 
-#: exponent of zero: a running sum, a scale, and in "two_stage" also an element
+#: exponent of a running sum or a scale that is zero, and in "two_stage" also of a zero element
 ZERO_EXPONENT = -126
-#: exponent of an element of zero in "fused": lower than every exponent that counts
+#: exponent of a zero element in "fused"; lower than the exponents of all nonzero terms
 IGNORED_EXPONENT = -4096
 #: number of products in a group, which the design "grouped" adds exactly
 GROUP = 16

@@ -85,6 +85,6 @@ def _misfit(fmt: Format, accumulator: Accumulator) -> str | None:
 def _block_scale(fmt: Format) -> str:
     """Return the number type of a format's block scales, such as e8m0.
 
-    A headroom does not change it, because it is applied to the sums.
+    A headroom does not change the type, because the sums are divided by the headroom instead.
     """
     return str(fmt.block_scale).lower()

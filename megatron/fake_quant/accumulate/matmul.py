@@ -28,7 +28,7 @@ def accumulated_matmul(
     elements: tuple[str, str] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return A B^T, with products summed as the named matrix unit sums them.
+    """Return A B^T, with products summed as the matrix unit of `accumulator` sums them.
 
     For example, `accumulated_matmul(a, b, "hopper_fp8")` multiplies FP8 elements. The scales of
     tensors and rows are not part of the elements; multiply the result with them.

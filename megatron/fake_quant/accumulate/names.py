@@ -157,6 +157,6 @@ def _sum_type(text: str, rounding: SumRounding) -> SumType:
 
 
 def _text(kept: SumType, *, full: bool = False) -> str:
-    """Return the name of a type. 8 exponent bits are left out unless `full` is True."""
+    """Return the name of a type; leave out the part `e8` unless `full` is True."""
     exponent = f"e{kept.exponent_bits}" if full or kept.exponent_bits != 8 else ""
     return f"{exponent}m{kept.mantissa_bits}"

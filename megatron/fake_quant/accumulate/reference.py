@@ -159,7 +159,7 @@ def _scale_of_promotion(a: UnitOperand, b: UnitOperand, block: int) -> Tensor | 
 def _two_stages(
     terms: Tensor, exponents: Tensor, start: tuple[Tensor, Tensor], accumulator: Accumulator
 ) -> Tensor:
-    """Return the terms plus the running sum in the design "two_stage", before rounding."""
+    """Return the terms' sum plus the running sum in the design "two_stage", before rounding."""
     bits, parts = accumulator.align_bits, accumulator.interleave
     assert bits is not None
     running, running_exponent = start
@@ -176,7 +176,7 @@ def _two_stages(
 
 
 def _aligned_sum(terms: Tensor, largest: Tensor, bits: int) -> Tensor:
-    """Return the sum of terms that are truncated to `bits` below the exponent `largest`."""
+    """Return the sum of terms, each truncated to `bits` bits below the exponent `largest`."""
     return _truncated(terms, (largest - bits).unsqueeze(-1)).sum(-1)
 
 
@@ -203,7 +203,7 @@ def _sum_rounded_to_odd(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _exponent(x: Tensor, smallest: int) -> Tensor:
-    """Return each exponent (int64), at least `smallest`; `ZERO_EXPONENT` for 0, Inf and NaN."""
+    """Return the exponents (int64) of `x`, at least `smallest`; `ZERO_EXPONENT` for 0, Inf, NaN."""
     finite = torch.where(x.isfinite(), x, 0.0).double()
     exponent = (torch.frexp(finite).exponent.long() - 1).clamp(min=smallest)
     return torch.where(finite == 0, ZERO_EXPONENT, exponent)

@@ -43,7 +43,7 @@ class _Factors(NamedTuple):
 
     @property
     def product(self) -> float:
-        """Product of all four numbers in float64, which is exact unless it is NaN or Inf."""
+        """Product of both elements and both scales in float64; exact unless it is NaN or Inf."""
         (a, b), (scale_a, scale_b) = self
         return a * b * scale_a * scale_b
 
@@ -181,7 +181,7 @@ def _two_stages(products: list[_Term], start: _Term, accumulator: Accumulator) -
 
 
 def _aligned_sum(terms: list[_Term], bits: int | None) -> int:
-    """Return the sum of terms that are truncated to `bits` below the largest exponent."""
+    """Return the sum of terms, each truncated to `bits` bits below the largest exponent."""
     if bits is None:
         return sum(term.value for term in terms)
     lowest = max(term.exponent for term in terms) - bits
@@ -206,7 +206,7 @@ def _product(x: float, y: float) -> float:
 
 
 def _exponent(x: float, smallest: int) -> int:
-    """Return the exponent of a finite number of a type whose smallest normal exponent is given."""
+    """Return the exponent of a finite number, at least `smallest`; `ZERO_EXPONENT` for 0."""
     return ZERO_EXPONENT if x == 0 else max(math.frexp(x)[1] - 1, smallest)
 
 

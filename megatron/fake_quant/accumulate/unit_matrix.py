@@ -135,7 +135,7 @@ def scales_follow_values(fmt: Format) -> bool:
 
 
 def _has_headroom(fmt: Format) -> bool:
-    """Return whether E8M0 scales have a headroom, by which all sums have to be divided."""
+    """Return whether a format's E8M0 scales have a headroom, by which sums must be divided."""
     scaling = fmt.scaling
     return scaling is not None and scaling.block_scale == "E8M0" and scaling.headroom != "1"
 

@@ -9,9 +9,9 @@ from megatron.fake_quant.accumulate.accumulator import ZERO_EXPONENT
 
 
 class UnitOperand(NamedTuple):
-    """Matrix of elements with their block scales, along the reduction axis, which is the last one.
+    """Matrix of elements with their block scales; the last axis is the reduction axis.
 
-    A scale that applies to the sum, such as that of a whole tensor or row, is not part of it.
+    A scale that applies to the sum, such as that of a whole tensor or row, is not included.
     """
 
     elements: Tensor  #: float32 `[..., R, K]`, on the grid of the element type

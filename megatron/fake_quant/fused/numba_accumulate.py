@@ -66,7 +66,7 @@ class TwoStage(Rule):
 
 
 class Scratch(NamedTuple):
-    """Memory for one step, in arrays `[2, lane]`; the rows of most arrays are parts of the step."""
+    """Memory for one step, in arrays `[2, lane]`; a row usually belongs to one part of the step."""
 
     top: Any  #: int16: largest exponent of the terms
     scale: Any  #: float64: factor that turns the terms into integers
@@ -204,7 +204,7 @@ def two_stage_step(
 
 @inlined
 def end_stages(rule: Any, parts: Any, running: Any, scratch: Any) -> None:
-    """Add the sums of the parts of a step and the running sums, and round the results."""
+    """Add the sums of a step's parts to the running sums, and round the running sums."""
     top, total = scratch.top[0], scratch.total[0]
     largest, smallest = scratch.extremes[0], scratch.extremes[1]
     for part in range(1, parts):
@@ -219,7 +219,7 @@ def end_stages(rule: Any, parts: Any, running: Any, scratch: Any) -> None:
         both = max(products, own)
         kept = np.floor(running[j] * power(RUNNING_BITS - both))
         # With two parts, a running sum that is too small counts as 0. Rounding down would turn a
-        # negative one into -1.
+        # negative one into -1 times the unit to which the running sum is rounded.
         kept = np.float64(0) if parts > 1 and own < both - RUNNING_BITS - 1 else kept
         value = np.floor(total[j] * power(STAGE_BITS - rule.align + products - both))
         value = (value + kept * RUNNING_UNIT) * power(both - STAGE_BITS)

@@ -136,7 +136,7 @@ def line(
 def group_maxima(
     src: Any, rows: Any, columns: Any, strips: Any, finite: Any, out: Any, start: Any, stop: Any
 ) -> None:
-    """Compute the largest magnitude of each group of values, such as those with one outer scale.
+    """Compute the largest magnitude of each group, such as the values that share an outer scale.
 
     A group has `rows` x `columns` values of a matrix of `src`, `[outer, n, inner]`. `columns`
     divides `TILE` or is at least `inner`. `start` and `stop` count as in `blocks`. `out` must be

@@ -85,7 +85,7 @@ def float_bits(magnitude: Any, down: Any) -> Any:
 
 @inlined
 def error(scaled: Any, magnitude: Any, rule: Any) -> Any:
-    """Return the error of a value; `scaled` is its element times block scale and amax."""
+    """Return the error of a value, given its element times block scale and amax as `scaled`."""
     difference = np.float32(np.float32(scaled / rule.target) - magnitude)
     return abs(difference) if rule.absolute else np.float32(difference * difference)
 

@@ -42,7 +42,7 @@ def larger_of_pairs(values: Any, out: Any, count: Any) -> Any:
 
 @called
 def block_maxima(columns: Any, scratch: Any, maxima: Any, width: Any, count: Any) -> Any:
-    """Raise the maximum of each block to the largest of its columns; `columns` is overwritten.
+    """Raise each block's maximum to the largest value in its columns; `columns` is overwritten.
 
     A block that is wider than `columns` contains all entries of `columns`.
     """

@@ -134,7 +134,7 @@ def group_scale(amax: Any) -> Any:
 
 @inlined
 def exponent_bits(four: Any, eight: Any, limit: Any) -> Any:
-    """Return the sum of the exponent bits of 4 neighbors, shifted to float32's exponent field.
+    """Return the sum of both exponent bits of 4 neighbors, shifted to float32's exponent field.
 
     `four` and `eight` are the bits of the largest magnitude of 4 and of 8 neighbors.
     """
@@ -168,7 +168,7 @@ def short_element(bits: Any, power: Any, ratio: Any, unit: Any) -> Any:
 
 @inlined
 def element(bits: Any, power: Any, factor: Any, cap: Any, shift: Any, unit: Any) -> Any:
-    """Round a value to a quarter of its scale, ties away from zero, and scale the result up.
+    """Round a value to a multiple of a quarter of its scale, with ties away from zero.
 
     `power` is the result of `exponent_bits`, and the other arguments are those of `group_scale`.
     Return the bits of the result.

@@ -40,7 +40,7 @@ SIX = np.float32(E2M1_ELEMENT.max)
 SMALLEST = np.float32(macro_blocks.SMALLEST)
 STEPS = np.int32(macro_blocks.STEPS)
 FRACTION = np.int32((1 << MANTISSA_BITS) - 1)
-#: number of low bits of a float32 mantissa that are not stored; the other 8 are
+#: number of low bits of a float32 mantissa that a factor leaves out; it stores the other 8 bits
 DROPPED = np.int32(MANTISSA_BITS - 8)
 HALF_POWER = np.int32(1 << (MANTISSA_BITS - 1))  #: bits of 2^-127
 LARGEST_BYTE = np.int32(254)

@@ -55,7 +55,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
 
 @inlined
 def stochastic_steps(steps: Any, drawn: Any) -> Any:
-    """Round to an integer stochastically; -0 becomes 0."""
+    """Round a number to an integer stochastically; -0 becomes 0."""
     size = abs(steps)
     whole = np.float32(np.int32(size))
     up = np.float32(np.float32(size - whole) * UNITS) >= np.float32(np.int32(drawn + 1))

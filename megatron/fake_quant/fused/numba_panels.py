@@ -21,7 +21,7 @@ UNROLLED = 4  #: number of products of a dot product that are added at a time
 
 
 class Packing(NamedTuple):
-    """Constants by which elements and scales are converted and placed in a panel."""
+    """Constants with which elements and scales are converted and placed in a panel."""
 
     step: int  #: products per step
     parts: int  #: parts into which the products of a step are divided
@@ -31,7 +31,7 @@ class Packing(NamedTuple):
     block: int  #: elements per scale that the unit itself applies; 0 if there are none
     smallest_scale: int  #: exponent of the smallest normal scale
     scale_alone: bool  #: True to take a product's exponent from the scales alone
-    zero: int  #: exponent of an element of zero
+    zero: int  #: exponent of a zero element
 
 
 class Panel(NamedTuple):

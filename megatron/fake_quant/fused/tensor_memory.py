@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-#: Stand-in for the size of huge pages where they cannot be requested; no tensor is as large.
+#: Stand-in for the size of huge pages where they cannot be requested; no tensor is that large.
 _NONE = 1 << 62
 #: Least size in bytes of a tensor whose memory is kept; the C library reuses smaller memory itself.
 LEAST_KEPT = 1 << 24
@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
     nbytes: int
 
     def is_free(self) -> bool:
-        """Return whether nothing else refers to the storage.
+        """Return whether nothing but this entry refers to the storage.
 
         Tensors, their views, numpy arrays and the autograd graph refer to the C++ object of a
         storage, and Python code may refer to the Python object, which counts once in C++.
@@ -113,7 +113,7 @@ class _KeptMemory:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            # Forget entries from the front of this list until the rest fits beside the new one.
+            # Remove entries from the front until the others and the new one fit into MOST_KEPT.
             order = sorted(self._all, key=_Kept.is_free, reverse=True)
             while order and sum(kept.nbytes for kept in order) + tensor.nbytes > MOST_KEPT:
                 del order[0]
@@ -148,7 +148,7 @@ def in_new_memory(x: Tensor) -> Tensor:
     first = -(-result.data_ptr() // size) * size
     length = (result.data_ptr() + result.nbytes) // size * size - first
     if length > 0:
-        # On an error, the tensor has small pages.
+        # If the call fails, the tensor has small pages.
         advise(first, length)
     return result
 

@@ -71,7 +71,7 @@ def largest_exponent(
 
     a, b: pointers to the step's first elements; `inside` has the masks of both and `strides` the
         distances to the next elements.
-    OF_ZERO: exponent of an element of zero.
+    OF_ZERO: exponent of a zero element.
     """
     a += PART * strides[0]
     b += PART * strides[1]
@@ -204,10 +204,11 @@ def near_step(
             highest = tl.maximum(highest, tl.load(powers_a)[:, None] * tl.load(powers_b)[None, :])
             powers_a += strides[0]
             powers_b += strides[1]
-    # Without any product, `highest` is 0, whose field is below every exponent of a running sum.
+    # If all products are zero, `highest` is 0, and its field stands for the exponent -127, which is
+    # below every exponent of a running sum.
     top = tl.maximum(own, (as_bits(highest) >> 23) - 127)
     factor = as_float((tl.minimum(ALIGN - top, 127) + 127) << 23)
-    # A term is an integer below 2^(ALIGN + 2).
+    # A term is an integer whose magnitude is below 2^(ALIGN + 2).
     total = tl.zeros(own.shape, tl.int32 if STEP <= 1 << (29 - ALIGN) else tl.int64)
     for _ in range(STEP // UNROLL):
         for _ in tl.static_range(UNROLL):
@@ -254,7 +255,7 @@ def grouped_step(
     """
     top = own
     for group in tl.static_range(STEP // GROUP):
-        # A group that does not exist has the scales 0, with the lowest exponent.
+        # A group beyond the last product has scales of 0, which have the lowest exponent.
         exists, block = group * GROUP < left, group * GROUP // BLOCK
         p_at, q_at = shifts[0] + block * strides[0], shifts[1] + block * strides[1]
         p, q = loaded(p_at, q_at, inside, exists, ZERO)

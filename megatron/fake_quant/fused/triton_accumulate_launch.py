@@ -21,8 +21,8 @@ from megatron.fake_quant.fused import triton_accumulate
 from megatron.fake_quant.fused.triton_accumulate import SCALE_BITS
 
 TILE = 512  #: number of results per program
-#: Smallest and largest number of columns of a tile. From 128 columns on, Triton gives each thread
-#: all rows and one column in 128, so that a thread loads ten numbers for 16 products of a step.
+#: Smallest and largest number of columns of a tile. With 128 columns, Triton gives each thread all
+#: four rows and one column, so that a thread loads five numbers for four products of a step.
 NARROWEST, WIDEST = 64, 128
 WARPS = 4
 #: Largest number of mantissa bits of an element: in hardware units, and in research accumulators.
@@ -62,7 +62,7 @@ def multiply(
     others = [tensor for pair in zip(others_a, others_b, strict=True) for tensor in pair]
     numbers = (rows, columns, depth, others_a[1].shape[1])
     with torch.cuda.device(out.get_device()):
-        # Each launch computes the tiles that the other one skips.
+        # If there are two launches, each computes the tiles that the other one skips.
         for kernel in kernels(accumulator):
             triton_accumulate.sums[(programs, 1, 1)](
                 elements_a,
@@ -113,7 +113,7 @@ def kernels(accumulator: Accumulator) -> list[dict[str, bool]]:
 
 
 def _has_near_step(accumulator: Accumulator) -> bool:
-    """Return whether `near_step` computes the steps of an accumulator without far elements."""
+    """Return whether `near_step` computes an accumulator's steps in tiles without far elements."""
     align = accumulator.align_bits
     return (
         accumulator.design == "fused"

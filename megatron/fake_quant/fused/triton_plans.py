@@ -163,7 +163,7 @@ def _matrices(shape: tuple[int, ...], axis: int, size: int, unit: int | None) ->
 
 
 def _parts(shape: tuple[int, ...], axis: int) -> _Matrices:
-    """Return a layout in which each block is a tile along `axis` of at most `TILE` values."""
+    """Return a layout that divides the blocks along `axis` into tiles of at most `TILE` values."""
     inner = math.prod(shape[axis + 1 :])
     if inner == 1:
         return _matrices(shape, axis, min(TILE, _power_of_two(shape[axis])), None)
@@ -197,7 +197,7 @@ def _maxima(matrices: _Matrices, groups: int, *, group: int, finite: bool) -> La
 
 
 def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> LaunchConfig:
-    """Return the launch configuration for a format with blocks along `axis` or square blocks.
+    """Return the launch configuration for a format with block scales whose blocks run along `axis`.
 
     `shape` is the shape of the tensor, with its dimensions in memory order. Blocks of several rows
     extend over the last two dimensions.
@@ -264,7 +264,7 @@ def _elements(fmt: Format, count: int, dtype: torch.dtype) -> LaunchConfig:
 
 @functools.lru_cache(maxsize=1 << 14)
 def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> LaunchConfig:
-    """Return the launch configuration for quantizing a tensor of this dtype.
+    """Return the launch configuration for quantizing a tensor of this shape and dtype.
 
     `shape` and `axis` refer to the tensor's dimensions in memory order.
 
@@ -279,7 +279,7 @@ def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> 
 
 @functools.lru_cache(maxsize=1 << 14)
 def scaled_plan(count: int, dtype: torch.dtype, factors: tuple[bool, bool, bool]) -> LaunchConfig:
-    """Return the launch configuration for factors of `count` sums that are rounded to `dtype`.
+    """Return the launch configuration for scaling `count` sums and rounding them to `dtype`.
 
     factors: whether there is a scale of A, a scale of B, and a factor alpha.
     """

@@ -61,7 +61,7 @@ def divided_by(x: tl.tensor, DIVISOR: tl.constexpr) -> tl.tensor:
 
 @compiled
 def encode_scale(largest: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
-    """Return TARGET / maximum, clamped to normal numbers; see `tensor_scale.divide_by`."""
+    """Return TARGET / amax, clamped to normal numbers; see `tensor_scale.divide_by`."""
     quotient = tl.div_rn(tl.full([], TARGET, tl.float32), as_float(largest))
     held = tl.minimum(tl.maximum(quotient, SMALLEST_FLOAT32), FLOAT32_MAX)
     return tl.where(largest == 0, 1.0, held)
@@ -90,7 +90,7 @@ def e8m0(largest: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl
 def pair_bytes(
     largest: tl.tensor, bits: tl.tensor, LEAST: tl.constexpr, ROWWISE: tl.constexpr
 ) -> tl.tensor:
-    """Return the E8M0 byte of each value's scale, which depends on its pair.
+    """Return the E8M0 byte of each value's scale, which depends on the pair of the value.
 
     See `pair_exponents.py`. `bits` is a tile `[A, T, B]`, and LEAST is the smallest byte.
 

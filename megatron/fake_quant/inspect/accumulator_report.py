@@ -122,7 +122,7 @@ def _scales(accumulator: Accumulator) -> str:
 
 
 def _step(accumulator: Accumulator) -> list[Line]:
-    """Return lines on the order of the operations within a step."""
+    """Return lines that describe the operations within a step, in their order."""
     bits, keep = accumulator.align_bits, accumulator.keep
     terms = f"{accumulator.step} products" if accumulator.step > 1 else "1 product"
     if accumulator.design == "grouped":
@@ -186,7 +186,7 @@ def _layout(kept: SumType) -> str:
 
 
 def _errors(accumulator: Accumulator) -> list[Line]:
-    """Return lines on the errors for operands of both signs and for positive operands."""
+    """Return lines with the errors for operands of both signs and for positive operands."""
     random = torch.Generator().manual_seed(_SEED)
     name = (accumulator.elements or ("e4m3",))[0]
     normal, uniform = [], []

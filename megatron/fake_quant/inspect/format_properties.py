@@ -57,7 +57,8 @@ class Binades:
     first: int  #: lowest E
     last: int  #: highest E
     count: int  #: number of values in each binade
-    #: distance between neighboring values divided by 2^E; None if no larger value exists
+    #: distance between neighboring values divided by 2^E; None for a binade that contains only the
+    #: largest value
     relative: float | None
 
 
@@ -86,7 +87,10 @@ def binades(element: Element) -> tuple[Binades, ...]:
 
 @functools.cache
 def has_normal_numbers(element: Element) -> bool:
-    """Return whether normal and subnormal numbers differ; integers and tables have neither."""
+    """Return whether an element type distinguishes normal from subnormal numbers.
+
+    Integers and tables do not.
+    """
     return not element.is_table and getattr(element, "exponent_bits", 2) > 1
 
 
@@ -211,5 +215,5 @@ def effect(fmt: Format, special: float) -> str:
 
 
 def _nearest(fmt: Format) -> Format:
-    """Return a copy of the format that rounds to nearest, with scales from the tensor alone."""
+    """Return the format with rounding to nearest, and with scales computed from the tensor."""
     return replace(fmt.with_own_amax(), rounding="nearest")

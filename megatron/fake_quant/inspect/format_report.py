@@ -192,7 +192,7 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Return a note on the numbers that hybrid rounding rounds to Inf, as sources disagree."""
+    """Return a note on the numbers that hybrid rounding rounds to Inf; the sources disagree."""
     if fmt.rounding != "hybrid" or format_properties.saturates(fmt.element):
         return []
     return [
@@ -241,7 +241,7 @@ def _unused(element: Element) -> list[Line]:
 
 
 def _scale(fmt: Format) -> list[Line]:
-    """Return the lines that describe the format's scales: range and computation."""
+    """Return lines that describe the format's scales: blocks, range and computation."""
     scales = scalings.describe(fmt)
     if scales is None:
         return []

@@ -21,7 +21,8 @@ from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 
 #: Color of each main format in all pictures, including the figures of `megatron.analysis`. Variants
-#: have the color of their format. Other formats get spare colors; the default picture omits them.
+#: have the color of their format. Other formats get spare colors; they are not in the default
+#: picture.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
@@ -105,7 +106,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
 
 
 def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Axes) -> Axes:
-    """Draw one line per element type: spacing / value, at the start of each binade."""
+    """Draw one line per element type that shows spacing / value at the start of each binade."""
     users: dict[Element, int] = {}
     for place, fmt in enumerate(formats):
         users.setdefault(fmt.element, place)

@@ -39,13 +39,13 @@ class Frame:
 
 
 def width_of(fmt: Format) -> int:
-    """Return the number of values along the axis of a block."""
+    """Return the number of values in a row of a block; `_WIDTH` if the format does not set it."""
     size = fmt.block_size
     return _WIDTH if size is None or size == WHOLE_AXIS else size
 
 
 def height_of(fmt: Format) -> int:
-    """Return the number of rows of a block; all rows of a tensor that is one block count as one."""
+    """Return the number of rows of a block; 1 if the whole tensor is one block."""
     if fmt.one_block:
         return 1
     return _WIDTH if fmt.columns else fmt.height
@@ -65,7 +65,7 @@ def _largest(scaling: Any, element: Element) -> float:
 
 
 def _quotient(scaling: BlockScaling, element: Element) -> float:
-    """Return the anchor of scalings that divide a block's maximum by a number: this number."""
+    """Return the number by which a scaling divides a block's maximum; it is the anchor."""
     return (scaling.top or element.max) * scaling.share
 
 
@@ -96,12 +96,12 @@ def _fill_nothing(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
 
 
 def _fill_group(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
-    """Return the positions after the first 8 values, which share a scale bit with the maximum."""
+    """Return all positions except the first 8, which share a scale bit with the maximum."""
     return range(8, len(base))
 
 
 def _fill_pairs(scaling: Any, base: Tensor, first: bool) -> Iterable[int]:
-    """Give each free position a neighbor of 1, which keeps the scale of the pair."""
+    """Set the neighbor of each free position to 1, which fixes the scale of the pair."""
     base[2::2] = 1
     return range(3, len(base), 2)
 
@@ -114,7 +114,7 @@ def _fill_macro_block(scaling: MacroScaling, base: Tensor, first: bool) -> Itera
 
 
 def _fill_choice(scaling: ChoiceScaling, base: Tensor, first: bool) -> Iterable[int]:
-    """Begin a block with 12 numbers of the first or of the alternative element type."""
+    """Begin a block with 12 numbers of the format's first or alternative element type."""
     unit = 6 / 7 if scaling.shared else 1.0
     floats, integers = (6, 4, 3, 2, 1.5, 0.5), (7, 5, 3, 1, 7, 5)
     chosen = floats if first else [unit * n for n in integers]
@@ -159,7 +159,7 @@ def matrix(blocks: Tensor, fmt: Format) -> Tensor:
 
 
 def unit_of(fmt: Format, frame: Frame) -> float:
-    """Return the dequantized value of an element 1 in the block of `frame`."""
+    """Return the dequantized value of an element that is 1 in the block of `frame`."""
     if fmt.block_size is None:
         return 1.0
     scaling = fmt.scaling

@@ -85,7 +85,7 @@ def _numbers(element: Element) -> Tensor:
 
 
 def _around(x: Tensor) -> Tensor:
-    """Return each float32 number with its two neighbors, in ascending order."""
+    """Return each number of `x` between its two float32 neighbors."""
     infinity = torch.full_like(x, math.inf)
     return torch.stack([x.nextafter(-infinity), x, x.nextafter(infinity)], dim=-1).flatten()
 
@@ -98,7 +98,7 @@ def _element_inputs(fmt: Format) -> list[VectorInput]:
         unit, limit = unit_of(fmt, frame), anchor_of(fmt)
         if len(fmt.elements) > 1:
             kind = f"_{element.name}"
-            # IF4's integer n stands for 6/7 * n. The values of `element` are in other units.
+            # `unit` converts numbers of `element` to values: IF4's integer n stands for 6/7 * n.
             unit, limit = alternative_unit(fmt, element), float(frame.base.max())
         numbers = _numbers(element).double()
         middles = ((numbers[1:] + numbers[:-1]) / 2).float()
@@ -172,10 +172,10 @@ def _special_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _beyond(fmt: Format) -> list[float]:
-    """Return maxima that test whether values saturate, and at which magnitude they begin to."""
+    """Return maxima that test whether values saturate, and from which magnitude on."""
     anchor = anchor_of(fmt)
     next_power = math.ldexp(1, math.frexp(anchor)[1])
-    # HiFloat8 overflows from 1.25 times its largest number, which is a power of two.
+    # HiFloat8 overflows from 1.25 times its largest number on. This number is a power of two.
     factors = torch.tensor([anchor, 1.25 * anchor, 1.5 * anchor, next_power, 2 * anchor])
     finite = [*_around(factors).tolist(), _FLOAT32_MAX / 2, _FLOAT32_MAX]
     return [x for x in finite if math.isfinite(x)]
@@ -253,7 +253,7 @@ def _scale_changes(fmt: Format) -> Tensor:
 
 
 def _finer_scales(fmt: Format) -> VectorInput:
-    """Return an input that tests the scale bits of neighboring values within a block."""
+    """Return an input that tests the scale bits that neighboring values of a block share."""
     size = width_of(fmt)
     base = torch.zeros(size)
     base[0] = anchor_of(fmt)
@@ -295,7 +295,7 @@ def _tensor_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _tie_inputs(fmt: Format) -> list[VectorInput]:
-    """Return inputs for which two candidates for a block have equal or almost equal errors."""
+    """Return inputs for which two scales or element types of a block have (almost) equal errors."""
     search = isinstance(fmt.scaling, BlockScaling) and fmt.scaling.search != "none"
     if not (search or isinstance(fmt.scaling, ChoiceScaling)):
         return []
@@ -323,7 +323,10 @@ def _tie_inputs(fmt: Format) -> list[VectorInput]:
 
 
 def _noise(rows: int, columns: int, *, seed: int, span: int = 24) -> Tensor:
-    """Return float32 numbers of both signs; rows have magnitudes from 2^-span to 2^span."""
+    """Return random float32 numbers of both signs, scaled by one power of two per row.
+
+    The powers rise from 2^-span in the first row to 2^span in the last.
+    """
     bits = random_bits((rows, columns), seed, torch.device("cpu"))
     values = (bits.float() - (1 << 23)) / (1 << 23)
     exponents = torch.linspace(-span, span, rows).round().tolist()

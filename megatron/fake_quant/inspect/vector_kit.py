@@ -251,7 +251,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def first_difference(folder: Path) -> tuple[str | None, str]:
-    """Return the first difference between the installed code and a kit, and a summary.
+    """Compare the installed code with a kit; return the first difference and a summary.
 
     Returns:
         the first difference in words, or None if there is none; and a summary of what was compared.
@@ -285,7 +285,7 @@ def _extra_file(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def _differing_format(folder: Path, name: str, entry: dict[str, Any]) -> str | None:
-    """Return a message about the first difference in the vectors of a format, or None."""
+    """Return a message about the first difference in the vectors or files of a format, or None."""
     fmt = get_format(name)
     npz, text = _paths(folder, name)
     contents = {path: _content(path) for path in (npz, text)}
@@ -352,7 +352,7 @@ def _differing(stored: dict[str, Array], fmt: Format, fields: dict[str, Any]) ->
 def _first_unlike(
     part: str, stored: Array, computed: Array, given: Array, code: str = "the installed code"
 ) -> str | None:
-    """Return a message about the first number in which two arrays differ, or None."""
+    """Return a message about the first difference between two arrays, or None if there is none."""
     if (stored.dtype, stored.shape) != (computed.dtype, computed.shape):
         return (
             f"{part} of the kit are {stored.dtype} {list(stored.shape)}; those of {code} are "
@@ -372,7 +372,7 @@ def _first_unlike(
 
 
 def _number(x: Any) -> str:
-    """Return a number as a decimal and with its bits in hexadecimal."""
+    """Return the bits of a number in hexadecimal, after its decimal value if it is a float32."""
     bits = int(np.asarray(x).view(_BITS[x.dtype.name]))
     digits = f"0x{bits:0{2 * x.dtype.itemsize}x}"
     return f"{float(x)!r} ({digits})" if x.dtype == np.float32 else digits

@@ -248,7 +248,7 @@ class Policy:
         return OperationPolicy(operation, fixed, source)
 
     def _fixed(self, operation: str) -> GemmFormats | None:
-        """Return the formats of an operation without a recipe, including any accumulator."""
+        """Return the formats of an operation that no recipe sets, including any accumulator."""
         fmt = self.choices[operation].format
         fixed = None if fmt is None else gemm_formats(operation, fmt)
         if self.accumulator is None:
@@ -368,7 +368,12 @@ def _check_given(flags: Mapping[str, str | None], type_flag: str) -> None:
 def _accumulator(
     flag: str | None, environ: Mapping[str, str], policy: Policy
 ) -> AccumulatorChoice | None:
-    """Return the accumulator for all matmuls; None if none is set or the recipe sets its own."""
+    """Return the accumulator for all matmuls; None if none is set or the recipe sets its own.
+
+    Raises:
+        ValueError: if there is no such accumulator, or if a flag sets one and the recipe sets its
+            own.
+    """
     choice = chosen(flag, environ.get(ACCUMULATE_VARIABLE))
     if choice is None or not policy.recipe_accumulates:
         return choice
@@ -382,7 +387,11 @@ def _accumulator(
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
-    """Load the recipe set by flag or variable; return None if none is set or flags overrule it."""
+    """Load the recipe set by flag or variable; None if none is set or flags overrule the variable.
+
+    Raises:
+        ValueError: if flags would overrule a recipe that a flag sets, or if the recipe is invalid.
+    """
     overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
     path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
@@ -467,7 +476,7 @@ def _settings_file(environ: Mapping[str, str]) -> Path:
 
 
 def check_environment() -> None:
-    """Raise ValueError if a variable has changed since the formats of this process were chosen.
+    """Raise ValueError if an environment variable has changed since the formats were chosen.
 
     A program that sets the variable too late would otherwise train without the format.
     """

@@ -15,7 +15,7 @@ _SIMILAR = 0.88  #: least similarity of a misspelled name, as `difflib` measures
 
 
 def check_names(environ: Mapping[str, str], known: tuple[str, ...]) -> None:
-    """Raise ValueError if a variable has nearly the name of one of this project's variables.
+    """Raise ValueError if a variable's name looks like a misspelling of this project's names.
 
     Args:
         environ: environment variables; empty ones are ignored.

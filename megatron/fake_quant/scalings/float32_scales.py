@@ -62,7 +62,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
 
 
 def _source(scaling: BlockScaling, element: ElementFormat) -> str:
-    """Return the source of the definition, and the package that computes these scales, if any."""
+    """Return text that names the definition of the scales and a package that computes them."""
     plain = element in (E4M3, E5M2) and (scaling.top, scaling.headroom) == (None, "1")
     if plain and scaling.shape_name in ("1 x 128", "128 x 128"):
         return "FP8 blocks, arXiv 2412.19437 section 3.3, as Transformer Engine computes it"

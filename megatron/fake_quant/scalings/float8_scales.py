@@ -271,7 +271,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
     known = device == "cpu" or alone or parts
     if not known or fmt.element.ties != "even":
         return ()
-    # The CPU kernel of MS-EDEN works on columns of 16 neighbors.
+    # The CPU kernel of MS-EDEN works on groups of 16 neighbors along the axis of the blocks.
     plain = fmt.scaling.search == "none" and fmt.scaling.size % 16 == 0 and fmt.outer_size is None
     corrects = device == "cpu" and plain and "eden" in fmt.roundings
     return ("nearest", "stochastic", "eden") if corrects else ("nearest", "stochastic")

@@ -41,8 +41,8 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     # The scale is doubled if amax would exceed the element type's maximum. The result is the
     # smallest scale at which nothing saturates (arXiv 2506.08027).
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
-    # The scale is doubled if amax, rounded half up to the element type's number of significand
-    # bits, is the next power of two.
+    # The scale is doubled if rounding amax to the significand bits of the element type, half up,
+    # gives the next power of two.
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),
 }
 _RULES_IN_WORDS: dict[ScaleRule, str] = {

@@ -126,7 +126,11 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 def scale_down(
     blocks: Tensor, element: Element, scaling: TensorScaling, *, amax: Tensor | None = None
 ) -> tuple[Tensor, Scales]:
-    """Return a scaled tensor, whose maximum (or `amax`) is at most the target, and the scale."""
+    """Return the scaled tensor, and the scale that undoes this.
+
+    Scaling maps `amax` (by default, the tensor's own) to the target, or to less if the scale is a
+    power of two.
+    """
     encode = encode_scale(finite_amax(blocks) if amax is None else amax, scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 

@@ -96,7 +96,7 @@ class Backward:
         return pv.product("wgrad", grad, probs).transpose(1, 2)
 
     def _filled(self, tile: Tile) -> slice:
-        """Return the range of a tile's queries, with the padding zeros after the last query."""
+        """Return the range of a tile's queries, including any padding after the last query."""
         last = tile.queries.stop == self.operands[0].shape[1]
         return slice(tile.queries.start, None if last else tile.queries.stop)
 

@@ -53,7 +53,7 @@ def misfits(operation: str, operands: Mapping[str, Operand], tile: int) -> Itera
 def query_step(
     qk: Mapping[str, Operand], pv: Mapping[str, Operand], units: Iterable[Accumulator] = ()
 ) -> int | None:
-    """Return the smallest multiple of all block sizes that P and dS have along the queries.
+    """Return the smallest common multiple of the block sizes of P and dS along the queries.
 
     It is also a multiple of the steps, promotion intervals and scale blocks of the accumulators
     that sum over queries.

@@ -73,7 +73,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TiledAttention:
-    """Formats and settings of attention in tiles: all arguments except the tensors.
+    """Formats and settings of attention in tiles: everything that it needs except the tensors.
 
     Raises:
         ValueError: if tiles cut the blocks of an operand.

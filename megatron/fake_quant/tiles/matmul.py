@@ -35,14 +35,14 @@ class TileOperand(NamedTuple):
     axis: int  #: reduction axis, -1 or -2
 
     def rows(self, index: slice) -> "TileOperand":
-        """Return some rows of the operand."""
+        """Return the operand's rows in the range `index`."""
         matrix = self.matrix._replace(values=self.matrix.values[:, index])
         if matrix.column is not None:
             matrix = matrix._replace(column=matrix.column[:, index])
         return self._replace(matrix=matrix)
 
     def columns(self, index: slice) -> "TileOperand":
-        """Return some columns of the operand."""
+        """Return the operand's columns in the range `index`."""
         matrix = self.matrix._replace(values=self.matrix.values[..., index])
         if matrix.row is not None:
             matrix = matrix._replace(row=matrix.row[..., index])
@@ -66,11 +66,11 @@ class UnitTile(NamedTuple):
     whole: Callable[[], Tensor]  #: function that returns the quantized values before any cut
 
     def rows(self, index: slice) -> "UnitTile":
-        """Return some rows of the operand."""
+        """Return the operand's rows in the range `index`."""
         return self._cut(-2, index)
 
     def columns(self, index: slice) -> "UnitTile":
-        """Return some columns of the operand."""
+        """Return the operand's columns in the range `index`."""
         return self._cut(-1, index)
 
     def dense(self) -> Tensor:
@@ -92,7 +92,7 @@ class TiledMatmul:
 
     formats: GemmFormats
     alpha: float = 1.0  #: factor of the accumulated products
-    #: seed of stochastic rounding and random signs; required if `formats.random`
+    #: seed of stochastic rounding and random signs; if None, `prepared` draws one where needed
     seed: int | None = None
     #: function that receives each operand that is quantized as a whole matrix, before quantization
     observe: Observer | None = None
@@ -101,7 +101,7 @@ class TiledMatmul:
 
     @property
     def operands(self) -> dict[str, Operand]:
-        """Operands by slot."""
+        """Operands of the three GEMMs, by slot."""
         return {slot: getattr(self.formats, slot) for slot in SLOTS}
 
     def prepared(self, dtype: torch.dtype) -> "TiledMatmul":

@@ -99,9 +99,9 @@ def _derive_p2p(args: argparse.Namespace) -> None:
             "--no-overlap-p2p-communication or use more pipeline ranks"
         )
     _default(args, "batch_p2p_comm", not args.overlap_p2p_comm)
-    # The memory of a stage's output is freed as soon as the send is posted. This is safe with
-    # NCCL, because its operations are ordered on a CUDA stream. gloo, however, may still be
-    # reading the memory, and would send data that has been overwritten.
+    # `deallocate_pipeline_outputs` frees the memory of a stage's output as soon as the send is
+    # posted. This is safe with NCCL, because its operations are ordered on a CUDA stream. gloo,
+    # however, may still be reading the memory, and would send data that has been overwritten.
     freed_too_early = args.overlap_p2p_comm and args.distributed_backend == "gloo"
     _default(args, "deallocate_pipeline_outputs", not freed_too_early)
     if freed_too_early and args.deallocate_pipeline_outputs:

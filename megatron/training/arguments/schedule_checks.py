@@ -5,7 +5,7 @@ import argparse
 from megatron.training.arguments.schedule import schedule_of
 from megatron.training.errors import UserError
 
-#: flags that set the same length in iterations or in samples
+#: pairs of flags that set the same length, one in iterations and one in samples
 _PAIRS = (
     ("lr_warmup_iters", "lr_warmup_samples"),
     ("lr_decay_iters", "lr_decay_samples"),

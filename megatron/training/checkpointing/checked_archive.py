@@ -38,7 +38,7 @@ _STORAGES = {
     "torch.ByteStorage": 1,
     "torch.BoolStorage": 1,
 }
-#: names of the function that rebuilds an unpickled array, in NumPy 2 and in NumPy 1
+#: names of the function that rebuilds an array from a pickle, in NumPy 2 and in NumPy 1
 _ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _PLAIN = {
     _REBUILD,

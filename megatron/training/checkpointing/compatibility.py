@@ -340,7 +340,7 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the hyperparameters equal the checkpoint's, unless a flag selects one set.
+    """Check that the hyperparameters equal the checkpoint's, unless a flag decides between them.
 
     Raises:
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor

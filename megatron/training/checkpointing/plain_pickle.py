@@ -150,19 +150,18 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         record.state = state
 
     def set_item(self) -> None:
-        """Add a key and its value to the dictionary on the stack."""
+        """Pop a key and its value from the stack, and add them to the dictionary below them."""
         value = self.stack.pop()
         key = self.stack.pop()
         self._add([key, value])
 
     def set_items(self) -> None:
-        """Add several keys and their values to the dictionary on the stack."""
+        """Pop keys and their values from the stack, and add them to the dictionary below them."""
         items = self.pop_mark()
         self._add(items)
 
     def _add(self, items: list[Any]) -> None:
-        """Add keys and values to the dictionary on the stack.
-
+        """Add keys and values to the top of the stack if it is a plain dictionary.
         A tuple as a key is an error, because computing the hash of nested tuples can take forever.
         """
         target = self.stack[-1]

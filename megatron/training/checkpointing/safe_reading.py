@@ -161,7 +161,7 @@ def _holds_bytes(objects: list[Any]) -> bool:
 
 
 def _reader(folder: str | Path, **options: Any) -> Reader:
-    """Return a reader; `options`, which select caching and asynchronous saves, are ignored."""
+    """Return a `Reader` for `folder`; `options` (caching and asynchronous saves) are ignored."""
     return Reader(folder)
 
 

@@ -311,7 +311,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
 
 
 def loaded_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the checkpoint from which the run starts, for the run card; None if there is none.
+    """Return a description, for the run card, of the checkpoint that the run starts from, or None.
 
     The entries are the folder, the iteration, whether only the weights are loaded, and the mean of
     the last normal losses in the checkpoint (at most 32; None if it stores none).
@@ -331,7 +331,7 @@ def loaded_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
-    """Return the content of `common.pt`, which all ranks share, after checking the types."""
+    """Return the content of `common.pt`, which all ranks share, after checking its types."""
     common = read_common(folder)
     with _named(folder / COMMON):
         return check_common(common)
@@ -373,8 +373,8 @@ def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take that of the command line or "
             "--use-checkpoint-opt_param-scheduler to take that of the checkpoint"
         ) from error
-    # `load_state_dict` applies the schedule before it reads the weight decay. `step(0)` therefore
-    # applies the schedule again.
+    # `load_state_dict` applies the schedule before it reads the weight decay, so the schedule must
+    # be applied again.
     trained.scheduler.step(0)
 
 

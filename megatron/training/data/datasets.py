@@ -171,10 +171,11 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 
 
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
-    """Return a copy of `wanted` (one bool per split) with False for a test split without tokens.
+    """Copy `wanted` (one bool per split), and set False for a test split that has an empty part.
 
-    The copy is also False for a split without a data path. Any other empty split is an error,
-    because megatron-core would loop forever on it.
+    A part is empty if its data prefix has no tokens in the split. The copy is also False for a
+    split without a data path. An empty part of another split is an error, because megatron-core
+    would loop forever on it.
 
     Raises:
         UserError: if a prefix has no tokens in a training or validation split that the run needs.

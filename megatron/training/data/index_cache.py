@@ -109,7 +109,7 @@ def _check_blend(blend: Any) -> None:
 
 
 def _check_documents(dataset: Any) -> None:
-    """Check that the document index contains all documents of the split equally often."""
+    """Check that the document index lists each document of the split the same number of times."""
     documents, split = dataset.document_index, dataset.indices
     first, last = int(split.min()), int(split.max())
     if documents.ndim != 1 or not len(documents) or len(documents) % len(split):
@@ -122,7 +122,7 @@ def _check_documents(dataset: Any) -> None:
 
 
 def _check_places(dataset: Any) -> None:
-    """Check that the sample index places sample i at token i * sequence_length."""
+    """Check that sample i begins at token i * sequence_length according to the sample index."""
     places = dataset.sample_index
     if places.ndim != 2 or places.shape[1] != 2 or len(places) < 2:
         raise _damaged(dataset, "sample_index", "not a pair of numbers per sample")

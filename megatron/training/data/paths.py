@@ -120,7 +120,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def default_cache(prefixes: list[str]) -> str | None:
-    """Return the default cache folder, or None if the data folder is not writable."""
+    """Return the default cache folder, or None if the first prefix's folder is not writable."""
     folder = Path(prefixes[0]).resolve().parent
     return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None
 

@@ -29,7 +29,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 FILE_LIMIT = 256 * MEBIBYTE  #: maximum file size, in bytes; the largest vocabularies take 4 MB
 LARGEST_RANK = 1 << 24  #: exclusive limit of a token's rank; about 20 times the largest vocabulary
 LONGEST_PIECE = 400_000  #: maximum length of the text in one call of tiktoken, in characters
-#: Maximum length of a run of spaces, or of a run of other characters, in a piece of text.
+#: Maximum length of a run of whitespace, or of a run of other characters, in a piece of text.
 LONGEST_RUN = 25_000
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
 # The lookbehinds make a match begin at the first character of a run.

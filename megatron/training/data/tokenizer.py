@@ -293,7 +293,7 @@ def _check_package(package: str, tokenizer_type: str) -> None:
 
 
 def _check_configuration(folder: Path) -> None:
-    """Check that the configuration files in a folder are intact and describe a tokenizer.
+    """Check that the configuration files in a folder are intact and name only tokenizer classes.
 
     Raises:
         UserError: if a file fails the check; the message names the file.
@@ -333,7 +333,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
-    """Return the tokenizer that megatron-core builds with `library` from the file at `path`.
+    """Return the tokenizer that megatron-core builds with `library` from the file or folder `path`.
 
     Importing megatron-core's tokenizers takes seconds. The import is in this function so that a
     wrong path is reported without this delay.

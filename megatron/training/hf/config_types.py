@@ -46,9 +46,9 @@ _ROPE_FLAGS = ("truncate",)
 
 
 def check_types(config: dict[str, Any]) -> None:
-    """Check that a config.json has all required values, and that the values read here are valid.
+    """Check that a config.json has the sizes that every model needs, and that its values are valid.
 
-    Most values may be missing or null, because they have a default.
+    Other values may be missing or null. Values that this program does not use are not checked.
 
     Raises:
         ValueError: if a value is wrong or missing; the message reads `NAME VALUE, which is ...` or

@@ -102,7 +102,10 @@ def _scaling(factor: float | None) -> float | None:
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config.json of a model trained with `args`; the caller adds `vocab_size`."""
+    """Return most entries of the config.json of a model trained with `args`.
+
+    Callers add the other entries, such as `model_type` and `vocab_size`.
+    """
     inner, shared = args.moe_ffn_hidden_size, args.moe_shared_expert_intermediate_size
     pattern = layer_pattern(args.moe_layer_freq, args.num_layers)
     settings: dict[str, Any] = {

@@ -14,7 +14,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Configuration fields that an architecture of transformers fixes; other values are errors.
+#: Configuration fields for which an architecture of transformers supports only one value; any
+#: other value is an error.
 FIXED = frozenset(BLOCKS) | _names("""
     activation_func gated_linear_unit
     moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups

@@ -49,7 +49,7 @@ BLOCKS: dict[str, Any] = {
     "moe_router_topk_limited_devices": None,
 }
 
-#: Types of load balancing that do not affect the choice of experts, but at most add to the loss.
+#: Types of load balancing that may add to the loss, but do not affect the choice of experts.
 LOSSES_ONLY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
@@ -92,7 +92,10 @@ def check_blocks(config: dict[str, Any]) -> None:
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config.json of a model trained with `args`; the caller adds `vocab_size`."""
+    """Return most entries of the config.json of a model trained with `args`.
+
+    Callers add the other entries, such as `model_type` and `vocab_size`.
+    """
     settings: dict[str, Any] = {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,

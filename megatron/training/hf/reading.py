@@ -130,7 +130,7 @@ class Weights:
             )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:
-        """Check the names, shapes and dtypes of the tensors against those that the model expects.
+        """Check that the tensors have the expected names and shapes, and accepted dtypes.
 
         Raises:
             UserError: if tensors are missing, unexpected, or of a wrong shape or dtype; the message

@@ -179,9 +179,9 @@ def _is_first() -> bool:
 
 
 def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
-    """Distribute checkpoint tensors over files of at most `FILE_BYTES` bytes each.
+    """Distribute checkpoint tensors over files, each of at most `FILE_BYTES` bytes or one tensor.
 
-    A tensor that is larger than `FILE_BYTES` gets a file of its own.
+    Only a tensor that is larger than `FILE_BYTES` results in a larger file.
     """
     files: list[list[Source]] = [[]]
     room = FILE_BYTES

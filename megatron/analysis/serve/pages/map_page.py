@@ -157,7 +157,7 @@ def verdict(explorer: Explorer, address: Address) -> list[Part]:
 
 
 def shown_map(explorer: Explorer, address: Address) -> Map:
-    """Return the map of an address; unless it is of a study, measure its tensors first."""
+    """Return the map of an address; unless it is of a study, request measurement of its tensors."""
     if address.statistic == OUTPUT_SQNR.name:
         return study_map(explorer.catalog, explorer.study(), address)
     found = maps.build(explorer.catalog, explorer.numbers, address)
@@ -245,7 +245,7 @@ def _counted(found: Map) -> str:
 
 
 def _columns(address: Address) -> str:
-    """Return the title of a map's columns; empty if they are tensors, whose labels are names."""
+    """Return the title of a map's columns; empty unless the columns are iterations."""
     return "iteration" if address.by == BY_ITERATION else ""
 
 

@@ -18,7 +18,7 @@ dcc: Any = dash.dcc
 
 MOST_OPTIONS = 2000  #: maximum number of choices of a selector
 GRAPH_CONFIG = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
-#: Fields of the address on which each panel depends; a panel is drawn again only if they change.
+#: Fields of the address on which each panel depends; a change of other fields does not redraw it.
 _MAP = ("view", "run", "other", "format", "statistic", "gemm", "by", "iteration", "place", "show")
 _TENSOR = ("view", "tensor", "beside", "format", "gemm")
 DEPENDS = {

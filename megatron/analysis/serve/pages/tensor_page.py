@@ -146,7 +146,7 @@ def _head_controls(subject: Subject) -> list[Part]:
     if found is None:
         return []
     (sequences, heads), address = found, subject.address
-    # A record may claim any shape.
+    # A damaged record may claim any shape, so the number of choices is limited.
     options = [[(str(i), str(i)) for i in range(min(n, MOST_OPTIONS))] for n in (heads, sequences)]
     parts = [
         select("Head", "head", options[0], str(address.head)),
@@ -190,7 +190,7 @@ def _controls(explorer: Explorer, subject: Subject) -> list[Part]:
 
 
 def facts(subject: Subject) -> list[Part]:
-    """Return the record, the statistics of the values, and the errors of each format."""
+    """Return a tensor's record, the statistics of its values, and its errors in each format."""
     catalog, tensor = subject.catalog, subject.tensor
     own = [subject.tensor] if subject.beside is None else [subject.tensor, subject.beside]
     frame = catalog.records.frame([int(catalog.rows[number]) for number in own])

@@ -59,7 +59,7 @@ def page(explorer: Explorer, data: dict[str, dict[str, Any]]) -> Part:
 
 
 def numbers(explorer: Explorer) -> list[Part]:
-    """Return the newest numbers of the run and of its files."""
+    """Return the newest scalars, the amount of data written so far, and the free disk space."""
     catalog = explorer.catalog
     cards: list[tuple[str, str, str]] = []
     series = explorer.training.series

@@ -168,7 +168,7 @@ def _change_trace(picture: Image, visible: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def _heat_map(picture: Image, values: NDArray[Any], **more: Any) -> dict[str, Any]:
-    """Return a heat map of `values`, one per pixel, at the positions of the picture."""
+    """Return a heat map with one of `values` at the position of each pixel of `picture`."""
     return {
         "type": "heatmap",
         "z": array(values),

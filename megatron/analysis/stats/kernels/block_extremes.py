@@ -125,7 +125,7 @@ class BlockCounts:
             self._patterns[patterns] += counts
 
     def finish(self) -> None:
-        """Complete the statistics of the blocks after the last chunk."""
+        """Complete the statistics of the blocks once all chunks have been added."""
         if self._half is not None:
             patterns = np.flatnonzero(self._patterns)
             self._evaluate(widened(self._half)[patterns], self._patterns[patterns])

@@ -245,7 +245,7 @@ def compare_values(
 def account_pairs(
     values: Any, results: Any, clipped: Any, sums: Any, codes: Any, code_counts: Any
 ) -> None:
-    """Sum the errors of values that are already quantized, and count their codes.
+    """Sum the errors of values whose results are given, and count the codes of the results.
 
     All arrays are one-dimensional.
     """

@@ -58,7 +58,7 @@ def _add_finite(y: Any, x: Any, sums: Any) -> None:
 
 @sum_kernel
 def _add(y: Any, x: Any, sums: Any) -> None:
-    """Compute the first five sums over all pairs, even if values are NaN or Inf.
+    """Set the first five elements of `sums` from all pairs, including those with NaN or Inf.
 
     `y` holds the bits of bfloat16 or float32 values.
     """

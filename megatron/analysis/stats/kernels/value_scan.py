@@ -1,4 +1,4 @@
-"""Scan every value once: count bit patterns, and find the extremes of channels, tokens and blocks.
+"""Count bit patterns, and find the extremes of channels, tokens and blocks, in one scan each.
 
 A chunk of a tensor has the shape `[outer, rows, columns]`. A 16-bit number is given by its bit
 pattern (uint16), and a float32 number by its bits (int32). With the sign bit cleared, their order

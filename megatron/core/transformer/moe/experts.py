@@ -43,7 +43,7 @@ def _gmm(input_TH, weight_EHO, tokens_per_expert, trans_b=False):
 
 @dataclasses.dataclass
 class _Operands:
-    """Operands of one expert's product, watched by the collection."""
+    """Operands of one expert's matmul, with its formats and the recorder of its tensors."""
 
     input_TH: torch.Tensor
     weight_OH: torch.Tensor
@@ -198,7 +198,7 @@ if hasattr(_upstream, "GroupedMLP"):
 
 
 def _plain_products(operands):
-    """Compute the products of experts without a format; return them keyed by expert number.
+    """Return the products of the experts that have no format, keyed by expert number.
 
     Experts without tokens are left out, because grouped_gemm refuses an empty input.
     """
