@@ -1,4 +1,4 @@
-"""Call other packages' number formats for benchmarks/conformance.py.
+"""Call other packages' implementations of number formats, for benchmarks/conformance.py.
 
 The finders have the interface that `peers.py` describes. This file adds packages that
 benchmarks/formats.py does not time: a reference in plain Python (gfloat), Transformer Engine's

@@ -264,7 +264,7 @@ def main() -> None:
     executable = find_browser()
     if executable is None:
         parser.error("no Chromium in PATH; install Chromium, or set CHROMIUM to its path")
-    # Hard links must be on the file system of the dump.
+    # `enlarge` makes hard links to the files of the dump, which must be on the same file system.
     with tempfile.TemporaryDirectory(dir=options.dump.resolve().parent) as scratch:
         folder = Path(scratch, "dump")
         try:

@@ -1,4 +1,4 @@
-"""Compare the speed of `python -m megatron.analysis study` with plain torch and torchao.
+"""Compare the speed of `python -m megatron.analysis study` with that of plain torch and torchao.
 
     python benchmarks/study_speed.py                        # three sizes of two layers (minutes)
     python benchmarks/study_speed.py --hidden-sizes 512 --formats mxfp8 nvfp4 --rounds 9

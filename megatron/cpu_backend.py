@@ -327,7 +327,8 @@ def _attribute(path: str) -> Any:
     return functools.reduce(getattr, path.split("."), torch)
 
 
-#: properties of the CPU under the names of CUDA device properties; no GPU has this architecture
+#: properties of the CPU, under the names of CUDA device properties; no GPU has the compute
+#: capability 0.0
 _PROPERTIES = SimpleNamespace(
     name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0, warp_size=32
 )

@@ -198,7 +198,7 @@ def result_of_quick(look: QuickResult) -> DrawResult:
 
 
 def note_of_repeats(count: int) -> dict[str, int]:
-    """Return the entry of `DrawResult.notes` for tensors that activation recomputation saved twice.
+    """Return the entry of `DrawResult.notes` for tensors that activation recomputation saved again.
 
     The result is an empty dictionary if there are no such tensors.
     """

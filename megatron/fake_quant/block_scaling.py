@@ -94,9 +94,9 @@ class BlockScaling:
     #: columns if `size` is 1, and one block for all values if `size` is `WHOLE_AXIS`.
     height: int = 1
     scale: ScaleType = "e8m0"
-    #: number to which a block's maximum is mapped; with the scale rules "rceil" and "ceil", the
-    #: largest number to which it may be mapped. None for the largest number of the element type,
-    #: which the maximum may exceed with the scale rules "floor" and "even"
+    #: number to which a block's maximum is mapped; with the scale rules "rceil" and "ceil", an
+    #: upper limit of the scaled maximum. None: the largest number of the element type, which the
+    #: scaled maximum may exceed with the scale rules "floor" and "even"
     top: float | None = None
     #: fraction of `top` to which a block's maximum is mapped, such as 16/17; with E8M0 scales,
     #: factor by which values are multiplied before they are rounded

@@ -21,7 +21,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def page(summary: Summary, facts: Facts) -> bytes:
-    """Return the page: the verdict, the picture, the tables and the lists of the text output."""
+    """Return the HTML page: a picture, and the verdict, tables and lists of the text output."""
     head = [f'<p class="verdict"><b>{_escaped(verdict(summary, facts))}</b></p>']
     if sentence := origin_sentence(summary):
         head.append(f'<p class="verdict">{_escaped(sentence)}</p>')

@@ -40,9 +40,11 @@ from megatron.bounded_files import printable
 
 TICK = 2000  #: time between two polls of the server, in milliseconds
 QUICK_TICK = 500  #: the same, while the visible tensors are being read or measured
-#: Panels to redraw if statistics, training data or choices of selectors change, respectively.
+#: panels to redraw when new statistics of tensors arrive
 _FOLLOWS_NUMBERS = ("verdict", "map", "worst")
+#: panels to redraw when new data of the training arrive
 _FOLLOWS_TRAINING = ("curves", "statistics", "events")
+#: panels to redraw when the options that the selectors offer change
 _FOLLOWS_CHOICES = ("controls", "heading")
 _NAMES = {MAP: "Map", TRAINING: "Training", RUNS: "Runs"}
 _STORES = {"type": "panel-address", "name": ALL}

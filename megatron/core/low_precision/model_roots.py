@@ -24,8 +24,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron.collection.module_identity import Identified, assign_identities
 from megatron.collection.training_clock import clock
 
-#: Number of calls of outermost modules, since the last layer was built, after which the hook is
-#: registered again only while a layer has no name.
+#: After this number of calls of outermost modules without a new layer, the hook is registered again
+#: only while some layer has no name.
 PATIENCE = 1000
 
 _unnamed: WeakSet[Identified] = WeakSet()  #: layers that no outermost module has named yet
@@ -40,7 +40,7 @@ _ran_unseen = False  #: True if torch.compile traced a module, or a layer ran th
 
 
 def register(layer: Identified) -> None:
-    """Note that a layer was built, so that the outermost module of its model names it."""
+    """Record a newly built layer, so that the outermost module of its model can give it a name."""
     global _any_built, _calls
     if not _any_built:
         from megatron.core.low_precision import program_end  # it imports this module

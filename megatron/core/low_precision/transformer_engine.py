@@ -345,7 +345,7 @@ _KINDS: dict[str, type[TransformerEngineLayer]] = {
     "Linear": _Linear,
     "DotProductAttention": _Attention,
 }
-#: subclasses that `_attach` gives to modules, by the original class of the module
+#: subclasses that `_attach` assigns to modules, by the original class of the module
 _changed: dict[type, type] = {}
 
 

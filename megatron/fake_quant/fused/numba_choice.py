@@ -79,7 +79,7 @@ def integer_steps(magnitude: Any, down: Any, rule: Any) -> Any:
 
 @inlined
 def float_bits(magnitude: Any, down: Any) -> Any:
-    """Return the bits of a scaled magnitude, clamped to 6."""
+    """Return the float32 bits of a scaled magnitude, after clamping it to 6.0, E2M1's maximum."""
     return min(as_bits(np.float32(magnitude * down)), E2M1.top)
 
 

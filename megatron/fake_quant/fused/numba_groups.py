@@ -307,7 +307,9 @@ def rows(src: Any, dst: Any, start: Any, stop: Any) -> None:
 
 @inlined
 def column_scales(fours: Any, constants: Any, width: Any, like: Any) -> Any:
-    """Write the constants of `group_scale` for each column to the rows of `constants`.
+    """Compute the constants that `group_scale` returns for each column of a tile.
+
+    Row k of `constants` receives constant k of all columns.
 
     If the values of `like` are bfloat16 numbers, 4 R replaces the factor.
 

@@ -89,7 +89,8 @@ def _groups(
     """Quantize the flat array `src` into `dst`, in HiFloat4 groups along `axis` of `shape`."""
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     if inner == 1:
-        # If whole groups fill a row, the end of a row does not matter, and all tiles can be full.
+        # If each row consists of whole groups, no group crosses the end of a row. The array is then
+        # divided into rows of equal length, each at most one tile long.
         width = n if n % GROUP else math.gcd(len(src), numba_groups.TILE)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_groups.rows, *matrices)

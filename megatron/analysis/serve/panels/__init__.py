@@ -12,7 +12,7 @@ from megatron.analysis.serve.panels.subject import Shown, Subject
 
 __all__ = ["PANELS", "Shown", "Subject"]
 
-#: Panels of a tensor, by the name in the page.
+#: Panels of a tensor, by their names on the page.
 PANELS: dict[str, Callable[[Subject], Shown]] = {
     "histogram": histogram,
     "errors": errors,
