@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=positive,
         default=1,
         metavar="N",
-        help="runs to train at a time; several small models share one GPU well (%(default)s)",
+        help="runs to train at a time; several small models can share one GPU (%(default)s)",
     )
     add = parser.add_argument_group("how long to train").add_argument
     add(

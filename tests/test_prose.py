@@ -16,7 +16,6 @@ from tests.subprocesses import REPO
 #: files outside of the tree that our prose names
 FOREIGN = {
     "custom_recipes/reference_current_scaling.py",  # TransformerEngine
-    "docs/results/formats_gpu.md",  # written by a benchmark on a GPU
     "hif4_gpu/HiF4_NVFP4_v14f16.py",  # ddddwee1/HiFloat4
     "numpy.py",  # a user's file that must not be imported
     "torch.py",

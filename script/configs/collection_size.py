@@ -1,10 +1,11 @@
 """Compute the size of a tensor collection, in files and bytes, before training starts.
 
-`--collect-plan` runs an iteration and measures the same size, together with the time and memory
-that the collection takes. This module computes the size from the flags of the training command in a
-tenth of a second, without torch. It parses the collection flags with the code that training uses.
-Tests compare the result with `--collect-plan`. How many tokens an expert gets depends on the data,
-so the size of each expert's tensors is a mean; their sum does not depend on the data.
+`--collect-plan` runs the selected micro-batches of an iteration and measures the same size, and the
+time and memory that the collection takes. This module computes the size from the flags of the
+training command in a tenth of a second, without torch. It parses the collection flags with the code
+that training uses. Tests compare the result with `--collect-plan`. How many tokens an expert gets
+depends on the data, so the size of each expert's tensors is a mean; their sum does not depend on
+the data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Start training runs and offline studies, in forks of this process or as new processes.
 
-The imports of torch and megatron-core take several seconds. On a CPU, with one process per run,
-this process therefore imports them once, and each run is a fork of it. A fork cannot use a CUDA
-device that its parent has initialized, so runs on GPUs and of several ranks are new processes.
+The imports of torch and megatron-core take several seconds. On a CPU, with one process per run
+and one run at a time, this process therefore imports them once, and each run is a fork of it. A
+fork cannot use a CUDA device that its parent has initialized, so runs on GPUs, of several ranks, or
+several at a time are new processes.
 """
 
 from __future__ import annotations

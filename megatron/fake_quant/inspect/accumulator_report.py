@@ -24,7 +24,9 @@ HEADER = ("accumulator", "products per step", "bits of a term", "running sum", "
 LENGTH, ROWS = 4096, 16
 _SEED = 20
 _RESEARCH = "none; a research accumulator"
-_MODEL = "MMA-Sim, arXiv 2511.10909: no bit differs in 12,000 dot products"
+_MODEL = "MMA-Sim, arXiv 2511.10909: no bit differed in 12,000 dot products"
+#: exception since an H100 was measured
+_ZEROS = ", before products with a zero were ignored, as on an H100"
 _MEASURED = "MATLAB-tensor-core, arXiv 2512.07004: no bit differs from results measured on"
 _PROMOTION = "DeepSeek-V3, arXiv 2412.19437, section 3.3; DeepGEMM"
 
@@ -95,7 +97,7 @@ def _summary(accumulator: Accumulator) -> list[Line]:
 def _sources(accumulator: Accumulator) -> list[Line]:
     if not accumulator.hardware:
         return []
-    texts = [_MODEL]
+    texts = [_MODEL + (_ZEROS if accumulator.design == "fused" else "")]
     if accumulator.measured_on:
         texts.append(f"{_MEASURED} {accumulator.measured_on}")
     if accumulator.promote_every is not None:
