@@ -43,6 +43,10 @@ from megatron.fake_quant.accumulate import (  # noqa: E402
     reference,
     scalar,
 )
+from megatron.fake_quant.accumulate.accumulator import (  # noqa: E402
+    IGNORED_EXPONENT,
+    ZERO_EXPONENT,
+)
 from megatron.fake_quant.accumulate.element_types import (  # noqa: E402
     get_element_type,
     smallest_exponent,
@@ -186,16 +190,16 @@ def with_numpy(case: Case) -> Tensor:
     """Sum finite products in numpy, with float64 for the intermediate numbers."""
     unit = case.accumulator
     a, b = (side.elements.double().numpy() for side in (case.a, case.b))
-    p, q = (exponents(x, case.a.smallest_exponent) for x in (a, b))
+    p, q = (exponents(x, case.a.smallest_exponent, IGNORED_EXPONENT) for x in (a, b))
     running, second = np.zeros((2, len(a), len(b)))
     bits, kept, interval = unit.align_bits, unit.keep.mantissa_bits, unit.promote_every
     for first in range(0, a.shape[1], unit.step):
         part = slice(first, first + unit.step)
         largest = (p[:, None, part] + q[None, :, part]).max(-1)
-        scale = np.ldexp(1.0, bits - np.maximum(largest, exponents(running, -126)))
+        scale = np.ldexp(1.0, bits - np.maximum(largest, exponents(running, -126, ZERO_EXPONENT)))
         terms = np.trunc(a[:, None, part] * b[None, :, part] * scale[..., None])
         total = (terms.sum(-1) + np.trunc(running * scale)) / scale
-        unit_of_sum = np.ldexp(1.0, exponents(total, -126) - kept)
+        unit_of_sum = np.ldexp(1.0, exponents(total, -126, ZERO_EXPONENT) - kept)
         running = np.trunc(total / unit_of_sum) * unit_of_sum
         last = min(first + unit.step, a.shape[1])
         if interval and (last % interval == 0 or last == a.shape[1]):
@@ -207,8 +211,8 @@ def with_numpy(case: Case) -> Tensor:
     return torch.from_numpy((second if interval else running).astype(np.float32))
 
 
-def exponents(x: np.ndarray, smallest: int) -> np.ndarray:
-    return np.where(x == 0, -126, np.maximum(np.frexp(x)[1] - 1, smallest))
+def exponents(x: np.ndarray, smallest: int, zero: int) -> np.ndarray:
+    return np.where(x == 0, zero, np.maximum(np.frexp(x)[1] - 1, smallest))
 
 
 def other_ways(case: Case) -> dict[str, Callable[[Case], Tensor]]:

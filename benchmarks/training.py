@@ -134,6 +134,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.output = REPO / "docs" / "results" / "training.md"
     if options.rounds < 3:
         parser.error(f"--rounds is {options.rounds}, but quartiles need at least 3 rounds")
+    options.types = list(dict.fromkeys(options.types))
     if BASE not in options.types:
         options.types.insert(0, BASE)
     return options

@@ -192,8 +192,11 @@ def train(options: argparse.Namespace) -> None:
     """Build the model, and train one step for each line of standard input."""
     import torch
 
+    from megatron.core.models.gpt import GPTModel  # noqa: F401 # imports what building needs
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    if options.wait:
+        sys.stdin.readline()
     gpu = ""
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()  # creates the CUDA context

@@ -12,6 +12,7 @@ import fcntl
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,7 +86,9 @@ class Launcher:
                     places[index] = min(set(range(jobs)) - {places[i] for i in running})
                     gpu = self._gpus[places[index] % len(self._gpus)] if self._gpus else None
                     watcher = spawn.Process(
-                        target=_train_watched, args=(self._words, run, os.getpid(), gpu)
+                        target=_train_watched,
+                        args=(self._words, run, os.getpid(), gpu),
+                        daemon=True,
                     )
                     watcher.start()
                     running[index] = watcher
@@ -99,7 +102,7 @@ class Launcher:
                     yield index
         finally:
             for watcher in running.values():
-                watcher.terminate()  # The kernel then terminates the run.
+                watcher.terminate()  # The watcher then stops its run.
             for watcher in running.values():
                 watcher.join()
 
@@ -147,9 +150,14 @@ class Launcher:
 
 def _train_watched(words: Sequence[str], run: Run, parent: int, gpu: str | None) -> None:
     """Train one run in a new process, and stop it if the process `parent` ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process decides what to do.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    Launcher(words, forks=False, drivers=[parent]).train(*run)
+    try:
+        Launcher(words, forks=False, drivers=[parent]).train(*run)
+    except (RuntimeError, OSError) as error:
+        sys.exit(f"[ERROR] {error}")
 
 
 def environment() -> dict[str, str]:
@@ -187,7 +195,9 @@ def _program(command: Sequence[str], arguments: Sequence[str]) -> int:
 
 @contextmanager
 def locked(folder: Path):
-    """Lock an output folder in a `with` block; runs that outlive this process keep the lock.
+    """Lock an output folder in a `with` block; forks that outlive this process keep the lock.
+
+    Other runs end within seconds after this process, because their watchers notice its end.
 
     Raises:
         ValueError: if another study, or a run that has outlived it, holds the lock.

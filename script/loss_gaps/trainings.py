@@ -78,7 +78,8 @@ class Trainings:
         ]
         world, devices = experiment.parallelism.world, resolve.cuda_devices(python)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else map(str, range(devices))
+        # CUDA ignores what follows an entry that is no device.
+        gpus = visible.split(",")[:devices] if visible else map(str, range(devices))
         self.launcher = Launcher(
             words[:at],
             forks=sys.platform == "linux" and world == 1 and devices == 0,
@@ -205,6 +206,15 @@ class Trainings:
                 flags += ["--lr", number(rate), "--min-lr", number(rate / 10)]
         return flags
 
+    def _cache(self, log: Path) -> list[str]:
+        """Return flags that give a run its own cache of sample indices.
+
+        Several runs at a time must not share a cache, because megatron-core does not lock it.
+        """
+        if self.options.jobs == 1:
+            return []
+        return ["--data-cache-path", str(self.folder / "data" / "cache" / log.stem)]
+
     def compare(self, configurations: Sequence[Configuration]) -> dict[tuple[str, int], RunLog]:
         """Train all configurations with all seeds, and return the results.
 
@@ -227,7 +237,10 @@ class Trainings:
         say(
             f"{len(runs)} of {total} runs were trained earlier{why}; logs in {self.folder / 'runs'}"
         )
-        started = [Run(arguments, log, head) for _, _, arguments, log, head in missing]
+        started = [
+            Run([*arguments, *self._cache(log)], log, head)
+            for _, _, arguments, log, head in missing
+        ]
         left = [each.name for each, *_ in missing]
         jobs = self.options.jobs
         for index in () if self.options.report_only else self.launcher.train_all(started, jobs):

@@ -1,5 +1,6 @@
 """Test that the benchmark of training steps runs and detects a type that is not applied."""
 
+import subprocess
 import sys
 
 import pytest
@@ -85,6 +86,20 @@ def test_a_type_that_changes_nothing_is_an_error(mode):
     assert done.returncode == 1
     message = "[ERROR] the losses of none equal those of bf16, so none was not applied"
     assert message in done.stderr
+
+
+def test_a_worker_that_waits_builds_its_model_after_the_first_line():
+    command = [sys.executable, str(SCRIPT.with_name("training_worker.py")), "--layers", "1"]
+    command += ["--hidden-size", "64", "--seq-length", "16", "--dtype", "fp32", "--wait"]
+    captured = {"capture_output": True, "text": True, "timeout": 300}
+    for lines, steps in (("\n", 0), ("\n\n", 1)):
+        done = subprocess.run(
+            command, input=lines, env=environment(OMP_NUM_THREADS="1"), **captured
+        )
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout.splitlines()
+        assert sum(line.startswith("ready") for line in printed) == 1
+        assert sum(line[:1].isdigit() for line in printed) == steps
 
 
 def test_a_type_that_does_not_exist_ends_in_one_line():

@@ -1,5 +1,6 @@
 """The part of triton_worker.py that deals with accumulators."""
 
+import itertools
 import re
 from typing import Any
 
@@ -78,7 +79,9 @@ def compiled(forbidden: str) -> dict[str, Any]:
         scales = values if unit.scales in ("after", "promotion") else integers
         tensors = (*[values] * 4, integers, integers, scales, scales, integers, integers, values)
         matches = []
-        for kernel in triton_accumulate_launch.kernels(unit):
+        launch = triton_accumulate_launch
+        widths = launch.NARROWEST, launch.WIDEST
+        for kernel, width in itertools.product(launch.kernels(unit), widths):
             binary = triton_accumulate.sums.warmup(
                 *tensors,
                 *numbers,
@@ -87,8 +90,8 @@ def compiled(forbidden: str) -> dict[str, Any]:
                 **triton_accumulate_launch.OPTIONS,
                 **kernel,
                 CONTINUED=True,
-                TILE_M=8,
-                TILE_N=256,
+                TILE_M=launch.TILE // width,
+                TILE_N=width,
             )
             assert binary.asm["cubin"].startswith(b"\x7fELF")
             assert ".target sm_90" in binary.asm["ptx"]

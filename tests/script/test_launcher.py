@@ -69,6 +69,31 @@ def test_runs_in_progress_are_stopped_if_the_caller_stops(tmp_path, launcher):
     pytest.fail("the run was not stopped")
 
 
+def test_a_run_that_ignores_the_request_to_end_is_killed_with_its_children(tmp_path, monkeypatch):
+    stubborn = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+    launcher = Launcher([sys.executable, "-c", stubborn], forks=False)
+    ended = launcher.train_all(runs_of(tmp_path, {"a": "b", "c": "d"}), 2)
+    files = [tmp_path / "a", tmp_path / "c"]
+
+    def stop(_) -> None:
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multiprocessing.connection.wait", stop)
+    with pytest.raises(KeyboardInterrupt):
+        next(ended)
+    for file in files:
+        for process in file.read_text().split():
+            assert not Path(f"/proc/{process}").exists(), "it was not stopped"
+
+
 def test_a_run_that_cannot_start_is_an_error_that_names_its_log(tmp_path):
     launcher = Launcher([str(tmp_path / "no such program")], forks=False)
     with pytest.raises(RuntimeError, match=r"watched a run ended with status 1; see .*a\.log"):

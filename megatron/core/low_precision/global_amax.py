@@ -65,6 +65,8 @@ from torch import Tensor
 
 from megatron.collection.capture import over_context
 from megatron.core import parallel_state
+from megatron.fake_quant.operator_rules import is_direct
+from megatron.fake_quant.operators import amax_of
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 
 #: Name that `groups_of` returns for the replicas of an expert in a tp x cp group.
@@ -107,7 +109,7 @@ def global_amax(x: Tensor, dims: str, *, is_expert: bool) -> Tensor:
 
     All ranks that hold a part of the operand must call this function.
     """
-    amax = local_amax(x)
+    amax = amax_of(x) if is_direct(x) else local_amax(x)
     reduction = _reduction(dims, is_expert=is_expert)
     return amax if reduction is None else reduction(amax)
 

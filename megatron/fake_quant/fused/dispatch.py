@@ -151,7 +151,11 @@ def find_amax(x: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 def find_scaling(sums: Tensor, *scales: Tensor | None) -> Scaling | None:
     """Return a kernel that multiplies sums by scales and rounds them, or None if there is none."""
-    known = all(scale is None or scale.dim() == 0 for scale in scales)
+    known = all(
+        scale is None
+        or (scale.dim() == 0 and scale.dtype == torch.float32 and scale.device == sums.device)
+        for scale in scales
+    )
     if not (known and sums.is_cuda and sums.is_contiguous() and sums.numel()):
         return None
     if os.environ.get(VARIABLE) == "0" or _gpu() is None:

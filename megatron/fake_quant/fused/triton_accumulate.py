@@ -98,11 +98,13 @@ def truncated_sum(
     STEP: tl.constexpr,
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
+    OF_ZERO: tl.constexpr,
 ) -> tl.tensor:
     """Return the sum of the truncated products of one part of a step, in units of 2^(top - ALIGN).
 
     top: exponents to which the products are aligned. The sum is int64.
     BITS: largest number of mantissa bits of an element. Up to 10, products are int32.
+    OF_ZERO: exponent of an element of zero.
     """
     TERM: tl.constexpr = tl.int32 if BITS <= 10 else tl.int64
     UP: tl.constexpr = max(ALIGN - 2 * BITS, 0)
@@ -112,8 +114,8 @@ def truncated_sum(
     b += PART * strides[1]
     for i in range(PART, STEP, PARTS):
         x, y = loaded(a, b, inside, i < left, 0.0)
-        u, p = decode(x, smallest[0], BITS, ZERO)
-        v, q = decode(y, smallest[1], BITS, ZERO)
+        u, p = decode(x, smallest[0], BITS, OF_ZERO)
+        v, q = decode(y, smallest[1], BITS, OF_ZERO)
         product = (u.to(TERM)[:, None] * v.to(TERM)[None, :]) << UP
         shift = top - (p[:, None] + q[None, :]) + DOWN
         total += truncated(product, shift, 31 if BITS <= 10 else 63).to(tl.int64)
@@ -170,7 +172,9 @@ def fused_step(
     shift: exponents of the block scales; a step has at most one block scale per operand.
     """
     top = largest_exponent(a, b, inside, strides, smallest, left, own - shift, 0, 1, STEP, IGNORED)
-    total = truncated_sum(a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS)
+    total = truncated_sum(
+        a, b, inside, strides, smallest, left, top, 0, 1, STEP, ALIGN, BITS, IGNORED
+    )
     return with_running(total, start, unit, top + shift, ALIGN)
 
 
@@ -300,7 +304,7 @@ def two_stage_step(
             a, b, inside, strides, smallest, left, first, part, PARTS, STEP, ZERO
         )
         addend = truncated_sum(
-            a, b, inside, strides, smallest, left, first, part, PARTS, STEP, ALIGN, BITS
+            a, b, inside, strides, smallest, left, first, part, PARTS, STEP, ALIGN, BITS, ZERO
         )
         both = tl.maximum(top, first)
         total = floored(total, both - top) + floored(addend, both - first)

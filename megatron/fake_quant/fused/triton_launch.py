@@ -63,7 +63,7 @@ def scaled(
             out,
             sums if scale_a is None else scale_a,
             sums if scale_b is None else scale_b,
-            alpha,
+            float(alpha),  # An integer would compile another kernel, which is not distinguished.
         )
     return out
 
