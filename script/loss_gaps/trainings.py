@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from configs import launch, resolve
-from configs.lookup import ConfigError, number
+from configs.lookup import ConfigError, last_value, number
 from configs.resolve import REPO, say
 from configs.run_names import Formats
 from configs.trained_model import PACKAGES, VERSION, continue_flags, start_flags, without
@@ -209,11 +209,13 @@ class Trainings:
     def _cache(self, log: Path) -> list[str]:
         """Return flags that give a run its own cache of sample indices.
 
-        Several runs at a time must not share a cache, because megatron-core does not lock it.
+        Several runs at a time must not share a cache, because megatron-core does not lock it. The
+        caches are in the folder of the flag `--data-cache-path`, if it is given.
         """
         if self.options.jobs == 1:
             return []
-        return ["--data-cache-path", str(self.folder / "data" / "cache" / log.stem)]
+        given = last_value("--data-cache-path", self.options.flags)
+        return ["--data-cache-path", str(Path(given or self.folder / "data" / "cache", log.stem))]
 
     def compare(self, configurations: Sequence[Configuration]) -> dict[tuple[str, int], RunLog]:
         """Train all configurations with all seeds, and return the results.

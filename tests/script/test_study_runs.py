@@ -92,6 +92,7 @@ def trainings(tmp_path):
         continue_lr=None,
         seeds=1,
         jobs=1,
+        flags=[],
     )
     made.folder, made.flags, made.launcher = tmp_path, ["--lr", "1"], Programs()
     made.causes = {"files": "f", "processes": "1 on cpu", "versions": "torch 2"}
@@ -275,3 +276,13 @@ def test_changed_operands_or_code_are_studied_again(tmp_path, monkeypatch):
     assert count() == 2
     monkeypatch.setattr("loss_gaps.offline.source_version", lambda: "other")
     assert (count(), count()) == (3, 3)
+
+
+def test_runs_at_a_time_have_caches_of_their_own(trainings):
+    log = trainings.folder / "runs" / "mxfp4_seed2.log"
+    assert trainings._cache(log) == []
+    trainings.options.jobs = 2
+    own = str(trainings.folder / "data" / "cache" / "mxfp4_seed2")
+    assert trainings._cache(log) == ["--data-cache-path", own]
+    trainings.options.flags = ["--data-cache-path=/fast"]
+    assert trainings._cache(log) == ["--data-cache-path", "/fast/mxfp4_seed2"]
