@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: A format gets a warning if clipping causes more than this share of its squared error. At a share
 #: of one half, clipping costs 3 dB.
 CLIPPING = 0.5
-UNDERFLOW = 0.1  #: a format gets a warning if more than this share of the values becomes zero
+UNDERFLOW = 0.1  #: a format gets a warning if more than this share of nonzero values becomes zero
 #: A format gets a warning if its SQNR in dB is below this value. At 10 dB, the power of the error
 #: is a tenth of the power of the signal.
 SQNR = 10.0
@@ -150,7 +150,7 @@ def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
             "underflow",
             "underflow",
             UNDERFLOW,
-            f"turns more than {percent(UNDERFLOW)} of the values into zero",
+            f"turns more than {percent(UNDERFLOW)} of the nonzero values into zero",
             percent,
         ),
         ("low_sqnr", "badness", -SQNR, f"has an SQNR below {SQNR:g} dB", lambda x: f"{-x:.1f} dB"),

@@ -266,11 +266,16 @@ def enter_environment() -> None:
     Raises:
         ConfigError: if this is already the Python for training, or if `interpreter` raises it.
     """
-    if find_spec("torch") is not None and find_spec("yaml") is not None:
+    lacking = [module for module in ("torch", "yaml") if find_spec(module) is None]
+    if not lacking:
         return
     python = interpreter(dry_run=False)
     if Path(python).absolute() == Path(sys.executable).absolute():
-        raise ConfigError(f"{python} (LAB_PYTHON) lacks torch; unset LAB_PYTHON and run it again")
+        given = os.environ.get("LAB_PYTHON")
+        advice = "unset LAB_PYTHON" if given else "delete the folder .venv"
+        raise ConfigError(
+            f"{python} lacks {' and '.join(lacking)}; {advice} and run the command again"
+        )
     sys.stdout.flush()
     os.execv(python, [python, *sys.argv])
 

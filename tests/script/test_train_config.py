@@ -419,3 +419,18 @@ def test_the_documentation_s_table_is_the_tables():
             )
     for name in accepted():
         assert f"`{name}`" in text or name in ("none", "settings"), name
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [("LAB_PYTHON", "unset LAB_PYTHON"), (None, "delete the folder .venv")],
+)
+def test_a_python_for_training_without_a_module_is_named(monkeypatch, variable, advice):
+    monkeypatch.setattr(resolve, "find_spec", lambda name: None if name == "yaml" else object())
+    monkeypatch.setattr(resolve, "interpreter", lambda dry_run: sys.executable)
+    monkeypatch.delenv("LAB_PYTHON", raising=False)
+    if variable:
+        monkeypatch.setenv(variable, sys.executable)
+    with pytest.raises(resolve.ConfigError) as refused:
+        resolve.enter_environment()
+    assert str(refused.value) == f"{sys.executable} lacks yaml; {advice} and run the command again"

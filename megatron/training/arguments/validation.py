@@ -133,7 +133,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
     """Raise `UserError` if the value of a numeric flag is out of range or not finite."""
     for name, minimum in (_MINIMUMS | minimums(GROUPS)).items():
         for value in _numbers(args, name):
-            if not (value >= minimum and math.isfinite(value)):
+            if not math.isfinite(value):
+                raise UserError(f"{_flag(name)} {value} is not finite; give {minimum} or more")
+            if value < minimum:
                 raise UserError(f"{_flag(name)} {value} is too small; give {minimum} or more")
     for name, interval in _INTERVALS.items():
         low, high = map(float, interval[1:-1].split(","))

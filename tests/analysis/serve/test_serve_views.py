@@ -132,6 +132,15 @@ def test_each_panel_shows_each_tensor_or_says_why_not(explorer, name):
                 assert "Not shown" not in text
 
 
+@pytest.mark.parametrize("tensor_name", ["input", "weight"])
+def test_rows_of_a_weight_are_not_called_tokens(explorer, tensor_name):
+    search = of_tensor(explorer, tensor_name)
+    text = "".join(panel(explorer, name, search) for name in ("image", "tokens", "heading"))
+    axis_of_rows = "row (output unit)" if tensor_name == "weight" else "token"
+    assert text.count(f'"text": "{axis_of_rows}"') == 2
+    assert ("Rows" in text, "Tokens" in text) == (tensor_name == "weight", tensor_name != "weight")
+
+
 def test_the_image_has_the_values_of_largest_magnitude(explorer):
     x = torch.zeros(700, 1000)
     x[333, 777], x[10, 3], x[699, 999] = -5.0, 7.0, -9.0

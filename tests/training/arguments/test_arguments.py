@@ -176,9 +176,9 @@ def test_a_layer_pattern_is_no_program():
         ("--num-layers 0", "--num-layers 0 is too small; give 1 or more"),
         ("--control-iter -1", "--control-iter -1 is too small; give 0 or more"),
         ("--collect-micro-batches -2", "--collect-micro-batches -2 is too small"),
-        ("--lr nan", "--lr nan is too small"),
+        ("--lr nan", "--lr nan is not finite; give 0 or more"),
         ("--recompute-num-layers 0", "--recompute-num-layers 0 is too small; give 1 or more"),
-        ("--init-method-std nan", "--init-method-std nan is too small; give 0 or more"),
+        ("--init-method-std nan", "--init-method-std nan is not finite; give 0 or more"),
         ("--norm-epsilon -1", "--norm-epsilon -1.0 is too small; give 0 or more"),
         (
             "--position-embedding-type rope --rotary-base 0",
@@ -191,7 +191,7 @@ def test_a_layer_pattern_is_no_program():
         ),
         (
             "--num-experts 4 --moe-aux-loss-coeff nan",
-            "--moe-aux-loss-coeff nan is too small; give 0 or more",
+            "--moe-aux-loss-coeff nan is not finite; give 0 or more",
         ),
         ("--adam-beta1 2", r"--adam-beta1 2.0 is outside \[0, 1\); change it"),
         ("--adam-beta2 1", r"--adam-beta2 1.0 is outside \[0, 1\)"),

@@ -54,7 +54,7 @@ _IMAGE_NAMES = {
     "values": "values",
     "magnitudes": "magnitudes (log)",
     "errors": "error in the format",
-    "difference": "difference from the second tensor",
+    "difference": "second tensor minus this one",
 }
 #: Fields of a record that are shown, with their labels.
 _FIELDS = {
@@ -95,15 +95,19 @@ def page(
     panels += [
         panel(
             name,
-            title,
+            _title(name, subject),
             data[name],
             wide=name in ("image", "attention"),
             at_once=name in ("histogram", "errors"),
         )
-        for name, title in TITLES.items()
+        for name in TITLES
         if name != "attention" or has_attention
     ]
     return html.Div(panels, className="panels")
+
+
+def _title(name: str, subject: Subject) -> str:
+    return "Rows" if name == "tokens" and subject.is_weight else TITLES[name]
 
 
 def heading(explorer: Explorer, subject: Subject) -> list[Part]:
@@ -268,7 +272,7 @@ def _error(value: float, share: bool) -> str:
 
 def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:
     """Return the content of a panel of the tensor."""
-    title = html.H2("Facts" if name == "facts" else TITLES[name])
+    title = html.H2("Facts" if name == "facts" else _title(name, subject))
     if name == "facts":
         return [title, *facts(subject)]
     controls = _image_controls(subject) if name == "image" else []
@@ -278,7 +282,7 @@ def tensor_panel(name: str, subject: Subject, search: str) -> list[Part]:
     except NotShownError as error:
         return [title, *controls, not_shown(error)]
     assert shown.figure is not None
-    label = f"{TITLES[name]} of {subject.catalog.name(subject.tensor)}"
+    label = f"{_title(name, subject)} of {subject.catalog.name(subject.tensor)}"
     figure: Part = graph(name, shown.figure, label)
     if shown.second is not None:
         second = graph(f"{name}-second", shown.second, f"{label}: change in the format")

@@ -39,7 +39,9 @@ def image(subject: Subject) -> Shown:
         picture, title = reduce(other, region, minus=table), "difference"
     else:
         picture, title = reduce(table, region), "value"
-    figure = _image_figure(picture, title, magnitudes=address.image == MAGNITUDES)
+    figure = _image_figure(
+        picture, title, subject.row_name, magnitudes=address.image == MAGNITUDES
+    )
     step = picture.step
     if step == (1, 1):
         note = "Every pixel is one value."
@@ -59,7 +61,7 @@ def _image_table(picture: Image) -> pd.DataFrame:
     )
 
 
-def _image_figure(picture: Image, title: str, *, magnitudes: bool) -> Figure:
+def _image_figure(picture: Image, title: str, row_name: str, *, magnitudes: bool) -> Figure:
     values = picture.values.astype(float)
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max()) if finite.size else 1.0
@@ -91,7 +93,7 @@ def _image_figure(picture: Image, title: str, *, magnitudes: bool) -> Figure:
             420,
             uirevision=f"{region}",
             xaxis=axis("channel", showgrid=False, range=[region.left - 0.5, region.right - 0.5]),
-            yaxis=axis("token", showgrid=False, range=[region.bottom - 0.5, region.top - 0.5]),
+            yaxis=axis(row_name, showgrid=False, range=[region.bottom - 0.5, region.top - 0.5]),
         ),
     }
 

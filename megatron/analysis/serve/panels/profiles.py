@@ -23,11 +23,7 @@ def channels(subject: Subject) -> Shown:
 
 def tokens(subject: Subject) -> Shown:
     """Draw the largest magnitude and the rms of each token or row."""
-    return _profile(subject, 1, "row (output unit)" if _is_weight(subject) else "token")
-
-
-def _is_weight(subject: Subject) -> bool:
-    return bool(subject.catalog.field(subject.tensor, "tensor_name") == "weight")
+    return _profile(subject, 1, subject.row_name)
 
 
 def _profile(subject: Subject, number: int, what: str) -> Shown:

@@ -43,6 +43,16 @@ class Subject:
         at = int(self.catalog.axis_in(self.address.gemm)[self.tensor])
         return AXES[max(at, 0)]
 
+    @property
+    def is_weight(self) -> bool:
+        """Whether the tensor is a weight, whose rows are output units instead of tokens."""
+        return str(self.catalog.field(self.tensor, "tensor_name")).endswith("weight")
+
+    @property
+    def row_name(self) -> str:
+        """What a row of the tensor is, for the label of an axis."""
+        return "row (output unit)" if self.is_weight else "token"
+
     def answer(self, tensor: int | None = None) -> Answer:
         """Return the statistics of the given tensor, by default the subject's."""
         return self.contents.answer(
