@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.console import ArgumentParser
 from megatron.fake_quant import fake_quantize, get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 
 FORMATS = ("nvfp4", "fp8_e4m3", "fp8_e5m2", "fp8_rowwise", "fp8_block", "mxfp8")
 M, N, K = 512, 512, 4096

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 #: Tensor names of the operands stored as codes and scales, by operation. A name consists of
 #: the GEMM, the operand and the suffix `_codes`. The names are in the order of
-#: `megatron.fake_quant.gemm_formats.SLOTS`.
+#: `megatron.fake_quant.matmul.gemm_formats.SLOTS`.
 CODES: dict[str, tuple[str, ...]] = {
     "linear": (
         "fprop_input_codes",

@@ -63,7 +63,7 @@ class SettingsFile:
         Before the first change, the backup file is written.
         """
         from megatron.bounded_files import read_text
-        from megatron.fake_quant.settings import read_settings
+        from megatron.fake_quant.policy.settings import read_settings
 
         with self.locked():
             settings = read_settings(self.path) | formats
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_together(options)
         enter_environment()
         sys.path.insert(0, str(REPO))
-        from megatron.fake_quant.settings import SETTINGS_FILE, SETTINGS_VARIABLE
+        from megatron.fake_quant.policy.settings import SETTINGS_FILE, SETTINGS_VARIABLE
 
         file = SettingsFile(Path(os.environ.get(SETTINGS_VARIABLE) or SETTINGS_FILE))
         formats = parsed(options)

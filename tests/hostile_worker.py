@@ -22,7 +22,7 @@ sys.path.insert(0, str(REPO / "script/data"))
 
 import preprocess
 from megatron.fake_quant.policy.__main__ import main as policy_command
-from megatron.fake_quant.settings import read_settings
+from megatron.fake_quant.policy.settings import read_settings
 from megatron.training.data.index_cache import check_cached_files
 from megatron.training.data.indexed_data import check_index
 from megatron.training.data.manifest import check_fits

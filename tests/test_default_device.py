@@ -31,9 +31,9 @@ torch.set_default_dtype(dtype)
 torch.set_default_device(sys.argv[2])
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, quantize
 from megatron.fake_quant.accumulate import accumulated_matmul
-from megatron.fake_quant.delayed_scaling import AmaxHistories
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.delayed_scaling import AmaxHistories
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 from megatron.fake_quant.names import get_format
 
 generator = torch.Generator().manual_seed(1)

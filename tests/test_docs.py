@@ -9,7 +9,7 @@ import pytest
 from megatron.collection.flags import FLAGS
 from megatron.fake_quant import recipe
 from megatron.fake_quant.recipe import load_recipe
-from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.recipe.operands import GEMMS
 from tests import forks
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment

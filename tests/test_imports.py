@@ -81,7 +81,7 @@ ONLY = {
     "megatron.tensor_record": set(),
     "megatron.cpu_matmul": {"torch"},
     "megatron.fake_quant": {"torch"},
-    "megatron.fake_quant.recipe_yaml": {"yaml"},
+    "megatron.fake_quant.recipe.yaml_nodes": {"yaml"},
     "megatron.fake_quant.fused": {"torch", "numpy", "numba", "triton"},
     "megatron.fake_quant.inspect.value_grids": {"torch", "numpy", "matplotlib"},
     "megatron.fake_quant.inspect.vector_kit": {"torch", "numpy"},

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to import from t
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.recorded_formats import uses
 from megatron.console import run_main
-from megatron.fake_quant.mean_split import SplitMatrix, with_means
+from megatron.fake_quant.matmul.mean_split import SplitMatrix, with_means
 
 NAMES = ("input", "weight", "output")
 

@@ -13,9 +13,9 @@ import torch
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.statistics.history import TensorStatistics
 from megatron.collection.training_clock import clock
-from megatron.fake_quant.gemm import Observer
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.operand import AS_IT_IS, Operand
+from megatron.fake_quant.matmul.gemm import Observer
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.operand import AS_IT_IS, Operand
 from megatron.fake_quant.packing import quantize
 from megatron.fake_quant.packing_parts import UnstorableError
 from megatron.tensor_record import CODES, COMPONENTS, operation_of

@@ -9,15 +9,14 @@ and scales. `fused/` computes the same results faster, `operators.py` makes thes
 with torch.compile, torch.export and torch.func, and `inspect/` describes formats on the command
 line.
 
-`gemm_formats.py` names the operands of a matmul and its gradients, and `gemm.py` quantizes and
-multiplies them. `tiles/` does the same for attention in tiles, and `accumulate/` sums products as
-the matrix units of particular processors do. `quant_type.py`, `recipe.py` and `policy/` choose the
-format of each matmul of a model.
+`matmul/` quantizes and multiplies the operands of a matmul and its gradients. `tiles/` does the
+same for attention in tiles, and `accumulate/` sums products as the matrix units of particular
+processors do. `quant_type.py`, `recipe/` and `policy/` choose the format of each matmul of a model.
 """
 
 from megatron.fake_quant.accumulate import accumulated_matmul
 from megatron.fake_quant.formats import FORMATS, Format
-from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.matmul.hadamard import Hadamard
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.packing import QuantizedTensor, dequantize, quantize
 from megatron.fake_quant.quantize import fake_quantize

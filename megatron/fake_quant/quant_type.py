@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from megatron.console import did_you_mean
 from megatron.fake_quant.formats import FORMATS, Format
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.names import UnknownFormatError, get_format
-from megatron.fake_quant.operand import Operand
 
 OPERATIONS = ("linear", "qk", "pv")
 DEFAULT_TYPE = "bf16"

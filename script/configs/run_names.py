@@ -36,7 +36,7 @@ def sets_operations() -> bool:
 
 
 def settings_file() -> Path | None:
-    """Return the settings file of `megatron.fake_quant.settings`; None if it sets nothing.
+    """Return the settings file of `megatron.fake_quant.policy.settings`; None if it sets nothing.
 
     The path is also returned if QUANT_SETTINGS_FILE names a file that does not exist, or if the
     file cannot be read. Training then reports the error.

@@ -15,7 +15,7 @@ from megatron.collection.statistics.history import StatisticsSettings, TensorSta
 from megatron.collection.statistics.measure import Sums, joined, statistics
 from megatron.collection.training_clock import clock
 from megatron.fake_quant import fake_quantize, get_format
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.operand import Operand
 
 
 def measured(x, quantized=None):

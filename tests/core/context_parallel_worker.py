@@ -68,7 +68,7 @@ def layer(size: int, mask: str = "causal", **options):
 
 def set_formats(module, name: str | None) -> None:
     from megatron.fake_quant import get_format
-    from megatron.fake_quant.gemm_formats import GemmFormats
+    from megatron.fake_quant.matmul.gemm_formats import GemmFormats
     from megatron.fake_quant.policy import OperationPolicy
     from megatron.fake_quant.tiles.tiling import Tiling
 

@@ -253,7 +253,7 @@ def refusal() -> str:
 def main() -> None:
     gpt_worker.start_processes()
     from megatron.core import parallel_state
-    from megatron.fake_quant import gemm
+    from megatron.fake_quant.matmul import gemm
 
     spy = gemm.quantize_parts = Spy()
     expected, report = {}, {}

@@ -85,8 +85,8 @@ def cases_of(operation: str) -> dict[str, dict]:
 
 def set_formats(module, operation: str, formats: dict) -> None:
     from megatron.fake_quant import get_format
-    from megatron.fake_quant.gemm_formats import GemmFormats
-    from megatron.fake_quant.operand import Operand
+    from megatron.fake_quant.matmul.gemm_formats import GemmFormats
+    from megatron.fake_quant.matmul.operand import Operand
     from megatron.fake_quant.policy import OperationPolicy
 
     made = {k: v if v is True else Operand(get_format(v)) for k, v in formats.items()}
@@ -140,7 +140,8 @@ def run_linear(module, operation, formats, seen):
 def main() -> None:
     options = gpt_worker.parse([])
     gpt_worker.start(options)
-    from megatron.fake_quant import fake_quantize, gemm
+    from megatron.fake_quant import fake_quantize
+    from megatron.fake_quant.matmul import gemm
 
     seen: list = []
 

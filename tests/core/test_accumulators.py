@@ -12,7 +12,7 @@ from megatron.analysis.verification.recorded_formats import of_card
 from megatron.core.low_precision import matmul_audit
 from megatron.fake_quant import get_format, policy
 from megatron.fake_quant.accumulate import get_accumulator
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.recipe import load_recipe
 from megatron.fake_quant.tiles.tiling import Tiling

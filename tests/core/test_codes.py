@@ -11,10 +11,10 @@ import torch
 from megatron.analysis.store import TensorStore
 from megatron.collection.limits import OVERHEAD
 from megatron.fake_quant import dequantize, fake_quantize
-from megatron.fake_quant.gemm_formats import SLOTS
-from megatron.fake_quant.products import multiply
-from megatron.fake_quant.recipe_operands import GEMMS
-from megatron.fake_quant.unrounded import unpacked_parts
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.products import multiply
+from megatron.fake_quant.matmul.unrounded import unpacked_parts
+from megatron.fake_quant.recipe.operands import GEMMS
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 from tests.analysis.verification.verifying import count, verify
 from tests.core.gpt_runs import collect, pick

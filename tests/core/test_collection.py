@@ -9,8 +9,8 @@ import torch
 from megatron.analysis.store import TensorStore
 from megatron.core._overlay import installed_release
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 from megatron.tensor_record import (
     ON_REQUEST,
     TENSOR_NAMES,

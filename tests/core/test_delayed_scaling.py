@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.collection.weight_dedup import WeightDedup
 from megatron.core.low_precision.delayed_scaling import DelayedScaling
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
 from tests import forks
 from tests.subprocesses import REPO, environment
 

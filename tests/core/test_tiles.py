@@ -11,7 +11,7 @@ import torch
 from megatron.analysis.verification.recompute_attention import AttentionFormats, attention
 from megatron.fake_quant import get_format
 from megatron.fake_quant.accumulate import get_accumulator
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.tiles.tiling import Tiling
 from tests import forks
 from tests.core.gpt_runs import collect, pick

@@ -39,7 +39,7 @@ def layer(mask="causal", **options):
 def set_formats(module, name, tiling=None, *, unnormalized=True, accumulator="fp32"):
     from megatron.fake_quant import get_format
     from megatron.fake_quant.accumulate import get_accumulator
-    from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GemmFormats
+    from megatron.fake_quant.matmul.gemm_formats import ACCUMULATOR_FIELDS, GemmFormats
     from megatron.fake_quant.policy import OperationPolicy
 
     qk = GemmFormats.uniform(get_format(name))
@@ -121,7 +121,7 @@ def defaults():
     from megatron.core.low_precision import matmul_audit
     from megatron.core.transformer import attention_tiles
     from megatron.fake_quant import get_format
-    from megatron.fake_quant.operand import Operand
+    from megatron.fake_quant.matmul.operand import Operand
     from megatron.fake_quant.tiles import attention
     from megatron.fake_quant.tiles.tiling import Tiling
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatron.fake_quant import dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
-from megatron.fake_quant.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
 from megatron.fake_quant.quant_type import gemm_formats
 
 from .inputs import (

@@ -32,7 +32,7 @@ from megatron.fake_quant import (
 from megatron.fake_quant.elements import E2M1, ELEMENTS
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import FORMATS
-from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm import quantized_matmul
 from megatron.fake_quant.special_scalings import TensorScaling
 from tests.torch_releases import TRACES_ALL, traces_all
 

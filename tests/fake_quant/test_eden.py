@@ -10,11 +10,11 @@ from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import code_values, decode
 from megatron.fake_quant.elements import E4M3
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GemmFormats
 from megatron.fake_quant.inspect.format_report import describe
 from megatron.fake_quant.inspect.rounding_bias import rounding_bias
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
 
 from .uses import check_commands
 

@@ -18,8 +18,8 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.block_scaling import BlockScaling
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.fused import numba_launch
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.scalings import kernel_roundings
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 

@@ -15,7 +15,7 @@ from megatron.fake_quant.code_points import (
     unpack_nibbles,
 )
 from megatron.fake_quant.elements import ELEMENTS, S1P2, Cast, HiFloat8
-from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.matmul.hadamard import Hadamard
 from megatron.fake_quant.names import get_element
 
 from . import oracle

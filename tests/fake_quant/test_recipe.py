@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from megatron.fake_quant import Hadamard, get_format
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.policy import OperationPolicy, resolve
 from megatron.fake_quant.recipe import load_recipe
 from megatron.fake_quant.tiles.tiling import Tiling

@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize
-from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm import quantized_matmul
 
 from .inputs import by_definition
 from .kernel_inputs import NAMES, SEED, bits

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import megatron.fake_quant.fused
-from megatron.fake_quant import fake_quantize, get_format, products, reference
+from megatron.fake_quant import fake_quantize, get_format, reference
 from megatron.fake_quant.accumulate import get_accumulator
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.matmul import products
 from megatron.fake_quant.operators import amax_of
 from megatron.fake_quant.quantize import checked
 from megatron.fake_quant.scalings.tensor_scale import local_amax

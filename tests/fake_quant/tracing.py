@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant.gemm_formats import GemmFormats
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
 
 from .kernel_inputs import SEED
 

@@ -26,9 +26,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from megatron.fake_quant import Format, get_format, products, reference
+from megatron.fake_quant import Format, get_format, reference
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.fused import triton_launch, triton_plans
+from megatron.fake_quant.matmul import products
 from megatron.fake_quant.quantize import checked
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 from tests.fake_quant import triton_accumulators

@@ -13,7 +13,7 @@ import pytest
 
 import quant_type_modifier
 from megatron.fake_quant import policy
-from megatron.fake_quant.settings import read_settings
+from megatron.fake_quant.policy.settings import read_settings
 from tests import forks
 from tests.subprocesses import NO_SETTINGS, REPO, environment
 

@@ -73,7 +73,7 @@ def matrix_view_of(
 
 
 #: For each operand, the GEMM that quantizes it along rows and the GEMM that quantizes it along
-#: columns; see `fake_quant.gemm`.
+#: columns; see `fake_quant.matmul.gemm`.
 _USES: dict[tuple[str, str], tuple[str, str]] = {
     ("linear", "input"): ("fprop", "wgrad"),
     ("linear", "weight"): ("fprop", "dgrad"),

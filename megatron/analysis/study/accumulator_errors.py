@@ -44,11 +44,11 @@ from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.product import accumulated_product
 from megatron.fake_quant.accumulate.unit_matrix import UnitMatrix, unit_matrix
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, GemmFormats
 from megatron.fake_quant.quant_type import gemm_formats
 from megatron.fake_quant.quantize import fake_quantize
 from megatron.fake_quant.random_bits import derive_seed
-from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.recipe.operands import GEMMS
 
 #: Quantiles of the errors over the positions of a result.
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)

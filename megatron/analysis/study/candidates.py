@@ -13,10 +13,15 @@ from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.inspect.format_properties import bits_a_value
+from megatron.fake_quant.matmul.gemm_formats import (
+    ACCUMULATOR_FIELDS,
+    GEMM_SLOTS,
+    SLOTS,
+    GemmFormats,
+)
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.names import get_format
-from megatron.fake_quant.operand import Operand
 from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.quant_type import (
     DEFAULT_TYPE,

@@ -62,11 +62,11 @@ from megatron.analysis.study.gemm_results import (
     results,
 )
 from megatron.analysis.study.operands import Matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.gradient_rule import gradient_to_noise
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.quant_type import DEFAULT_TYPE
 from megatron.fake_quant.random_bits import derive_seed
-from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.recipe.operands import GEMMS
 
 Row = dict[str, Any]
 Numbers = dict[str, float]  #: error metrics by column

@@ -18,12 +18,17 @@ from torch import Tensor
 from megatron.analysis.study.candidates import HIGH_PRECISION
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
-from megatron.fake_quant.mean_split import SplitMatrix, with_means
-from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.products import matmul as plain_matmul
-from megatron.fake_quant.products import matmul_then_scale, multiply
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import (
+    ACCUMULATOR_FIELDS,
+    GEMM_SLOTS,
+    SLOTS,
+    GemmFormats,
+)
+from megatron.fake_quant.matmul.mean_split import SplitMatrix, with_means
+from megatron.fake_quant.matmul.operand import Operand
+from megatron.fake_quant.matmul.products import matmul as plain_matmul
+from megatron.fake_quant.matmul.products import matmul_then_scale, multiply
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 

@@ -28,7 +28,7 @@ from megatron.analysis.verification.recompute_attention import (
     unnormalized_probabilities,
 )
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
-from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm import quantized_matmul
 
 Load = Callable[[Any], Tensor]
 #: Operands of attention with the dimensions sequence, batch, head and head_dim, in this order.

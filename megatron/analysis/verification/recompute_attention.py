@@ -38,8 +38,8 @@ from megatron.analysis.verification.recompute_linear import (
 )
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tiles.attention import tiled_attention
 from megatron.fake_quant.tiles.forward import Tile, TiledAttention
 from megatron.fake_quant.tiles.matmul import AnyOperand, TiledMatmul

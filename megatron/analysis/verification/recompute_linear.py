@@ -27,12 +27,12 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.accumulate.product import accumulated_product
 from megatron.fake_quant.accumulate.unit_matrix import unit_matrix, unit_matrix_of_codes
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
-from megatron.fake_quant.mean_split import SplitMatrix, with_means
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
+from megatron.fake_quant.matmul.mean_split import SplitMatrix, with_means
+from megatron.fake_quant.matmul.operand import Operand
+from megatron.fake_quant.matmul.products import multiply
+from megatron.fake_quant.matmul.unrounded import unpacked_parts
 from megatron.fake_quant.packing import QuantizedTensor
-from megatron.fake_quant.products import multiply
-from megatron.fake_quant.unrounded import unpacked_parts
 
 #: Operands from which each result of a linear layer is computed.
 LINEAR = {

@@ -21,11 +21,16 @@ from typing import Any
 
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.names import get_accumulator
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
-from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.matmul.gemm_formats import (
+    ACCUMULATOR_FIELDS,
+    GEMM_SLOTS,
+    SLOTS,
+    GemmFormats,
+)
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.operand import AS_IT_IS, Operand
 from megatron.fake_quant.names import get_format
-from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.recipe.operands import GEMMS
 from megatron.fake_quant.tiles.tiling import CAUSAL, Tiling
 
 _AUDIT_LINE = re.compile(

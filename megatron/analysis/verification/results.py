@@ -22,7 +22,7 @@ from megatron.analysis.verification import recorded_formats
 from megatron.analysis.verification.recompute_attention import RESULTS, AttentionFormats, attention
 from megatron.analysis.verification.recompute_linear import LINEAR, Outcome, Recomputation, linear
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.packing import QuantizedTensor
 from megatron.fake_quant.tiles.attention import default_tiling
 from megatron.tensor_record import CODES, OF_ITERATION

@@ -20,10 +20,10 @@ from megatron.collection.run_card import collection_folder
 from megatron.collection.statistics.measure import Sums, measure, statistics
 from megatron.collection.statistics.parquet_files import ParquetFiles
 from megatron.collection.training_clock import clock
-from megatron.fake_quant.gemm_formats import SLOTS
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.quantize import fake_quantize
-from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.recipe.operands import GEMMS
 from megatron.optional_packages import check_installed
 
 logger = logging.getLogger(__name__)

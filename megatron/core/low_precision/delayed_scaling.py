@@ -30,9 +30,9 @@ from torch import Tensor
 from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
 from megatron.fake_quant import policy
-from megatron.fake_quant.delayed_scaling import AmaxHistories
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.delayed_scaling import AmaxHistories
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
 from megatron.fake_quant.operator_rules import is_direct
 from megatron.fake_quant.special_scalings import TensorScaling
 

@@ -22,9 +22,9 @@ from megatron.core.low_precision.quantized_module import Quantized
 from megatron.core.low_precision.transformer_engine import TransformerEngineLayer
 from megatron.core.transformer import attention_tiles
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
-from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.recipe_operands import GEMMS
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
+from megatron.fake_quant.matmul.operand import AS_IT_IS, Operand
+from megatron.fake_quant.recipe.operands import GEMMS
 
 #: Marks of attention whose mask is not causal: no key is hidden, or the mask depends on the data.
 ALL_VISIBLE, MASK_NOT_SAVED = "all keys visible", "mask not saved"

@@ -17,8 +17,8 @@ from megatron.core.low_precision.delayed_scaling import DelayedScaling, check_tr
 from megatron.core.low_precision.global_amax import global_amax
 from megatron.fake_quant import policy
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import AmaxCallback
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm import AmaxCallback
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES

@@ -23,7 +23,7 @@ from megatron.core.transformer import attention_tiles
 from megatron.fake_quant import policy
 from megatron.fake_quant.accumulate.element_types import check_accepted
 from megatron.fake_quant.accumulate.format_checks import element_name
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
 from megatron.fake_quant.recipe import Recipe, Rule
 from megatron.fake_quant.tiles.checks import misfits
 

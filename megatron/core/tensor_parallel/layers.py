@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm import quantized_matmul
 
 _upstream = shadowed(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tiles.attention import default_tiling
 from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
 from megatron.tensor_record import CODES

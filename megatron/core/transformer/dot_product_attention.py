@@ -27,8 +27,8 @@ from megatron.core.low_precision.quantized_module import Quantized, operand_name
 from megatron.core.transformer import attention_tiles
 from megatron.core.transformer.attention_logits import note_largest, visible_mask, watch_logits
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 from megatron.fake_quant.tiles.attention import tiled_attention
 from megatron.fake_quant.tiles.forward import TiledAttention
 from megatron.fake_quant.tiles.matmul import TiledMatmul

@@ -10,7 +10,7 @@ from megatron.fake_quant.accumulate.element_types import check_accepted
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.elements import HiFloat8
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.operand import Operand
 
 #: 16-bit element types; one of them stands for tensors whose dtype is not yet known.
 HALVES = ("bfloat16", "float16")

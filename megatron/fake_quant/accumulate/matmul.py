@@ -12,9 +12,9 @@ from megatron.fake_quant.accumulate.element_types import (
 )
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.accumulate.unit_operand import UnitOperand
-from megatron.fake_quant.autocast import no_autocast
 from megatron.fake_quant.elements import E4M3
 from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.matmul.autocast import no_autocast
 from megatron.fake_quant.rounding import round_to
 
 E8M0_LARGEST = 127  #: exponent of the largest E8M0 scale; that of the smallest one is -127

@@ -25,6 +25,7 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import Format, Scaling
+from megatron.fake_quant.matmul.unrounded import values_and_scale
 from megatron.fake_quant.operator_rules import (
     NAMESPACE,
     batch_first,
@@ -36,7 +37,6 @@ from megatron.fake_quant.operator_rules import (
 from megatron.fake_quant.packing import QuantizedTensor
 from megatron.fake_quant.quantize import checked, seed_for, seeds_for
 from megatron.fake_quant.scales import Scales
-from megatron.fake_quant.unrounded import values_and_scale
 
 _NIBBLE = 4
 

@@ -1,7 +1,7 @@
 """Resolve the number format of every matmul and record where it was set.
 
 A quantization type (see `quant_type.py`) sets the same formats for all layers. A recipe (see
-`recipe.py`) sets the formats layer by layer and operand by operand. The function `resolve` combines
+`recipe/`) sets the formats layer by layer and operand by operand. The function `resolve` combines
 all settings into a policy, which also records the source of each value; `current` returns the
 policy of this process.
 
@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from megatron.bounded_files import printable
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 from megatron.fake_quant.policy.accumulators import (
     ACCUMULATE_FLAG,
     ACCUMULATE_VARIABLE,
@@ -42,6 +42,7 @@ from megatron.fake_quant.policy.accumulators import (
     chosen,
     with_accumulator,
 )
+from megatron.fake_quant.policy.settings import SETTINGS_FILE, SETTINGS_VARIABLE, read_settings
 from megatron.fake_quant.policy.variables import check_names
 from megatron.fake_quant.quant_type import (
     DEFAULT_TYPE,
@@ -52,7 +53,6 @@ from megatron.fake_quant.quant_type import (
     parse_type,
 )
 from megatron.fake_quant.recipe import Recipe, Rule, load_recipe
-from megatron.fake_quant.settings import SETTINGS_FILE, SETTINGS_VARIABLE, read_settings
 
 _Parsed = TypeVar("_Parsed")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.format_checks import HALVES
 from megatron.fake_quant.accumulate.names import get_accumulator
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, GemmFormats
 
 ACCUMULATE_VARIABLE = "QUANT_ACCUMULATE"
 ACCUMULATE_FLAG = "--quant-accumulate"

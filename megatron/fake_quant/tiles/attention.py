@@ -58,7 +58,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
 from megatron.fake_quant.tiles.backward import Backward
 from megatron.fake_quant.tiles.checks import misfits
 from megatron.fake_quant.tiles.forward import Rows, TiledAttention

@@ -11,7 +11,7 @@ from megatron.fake_quant import scalings
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.block_scaling import WHOLE_AXIS
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.rounding_modes import EDEN_GROUP
 from megatron.fake_quant.tiles.tiling import Tiling
 

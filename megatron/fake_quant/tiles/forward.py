@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.fake_quant import scalings
 from megatron.fake_quant.accumulate.unit_matrix import scales_follow_values
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.tiles.checks import misfits, query_step
 from megatron.fake_quant.tiles.matmul import AnyOperand, TiledMatmul
 from megatron.fake_quant.tiles.tiling import ALL_VISIBLE, KeyMask, Tiling

@@ -19,13 +19,13 @@ from megatron.fake_quant.accumulate.product import (
     scaled_sums,
 )
 from megatron.fake_quant.accumulate.unit_matrix import UnitMatrix, unit_matrix
-from megatron.fake_quant.gemm import Observer
-from megatron.fake_quant.gemm_formats import OF_FORWARD, SLOTS, GemmFormats
-from megatron.fake_quant.mean_split import SplitMatrix, with_means
-from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.products import matmul, matmul_then_scale, multiply
+from megatron.fake_quant.matmul.gemm import Observer
+from megatron.fake_quant.matmul.gemm_formats import OF_FORWARD, SLOTS, GemmFormats
+from megatron.fake_quant.matmul.mean_split import SplitMatrix, with_means
+from megatron.fake_quant.matmul.operand import Operand
+from megatron.fake_quant.matmul.products import matmul, matmul_then_scale, multiply
+from megatron.fake_quant.matmul.unrounded import quantize_parts
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
-from megatron.fake_quant.unrounded import quantize_parts
 
 
 class TileOperand(NamedTuple):

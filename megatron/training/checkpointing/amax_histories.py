@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.low_precision.delayed_scaling import DelayedScaling, Operation, of_chunk
-from megatron.fake_quant.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
 from megatron.fake_quant.special_scalings import LONGEST_HISTORY
 from megatron.training.checkpointing.index import read_index
 from megatron.training.printing import print_rank_0

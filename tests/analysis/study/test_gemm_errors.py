@@ -16,10 +16,10 @@ from megatron.analysis.study.gemm_errors import numbers_of
 from megatron.analysis.study.gemm_results import SeparateGemm, independent, only, results
 from megatron.analysis.study.operands import Matmul
 from megatron.fake_quant import fake_quantize, get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
-from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.quant_type import gemm_formats
 from megatron.fake_quant.scalings.tensor_scale import local_amax
 from tests.analysis.study import small_dump

@@ -19,10 +19,10 @@ from megatron.analysis.verification.recorded_formats import (
     softmax_of_card,
 )
 from megatron.fake_quant import get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.tiles.tiling import Tiling
 
 MXFP8, MXFP4, NVFP4 = (Operand(get_format(name)) for name in ("mxfp8", "mxfp4", "nvfp4"))

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
-from megatron.fake_quant.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
 from tests.training.runs import train
 
 

@@ -16,10 +16,10 @@ from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.accumulate import ACCUMULATORS, accumulated_matmul, get_accumulator
 from megatron.fake_quant.accumulate.unit_matrix import unit_matrix, unit_matrix_of_codes
 from megatron.fake_quant.formats import FORMATS
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
-from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, SLOTS, GemmFormats
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.special_scalings import AbsmaxScaling, PairScaling
 from tests.fake_quant.accumulate.unit_operands import taken_apart, with_accumulators
 from tests.fake_quant.kernel_inputs import SEED

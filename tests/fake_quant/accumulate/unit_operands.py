@@ -9,7 +9,7 @@ from megatron.fake_quant import quantize
 from megatron.fake_quant.accumulate import ACCUMULATORS, get_accumulator
 from megatron.fake_quant.code_points import decode, unpack_nibbles
 from megatron.fake_quant.formats import FORMATS
-from megatron.fake_quant.gemm_formats import GEMM_SLOTS, GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GEMM_SLOTS, GemmFormats
 
 
 def with_accumulators(formats: GemmFormats, name: str) -> GemmFormats:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.fake_quant.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm import quantized_matmul
 from megatron.fake_quant.tiles.attention import tiled_attention
 from megatron.fake_quant.tiles.forward import TiledAttention
 from megatron.fake_quant.tiles.matmul import TiledMatmul

@@ -13,8 +13,8 @@ import torch
 from megatron.fake_quant import get_format
 from megatron.fake_quant.accumulate import get_accumulator, scalar
 from megatron.fake_quant.accumulate.element_types import smallest_exponent
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
 from megatron.fake_quant.tiles.backward import Backward
 from megatron.fake_quant.tiles.forward import TiledAttention
 from megatron.fake_quant.tiles.matmul import TiledMatmul

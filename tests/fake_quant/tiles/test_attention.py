@@ -8,15 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
+from megatron.fake_quant.matmul.unrounded import quantize_parts
 from megatron.fake_quant.tiles import matmul as module
 from megatron.fake_quant.tiles.attention import tiled_attention
 from megatron.fake_quant.tiles.forward import TiledAttention
 from megatron.fake_quant.tiles.matmul import TiledMatmul
 from megatron.fake_quant.tiles.tiling import KeyMask, Tiling
-from megatron.fake_quant.unrounded import quantize_parts
 from tests.fake_quant.tiles.attention_runs import (
     ALPHA,
     BATCH,

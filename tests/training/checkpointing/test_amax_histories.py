@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.low_precision.delayed_scaling import Operation
-from megatron.fake_quant.gemm_formats import SLOTS
+from megatron.fake_quant.matmul.gemm_formats import SLOTS
 from megatron.training.checkpointing import amax_histories
 from megatron.training.checkpointing.index import read_index
 from tests.training.runs import NO_DROPOUT, succeeded, train
@@ -83,7 +83,7 @@ class Chunk:
 
     def __init__(self, length):
         from megatron.core.low_precision.delayed_scaling import DelayedScaling
-        from megatron.fake_quant.delayed_scaling import AmaxHistories
+        from megatron.fake_quant.matmul.delayed_scaling import AmaxHistories
 
         self.operation = Operation("m", "linear", False, {"wgrad_a": 0}, length)
         scaling = self.delayed_scaling = DelayedScaling.__new__(DelayedScaling)

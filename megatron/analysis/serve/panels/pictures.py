@@ -39,9 +39,7 @@ def image(subject: Subject) -> Shown:
         picture, title = reduce(other, region, minus=table), "difference"
     else:
         picture, title = reduce(table, region), "value"
-    figure = _image_figure(
-        picture, title, subject.row_name, magnitudes=address.image == MAGNITUDES
-    )
+    figure = _image_figure(picture, title, subject.row_name, magnitudes=address.image == MAGNITUDES)
     step = picture.step
     if step == (1, 1):
         note = "Every pixel is one value."

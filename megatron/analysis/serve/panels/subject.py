@@ -45,12 +45,12 @@ class Subject:
 
     @property
     def is_weight(self) -> bool:
-        """Whether the tensor is a weight, whose rows are output units instead of tokens."""
+        """True if the tensor is a weight, whose rows are output units instead of tokens."""
         return str(self.catalog.field(self.tensor, "tensor_name")).endswith("weight")
 
     @property
     def row_name(self) -> str:
-        """What a row of the tensor is, for the label of an axis."""
+        """Name of a row of the tensor, for the label of an axis."""
         return "row (output unit)" if self.is_weight else "token"
 
     def answer(self, tensor: int | None = None) -> Answer:

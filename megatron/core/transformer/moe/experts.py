@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from megatron.fake_quant import policy
-from megatron.fake_quant.gemm_formats import GemmFormats
+from megatron.fake_quant.matmul.gemm_formats import GemmFormats
 
 _upstream = shadowed(__name__)
 

@@ -29,7 +29,7 @@ from megatron.fake_quant.block_scaling import WHOLE_AXIS, BlockScaling
 from megatron.fake_quant.elements import Cast, ElementFormat
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.mean_split import SplitMatrix
+from megatron.fake_quant.matmul.mean_split import SplitMatrix
 from megatron.fake_quant.operator_rules import (
     NAMESPACE,
     batch_first,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.autocast import no_autocast
+from megatron.fake_quant.matmul.autocast import no_autocast
 
 
 class SplitMatrix(NamedTuple):

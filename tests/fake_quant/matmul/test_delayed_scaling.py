@@ -16,7 +16,7 @@ from megatron.analysis.stats.format_groups import group_formats
 from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.analysis.stats.result_columns import format_numbers
 from megatron.fake_quant import fake_quantize, get_format, quantize
-from megatron.fake_quant.delayed_scaling import AmaxHistories, largest_magnitude
+from megatron.fake_quant.matmul.delayed_scaling import AmaxHistories, largest_magnitude
 
 AMAXES = {
     "falling": [8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.75],

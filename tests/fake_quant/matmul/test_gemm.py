@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import Hadamard, fake_quantize, gemm, get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.mean_split import SplitMatrix
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant import Hadamard, fake_quantize, get_format
+from megatron.fake_quant.matmul import gemm
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.mean_split import SplitMatrix
+from megatron.fake_quant.matmul.operand import Operand
 
 M, N, K = 40, 72, 96  # 40 and 72 leave a ragged last block of 32
 

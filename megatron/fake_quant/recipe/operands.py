@@ -29,9 +29,14 @@ from typing import Any, TypeVar
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import ACCUMULATOR_FIELDS, GEMM_SLOTS, SLOTS, GemmFormats
-from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.operand import AS_IT_IS, SOURCES, SPLITS, Operand
+from megatron.fake_quant.matmul.gemm_formats import (
+    ACCUMULATOR_FIELDS,
+    GEMM_SLOTS,
+    SLOTS,
+    GemmFormats,
+)
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.operand import AS_IT_IS, SOURCES, SPLITS, Operand
 from megatron.fake_quant.quant_type import (
     OPERATIONS,
     gemm_formats,
@@ -39,7 +44,7 @@ from megatron.fake_quant.quant_type import (
     parse_type,
     weight_format,
 )
-from megatron.fake_quant.recipe_yaml import Node
+from megatron.fake_quant.recipe.yaml_nodes import Node
 from megatron.fake_quant.tiles.checks import misfits
 from megatron.fake_quant.tiles.tiling import Tiling
 

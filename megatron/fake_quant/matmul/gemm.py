@@ -35,22 +35,22 @@ from torch import Tensor
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.product import accumulated_product
 from megatron.fake_quant.accumulate.unit_matrix import unit_matrix
-from megatron.fake_quant.autocast import autocast_of
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
-from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.mean_split import SplitMatrix, with_means
-from megatron.fake_quant.operand import AS_IT_IS, Operand
-from megatron.fake_quant.operator_rules import derive_seeds, drawn, is_direct, seed_tensor
-from megatron.fake_quant.products import (
+from megatron.fake_quant.matmul.autocast import autocast_of
+from megatron.fake_quant.matmul.gemm_formats import AXES, GEMM_SLOTS, OF_FORWARD, GemmFormats
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.mean_split import SplitMatrix, with_means
+from megatron.fake_quant.matmul.operand import AS_IT_IS, Operand
+from megatron.fake_quant.matmul.products import (
     Matmul,
     matmul,
     matmul_then_scale,
     multiply,
     product_dtype,
 )
+from megatron.fake_quant.matmul.unrounded import quantize_parts
+from megatron.fake_quant.operator_rules import derive_seeds, drawn, is_direct, seed_tensor
 from megatron.fake_quant.random_bits import derive_seed, draw_seed
-from megatron.fake_quant.unrounded import quantize_parts
 
 #: Callback that receives an operand's slot (such as fprop_a), the tensor (split and transformed,
 #: not yet quantized), its `Operand`, the reduction axis, the seed and the given amax (or None).

@@ -10,7 +10,7 @@ from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.block_scaling import AmaxSource
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.operand import AS_IT_IS, Operand
+from megatron.fake_quant.matmul.operand import AS_IT_IS, Operand
 from megatron.fake_quant.tiles.checks import check_probabilities
 from megatron.fake_quant.tiles.tiling import Tiling
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.hadamard import Hadamard
-from megatron.fake_quant.mean_split import SplitMatrix, split_mean
-from megatron.fake_quant.unrounded import quantize_parts
+from megatron.fake_quant.matmul.hadamard import Hadamard
+from megatron.fake_quant.matmul.mean_split import SplitMatrix, split_mean
+from megatron.fake_quant.matmul.unrounded import quantize_parts
 
 #: Tensor from which an operand is quantized: the high-precision tensor, or the values that the
 #: forward pass multiplied (its quantized copy, dequantized).

@@ -7,7 +7,7 @@ from megatron.fake_quant.quant_type import OPERATIONS
 
 SIZE_LIMIT = 1 << 16  #: maximum size of the settings file, in bytes
 SETTINGS_VARIABLE = "QUANT_SETTINGS_FILE"
-SETTINGS_FILE = Path(__file__).resolve().parents[2] / ".quant_settings.json"
+SETTINGS_FILE = Path(__file__).resolve().parents[3] / ".quant_settings.json"
 
 
 def read_settings(path: Path) -> dict[str, str]:

@@ -35,8 +35,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.bounded_files import printable
-from megatron.fake_quant.recipe_operands import Config, accumulated_operations, parse_config
-from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
+from megatron.fake_quant.recipe.operands import Config, accumulated_operations, parse_config
+from megatron.fake_quant.recipe.yaml_nodes import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
 Interval = tuple[float, float]  #: first and last iteration, from 1; the last may be math.inf

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from megatron import cpu_matmul
-from megatron.fake_quant.autocast import autocast_of, no_autocast
 from megatron.fake_quant.fused import dispatch
-from megatron.fake_quant.mean_split import SplitMatrix
+from megatron.fake_quant.matmul.autocast import autocast_of, no_autocast
+from megatron.fake_quant.matmul.mean_split import SplitMatrix
 from megatron.fake_quant.operator_rules import (
     NAMESPACE,
     batch_first,

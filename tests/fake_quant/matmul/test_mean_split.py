@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.operand import Operand
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.operand import Operand
 
 M, N, K = 48, 64, 96
 MXFP4, MXFP8 = get_format("mxfp4"), get_format("mxfp8")

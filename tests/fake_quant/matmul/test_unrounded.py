@@ -15,15 +15,15 @@ from torch import Tensor
 from megatron import cpu_matmul
 from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format, quantize, reference
 from megatron.fake_quant.fused import numba_launch
-from megatron.fake_quant.gemm import quantized_matmul
-from megatron.fake_quant.gemm_formats import SLOTS, GemmFormats
-from megatron.fake_quant.mean_split import SplitMatrix
-from megatron.fake_quant.operand import Operand
-from megatron.fake_quant.products import multiply
+from megatron.fake_quant.matmul.gemm import quantized_matmul
+from megatron.fake_quant.matmul.gemm_formats import SLOTS, GemmFormats
+from megatron.fake_quant.matmul.mean_split import SplitMatrix
+from megatron.fake_quant.matmul.operand import Operand
+from megatron.fake_quant.matmul.products import multiply
+from megatron.fake_quant.matmul.unrounded import kind_of, quantize_parts, unpacked_parts
 from megatron.fake_quant.quantize import checked
-from megatron.fake_quant.unrounded import kind_of, quantize_parts, unpacked_parts
 
-from .kernel_inputs import SEED, bits
+from ..kernel_inputs import SEED, bits
 
 M, N, K = 48, 80, 192
 HALVES = (torch.bfloat16, torch.float16)

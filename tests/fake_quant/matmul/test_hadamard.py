@@ -8,8 +8,8 @@ import torch
 
 from megatron.fake_quant import Hadamard, quantize
 
-from . import references
-from .inputs import assert_same
+from .. import references
+from ..inputs import assert_same
 
 SIZES = [2, 4, 8, 16, 32, 64, 128, 256]
 SIGNS = ["none", 0, 1234]
