@@ -66,7 +66,7 @@ class Collector:
             limited: whether the limits, the ring buffer and the flag file apply.
         """
         self.settings = settings
-        self.ranks: list[dict[str, Any]] = []  #: outcome of every rank; set by `session.settle`
+        self.ranks: list[dict[str, Any]] = []  #: outcome of every rank; set by `session_end.settle`
         self.coordinates = dict(coordinates or rank_coordinates())
         self.run_id = run_id
         self.collected = 0  #: number of completed iterations that were collected

@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -26,16 +26,17 @@ from megatron.collection.capture import Capture, NoSink
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
 from megatron.collection.collector import Collector
 from megatron.collection.deferred_signals import signals_deferred
-from megatron.collection.exit_status import call_at_exit, error_at_exit, exit_with_error
+from megatron.collection.exit_status import call_at_exit
 from megatron.collection.flags import Reader, by_reader
 from megatron.collection.foreign_tensors import check_arguments, check_groups
-from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.plan import Planner
 from megatron.collection.rank_checks import NamedTensors, check_folders, check_selection_exists
 from megatron.collection.record_writer import check_writable
 from megatron.collection.run_card import rank_coordinates
+from megatron.collection.session_end import close, close_at_exit
+from megatron.collection.session_state import state
 from megatron.collection.settings import Settings, enabled_by_environment, read_settings
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
 from megatron.collection.training_clock import MicroBatch, clock, need_clock
@@ -45,15 +46,6 @@ from megatron.tensor_record import operation_of
 logger = logging.getLogger(__name__)
 
 UNNAMED = ModuleIdentity("", -1)  #: identity of a layer that is not part of a model
-_collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
-_statistics: TensorStatistics | None = None  #: statistics of this rank; None if there are none
-_configured = False
-_audited = False  #: True if the trainer has passed the format audit to `configure`
-_owner = 0  #: ID of the process that started the collection
-_knows_end = False  #: True if the trainer has passed its last iteration to `configure`
-_warned = False  #: True once a layer that runs more than once in a micro-batch was reported
-_completed_before = 0  #: number of iterations completed before this run
-_observed = 0  #: number of completed iterations at the last call of `observe`
 
 
 def configure(
@@ -100,15 +92,14 @@ def configure(
     Raises:
         ValueError: if any rank finds an invalid setting or cannot write; raised on all ranks.
     """
-    global _audited, _collector, _completed_before, _configured, _knows_end, _observed, _owner
-    global _statistics, _warned
     close()
-    _completed_before = iteration
-    _configured, _observed, _audited = True, 0, quantization is not None
-    _warned = False
-    clock.reset(iteration)
     args = {} if args is None else args
-    _knows_end = bool(args.get("train_iters"))
+    state.reset(
+        completed_before=iteration,
+        audited=quantization is not None,
+        knows_end=bool(args.get("train_iters")),
+    )
+    clock.reset(iteration)
 
     def requested() -> Settings | None:
         if not (plan or save_tensors or enabled_by_environment()):
@@ -131,21 +122,21 @@ def configure(
     history = together(lambda: StatisticsSettings.parse(directory=save_dir, **chosen))
     if settings is None and history is None:
         return
-    _owner = os.getpid()
+    state.owner = os.getpid()
     call_at_exit(close_at_exit)
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
     if history is not None and not plan:
         place = dict(coordinates or rank_coordinates())
-        _statistics = together(lambda: TensorStatistics(history, run_id, place, iteration))
+        state.statistics = together(lambda: TensorStatistics(history, run_id, place, iteration))
     if settings is None:
         return
     if from_all_ranks(modules is not None)[0]:
         check_selection_exists(settings.selection, modules or ())
     if plan:
-        _collector = Planner(settings, run_id, coordinates=coordinates)
+        state.collector = Planner(settings, run_id, coordinates=coordinates)
         return
     with signals_deferred:  # a signal must not leave the run card unfinished
-        _collector = together(
+        state.collector = together(
             lambda: Collector.start(
                 settings,
                 run_id,
@@ -156,7 +147,7 @@ def configure(
                 loaded=loaded,
             )
         )
-    if _collector.is_first:
+    if state.collector.is_first:
         logger.info("saving tensors to %s (run %s)", settings.directory, run_id)
 
 
@@ -175,29 +166,29 @@ policy.call_before_change(_refuse_other_formats)
 
 def configured() -> bool:
     """Return whether the training loop has called `configure`."""
-    return _configured
+    return state.configured
 
 
 def audited() -> bool:
     """Return whether the trainer has printed the format audit and passed it to `configure`."""
-    return _audited
+    return state.audited
 
 
 def knows_last_iteration() -> bool:
     """Return whether the trainer has passed its last iteration, `train_iters`, to `configure`."""
-    return _knows_end
+    return state.knows_end
 
 
 def add_to_card(name: str, value: list[Any] | dict[str, Any]) -> None:
     """Add `value` to the list or dictionary `name` of the run card, which is written later."""
-    if _collector is not None:
-        _collector.add_to_card(name, value)
+    if state.collector is not None:
+        state.collector.add_to_card(name, value)
 
 
 def set_audit(quantization: list[dict[str, Any]]) -> None:
     """Set the format audit in the run card, if the trainer has not passed it to `configure`."""
-    if _collector is not None and not _audited:
-        _collector.set_audit(quantization)
+    if state.collector is not None and not state.audited:
+        state.collector.set_audit(quantization)
 
 
 def begin_iteration(number: int | None = None) -> None:
@@ -207,24 +198,24 @@ def begin_iteration(number: int | None = None) -> None:
         number: number of the iteration, as in the log; None for the one after the previous one.
     """
     clock.iteration = clock.iteration + 1 if number is None else number
-    if _collector is not None:
-        if _collector.has_ring and clock.completed > _observed:
+    if state.collector is not None:
+        if state.collector.has_ring and clock.completed > state.observed:
             raise ValueError(completeness.RING_WITHOUT_LOSSES)
         with signals_deferred:
-            _collector.begin_iteration()
-    if _statistics is not None:
-        _statistics.latest = []
+            state.collector.begin_iteration()
+    if state.statistics is not None:
+        state.statistics.latest = []
 
 
 def end_iteration() -> None:
     """Register the end of a training iteration, in a schedule or in `training_iteration`."""
     clock.completed += 1
     clock.micro_batch = None
-    if _collector is not None:
-        _collector.end_iteration()
-    if _statistics is not None:
+    if state.collector is not None:
+        state.collector.end_iteration()
+    if state.statistics is not None:
         with signals_deferred:
-            _statistics.end_iteration()
+            state.statistics.end_iteration()
 
 
 def abandon_iteration(number: int) -> None:
@@ -238,10 +229,10 @@ def abandon_iteration(number: int) -> None:
         number: number of the iteration before the failed one.
     """
     failed, clock.iteration = clock.iteration, number
-    if _collector is not None:
-        _collector.abandon_iteration(failed)
-    if _statistics is not None:
-        _statistics.abandon_iteration()
+    if state.collector is not None:
+        state.collector.abandon_iteration(failed)
+    if state.statistics is not None:
+        state.statistics.abandon_iteration()
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
@@ -256,29 +247,11 @@ def observe(loss: float | None, grad_norm: float | None) -> str | None:
         A one-line message about the event, on every rank; None if the iteration is normal or there
         is no ring buffer.
     """
-    global _observed
-    _observed = clock.completed
+    state.observed = clock.completed
     with signals_deferred:
-        if _statistics is not None:
-            _statistics.observe(loss, grad_norm)
-        return None if _collector is None else _collector.observe(loss, grad_norm)
-
-
-def flush() -> None:
-    """Wait until all collected tensors are on disk or writing has failed."""
-    if _collector is not None:
-        _collector.outcome()
-    flush_statistics()
-
-
-def flush_statistics() -> None:
-    """Write all measured statistics and losses to disk."""
-    if _collector is not None:
-        with signals_deferred:
-            _collector.flush_losses()
-    if _statistics is not None:
-        with signals_deferred:
-            _statistics.flush()
+        if state.statistics is not None:
+            state.statistics.observe(loss, grad_norm)
+        return None if state.collector is None else state.collector.observe(loss, grad_norm)
 
 
 def set_sample_idx(sample_idx: int) -> None:
@@ -312,7 +285,7 @@ def capture(
         ValueError: if tensors are collected and the layer trains, but nothing counts iterations.
     """
     found = _capture(identity, layer_type, training=training, implementation=implementation)
-    if found is not None and _collector is not None and clock.micro_batch is not None:
+    if found is not None and state.collector is not None and clock.micro_batch is not None:
         _note_call(clock.micro_batch, identity or UNNAMED, layer_type)
     return found
 
@@ -329,24 +302,23 @@ def _capture(
             need_clock("the tensor collection", training=training)
         return None
     identity = identity or UNNAMED
-    measured = _statistics is not None and _statistics.wants()
+    measured = state.statistics is not None and state.statistics.wants()
     options: dict[str, Any] = {"implementation": implementation}
     if measured:
-        options["statistics"] = _statistics
-    if _collector is not None and _collector.wants(identity, layer_type):
-        return Capture(_collector, identity, layer_type, **options)
-    if not measured or _statistics is None:
+        options["statistics"] = state.statistics
+    if state.collector is not None and state.collector.wants(identity, layer_type):
+        return Capture(state.collector, identity, layer_type, **options)
+    if not measured or state.statistics is None:
         return None
-    return Capture(NoSink(_statistics.coordinates), identity, layer_type, **options)
+    return Capture(NoSink(state.statistics.coordinates), identity, layer_type, **options)
 
 
 def _note_call(micro_batch: MicroBatch, identity: ModuleIdentity, layer_type: str) -> None:
     """Warn once if a layer runs more than once in a micro-batch."""
-    global _warned
     if clock.recomputing:
         return
-    if (identity, layer_type) in micro_batch.collected and identity.name and not _warned:
-        _warned = True
+    if (identity, layer_type) in micro_batch.collected and identity.name and not state.warned:
+        state.warned = True
         logger.warning(
             "the layer %s runs more than once in micro-batch %d of iteration %d; the records of "
             "its calls have the same names, so that verify, study and diff cannot tell them apart",
@@ -384,8 +356,8 @@ def save_tensor(
     check_arguments(
         tensor, tensor_name, layer_type=layer_type, dims=dims, identity=identity, **fields
     )
-    if _collector is not None:
-        check_groups(dims, _collector.coordinates)
+    if state.collector is not None:
+        check_groups(dims, state.collector.coordinates)
     if (layer := _capture(identity, layer_type)) is not None:
         fields = {"operation": operation_of(tensor_name)} | fields
         layer.save(tensor_name, tensor, dims=dims, **fields)
@@ -393,31 +365,33 @@ def save_tensor(
 
 def enabled() -> bool:
     """Return whether this run collects tensors or measures their statistics."""
-    return _collector is not None or _statistics is not None
+    return state.enabled
 
 
 def collects_now() -> bool:
     """Return whether this iteration is collected or the current micro-batch is measured."""
-    if _statistics is not None and _statistics.wants():
+    if state.statistics is not None and state.statistics.wants():
         return True
-    return _collector is not None and _collector.collects(clock.iteration)
+    return state.collector is not None and state.collector.collects(clock.iteration)
 
 
 def includes(identity: ModuleIdentity, layer_type: str) -> bool:
     """Return whether this run collects tensors of a module, or measures their statistics."""
-    if _statistics is not None:
+    if state.statistics is not None:
         return True
-    return _collector is not None and _collector.settings.selection.wants(identity, layer_type)
+    return state.collector is not None and state.collector.settings.selection.wants(
+        identity, layer_type
+    )
 
 
 def statistics() -> TensorStatistics | None:
     """Return the statistics of this rank; None without `--tensor-statistics`."""
-    return _statistics
+    return state.statistics
 
 
 def current() -> Collector | None:
     """Return the collector of this rank; None if the run collects nothing."""
-    return _collector
+    return state.collector
 
 
 def finished() -> str | None:
@@ -425,9 +399,9 @@ def finished() -> str | None:
 
     Otherwise return None. The result is the same on every rank.
     """
-    if _collector is None or not _collector.complete:
+    if state.collector is None or not state.collector.complete:
         return None
-    return f"the tensors of {_collector.collected} iteration(s) are collected (--control-iter)"
+    return f"the tensors of {state.collector.collected} iteration(s) are collected (--control-iter)"
 
 
 def check_reached(modules: Sequence[NamedTensors], *, alone: bool = False) -> None:
@@ -441,104 +415,7 @@ def check_reached(modules: Sequence[NamedTensors], *, alone: bool = False) -> No
     Raises:
         ValueError: if no rank has a selected module or tensor; raised on all ranks.
     """
-    if _collector is not None and alone:
-        _collector.settings.selection.check_reached(modules)
-    elif _collector is not None:
-        check_selection_exists(_collector.settings.selection, modules)
-
-
-def settle() -> list[str]:
-    """Gather the outcome of every rank for the run card, at the end of a run without errors.
-
-    Must be called on all ranks.
-
-    Returns:
-        One message per rank that reached a limit.
-    """
-    if _statistics is not None:
-        failures = from_all_ranks(_statistics.failure)
-        _statistics.failure = next(filter(None, failures), None)
-    if _collector is None:
-        return []
-    # Between short waits for the disk, the ranks synchronize, so that one slow disk does not cause
-    # a timeout on the other ranks.
-    while not all(from_all_ranks(_collector.settled(_collector.settings.turn))):
-        pass
-    _collector.ranks = from_all_ranks(_collector.outcome())
-    return [
-        f"{rank['limit']}; {rank['dropped_tensors']} tensors, "
-        f"{gib(rank['dropped_bytes'])}, were dropped"
-        for rank in _collector.ranks
-        if rank["limit"]
-    ]
-
-
-def close(aborted: str | None = None, *, interrupted: bool = False) -> str | None:
-    """End the collection.
-
-    Args:
-        aborted: reason why training ended early, for the run card; None if it ended normally. If a
-            reason is given, the ring buffer is written.
-        interrupted: whether a signal ended training; the ring buffer is then discarded.
-
-    Returns:
-        An error message if the collection has failed on this rank, or on any rank if `settle` has
-        been called, or if fewer iterations than requested were collected; None otherwise.
-    """
-    global _collector, _statistics
-    lacking = None if aborted is not None or interrupted else lacking_iterations()
-    if lacking is not None:
-        logger.warning("%s", lacking)
-    with signals_deferred:
-        collector, _collector = _collector, None
-        history, _statistics = _statistics, None
-        failures = [None if history is None else history.close()]
-        if collector is not None:
-            failures.insert(
-                0, collector.close(aborted, interrupted=interrupted, lacking=lacking) or lacking
-            )
-        return "; ".join(filter(None, failures)) or None
-
-
-def close_at_exit() -> None:
-    """End the collection when Python exits, if the training loop has not called `close`.
-
-    If the collection is not complete, the program ends with status 1.
-    """
-    if os.getpid() != _owner:  # a forked process has no writer threads
-        return
-    error = error_at_exit()
-    why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-    if error is None and (nothing := reason_for_nothing()) is not None:
-        end_with_error(nothing)
-    lacking = None if error is not None else lacking_iterations()
-    failure = close(why, interrupted=not isinstance(error, Exception)) or lacking
-    if error is None and not _audited and failure is not None:
-        exit_with_error(f"the collection is not complete: {failure}")
-
-
-def end_with_error(reason: str) -> NoReturn:
-    """Mark the collection as failed, and end the program with status 1; called at exit."""
-    if _collector is not None:
-        _collector.give_up(reason)
-    close()
-    exit_with_error(reason)
-
-
-def reason_for_nothing() -> str | None:
-    """Return the reason why this run has collected nothing; None if this is not an error.
-
-    A trainer that passes the format audit to `configure` reports this itself.
-    """
-    if _audited or not enabled() or (_collector is not None and _collector.abandoned):
-        return None
-    return completeness.nothing_collected(_collector, _statistics, has_losses=bool(_observed))
-
-
-def lacking_iterations() -> str | None:
-    """Return an error message if fewer iterations than requested were collected; None otherwise."""
-    if _audited or _collector is None or isinstance(_collector, Planner):
-        return None
-    if _collector.error is not None or _collector.abandoned:  # another message says more
-        return None
-    return completeness.lacking_iterations(_collector, _completed_before)
+    if state.collector is not None and alone:
+        state.collector.settings.selection.check_reached(modules)
+    elif state.collector is not None:
+        check_selection_exists(state.collector.settings.selection, modules)

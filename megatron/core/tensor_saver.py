@@ -22,19 +22,16 @@ from megatron.collection.run_card import rank_coordinates
 from megatron.collection.session import (
     abandon_iteration,
     capture,
-    close,
     configured,
     current,
     enabled,
     finished,
-    flush,
-    flush_statistics,
     observe,
     save_tensor,
     set_sample_idx,
-    settle,
     statistics,
 )
+from megatron.collection.session_end import close, flush, flush_statistics, settle
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock
 from megatron.core import parallel_state

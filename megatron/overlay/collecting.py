@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.collection.collectives import from_all_ranks
 from megatron.collection.limits import gib
 from megatron.collection.plan import Planner, make_plan, planned_iterations
@@ -158,8 +158,8 @@ def finish(request: Request) -> str | None:
     if request.options.collect_plan:
         return None if tensor_saver.current() is None else "no planned iteration has run"
     limits = tensor_saver.settle()
-    unreached = session.reason_for_nothing()
-    lacking = session.lacking_iterations()
+    unreached = session_end.reason_for_nothing()
+    lacking = session_end.lacking_iterations()
     saver = tensor_saver.current()
     if saver is not None:
         tensors = sum(rank["tensors"] for rank in saver.ranks)
@@ -194,7 +194,7 @@ def end_without_atexit() -> None:
     """Do what this project's `atexit` functions do, in a process that ends without calling them."""
     from megatron.core.low_precision import program_end
 
-    session.close_at_exit()
+    session_end.close_at_exit()
     program_end.check_end()
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.fake_quant import policy
 from tests.file_systems import mount_or_skip
 from tests.subprocesses import NO_SETTINGS
@@ -18,7 +18,7 @@ def fresh_saver(monkeypatch):
     monkeypatch.setenv("QUANT_SETTINGS_FILE", str(NO_SETTINGS))
     monkeypatch.setattr(policy, "_current", None)
     yield
-    session.close()
+    session_end.close()
     session.configure()
 
 
@@ -39,5 +39,5 @@ def small_disk(tmp_path):
     folder.mkdir()
     mount_or_skip(folder, "size=1m")
     yield folder
-    session.close()  # even after a failure: an open index would hold the mount
+    session_end.close()  # even after a failure: an open index would hold the mount
     subprocess.run(["umount", str(folder)], check=True)

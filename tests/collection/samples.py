@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.training_clock import clock
@@ -60,7 +60,7 @@ def save(tensor=None, identity=LAYER, name="input") -> None:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all indexes of a folder, in order of runs and counters."""
-    session.flush()
+    session_end.flush()
     lines = [line for path in sorted(folder.glob("index_*.jsonl")) for line in read_index(path)]
     return sorted(lines, key=lambda line: (line["run_id"], line["counter"]))
 

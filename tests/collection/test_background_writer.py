@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.collection import session, settings
+from megatron.collection import session, session_end, settings
 from megatron.collection.background_writer import BackgroundWriter
 from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.record_writer import RecordWriter
@@ -107,16 +107,16 @@ def test_at_the_end_no_rank_waits_long_for_another_that_still_writes(tmp_path, m
     session.configure(save_tensors=True, save_dir=str(tmp_path))
     monkeypatch.setattr(RecordWriter, "write", slow)
     monkeypatch.setattr(settings, "TURN", 0.1)
-    monkeypatch.setattr(session, "from_all_ranks", from_all)
+    monkeypatch.setattr(session_end, "from_all_ranks", from_all)
     session.begin_iteration()
     clock.micro_batch = MicroBatch(1, 0)
     save()
     session.end_iteration()
-    session.settle()
+    session_end.settle()
     assert told[:-1] == [False] * (len(told) - 2) + [True]
     assert len(told) >= 4, "several turns, then the outcome of each rank"
     assert told[-1]["tensors"] == 1
-    session.close()
+    session_end.close()
 
 
 def test_what_is_written_is_whole_and_in_the_index_once(tmp_path):
@@ -266,7 +266,7 @@ def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
     clock.micro_batch = MicroBatch(1, 0)
     save()
     assert "no memory to copy input: Default" in session.current().error
-    assert "select less, or lower --collect-max-host-gib" in session.close()
+    assert "select less, or lower --collect-max-host-gib" in session_end.close()
 
 
 def test_a_thread_that_hangs_with_the_index_holds_up_no_event(disk):
@@ -297,6 +297,6 @@ def test_while_threads_write_training_does_not_ask_the_disk(tmp_path, monkeypatc
     for _ in range(200):
         save(torch.ones(64, 64, 8))
     session.end_iteration()
-    assert session.close() is None
+    assert session_end.close() is None
     assert 1 <= sum(asked) < 200
     assert len(asked) - sum(asked) == 200, "one query after each write"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.collection import limits as collection_limits
-from megatron.collection import memory_limit, session
+from megatron.collection import memory_limit, session, session_end
 from megatron.collection import settings as collection_settings
 from megatron.collection.limits import GIB, OVERHEAD, Limits, default_host_bytes, gib
 from megatron.collection.plan import CollectionPlan, Segment, Share
@@ -36,8 +36,8 @@ def collect(folder, tensors: int = 6, **limits):
         save(torch.ones(16, 16, 64))
     session.end_iteration()
     assert session.finished(), "the iteration counts, so that training ends as requested"
-    lines = session.settle()
-    assert session.close() is None, "a limit is not a failure"
+    lines = session_end.settle()
+    assert session_end.close() is None, "a limit is not a failure"
     (index,) = folder.glob("index_*.jsonl")
     (card,) = folder.glob("run_*.json")
     found = list(read_index(index))
@@ -84,8 +84,8 @@ def test_a_slice_that_leaves_nothing_of_a_tensor_is_said_once(tmp_path, caplog):
     for tokens in (2, 4, 1):
         save(torch.ones(tokens, 3, 4))
     session.end_iteration()
-    session.settle()
-    session.close()
+    session_end.settle()
+    session_end.close()
     (said,) = [m for m in caplog.messages if "--collect-slice" in m]
     assert "selects nothing of input of decoder.layers.0.mlp.linear_fc1, whose dim" in said
     assert "s b h are [2, 3, 4]; rank 0 leaves out this tensor" in said
@@ -261,14 +261,14 @@ def test_a_folder_that_vanishes_ends_the_collection_and_not_the_training(tmp_pat
     session.begin_iteration()
     clock.micro_batch = MicroBatch(1, 0)
     save()
-    session.flush()
+    session_end.flush()
     shutil.rmtree(tmp_path / "dump")
     save()
     save()
     session.end_iteration()
-    session.flush()
+    session_end.flush()
     assert sum("collection stopped after 1 tensors" in m for m in caplog.messages) == 1
-    assert "cannot write to" in session.close()
+    assert "cannot write to" in session_end.close()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.analysis.dump.loss_curve import loss_curve
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.collection.loss_log import LossLog
 from megatron.collection.training_clock import MicroBatch, clock
 from tests.collection.samples import events, save
@@ -23,7 +23,7 @@ def test_every_iteration_is_in_the_index_before_the_ring_is_written(fresh_saver,
         save(torch.ones(2, 3, 4))
         session.end_iteration()
         session.observe(loss, grad_norm)
-    session.close()
+    session_end.close()
     written = events(tmp_path)
     assert [event["event"] for event in written] == ["trained", "trained", "kept", "trained"]
     assert written[1]["loss"] == [1.5, "nan"], "strict readers of JSON do not accept NaN"
@@ -44,7 +44,7 @@ def test_only_the_first_rank_writes(fresh_saver, tmp_path):
     session.begin_iteration()
     session.end_iteration()
     session.observe(2.0, 1.0)
-    session.close()
+    session_end.close()
     assert events(tmp_path) == []
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.collection.limits import GIB
 from megatron.collection.loss_spikes import ENOUGH, WINDOW, Jumps, LossSpikeDetector
 from megatron.collection.training_clock import MicroBatch, clock
@@ -86,7 +86,7 @@ def test_an_error_that_ends_training_keeps_the_ring(tmp_path):
     configure(tmp_path, collect_ring=2)
     for _ in range(5):
         train()
-    session.close(aborted="ValueError: lost")
+    session_end.close(aborted="ValueError: lost")
     assert [e["why"] for e in events(tmp_path)] == ["ValueError: lost"]
     assert saved_iterations(tmp_path) == [4, 5]
     (card,) = tmp_path.glob("run_*.json")
@@ -99,8 +99,8 @@ def test_a_run_without_an_anomaly_writes_no_tensor(tmp_path):
     configure(tmp_path, collect_ring=2)
     for _ in range(5):
         train()
-    assert session.settle() == []
-    assert session.close() is None
+    assert session_end.settle() == []
+    assert session_end.close() is None
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".jsonl"]
     assert (records(tmp_path), events(tmp_path)) == ([], [])
 
@@ -120,7 +120,7 @@ def test_an_iteration_that_memory_has_no_room_for_is_a_limit(tmp_path, caplog):
     assert "the ring of rank 0 holds the first part of iteration 1 only" in said
     assert train(loss=math.nan, tensors=5)
     assert saved_iterations(tmp_path) == [2, 2, 2], "what memory did hold is not lost"
-    (line,) = session.settle()
+    (line,) = session_end.settle()
     assert "--collect-max-host-gib lets this rank hold 288 bytes: rank 0 left out 96 byte" in line
     assert "iteration 2, micro-batch 0, and the rest; 2 tensors, 192 bytes, were dropped" in line
 
@@ -133,8 +133,8 @@ def test_a_ring_recovers_from_an_iteration_that_it_had_no_room_for(tmp_path, cap
             train()
         assert train(loss=math.nan)
     assert saved_iterations(tmp_path) == [3, 4, 5, 8, 9, 10]
-    session.settle()
-    assert session.close() is None
+    session_end.settle()
+    assert session_end.close() is None
     (card,) = tmp_path.glob("run_*.json")
     assert json.loads(card.read_text())["status"] == "finished", "no event kept the incomplete ones"
     assert sum("holds the first part" in m for m in caplog.messages) == 1, "one warning is logged"
@@ -146,8 +146,8 @@ def test_what_an_iteration_of_a_kept_ring_lacks_is_told_and_later_ones_are_whole
     train()
     train(loss=math.nan, tensors=2)
     assert saved_iterations(tmp_path) == [1, 1, 1, 2, 3, 3]
-    session.settle()
-    session.close()
+    session_end.settle()
+    session_end.close()
     (card,) = tmp_path.glob("run_*.json")
     content = json.loads(card.read_text())
     assert content["status"] == "limited"
@@ -163,7 +163,7 @@ def test_a_ring_that_may_write_no_more_counts_what_it_would_have_written(tmp_pat
     assert "iteration 3: the ring cannot be kept (event 2 of" in train(loss=math.nan, tensors=4)
     train(tensors=7)
     assert saved_iterations(tmp_path) == [1, 1]
-    (line,) = session.settle()
+    (line,) = session_end.settle()
     assert "--collect-max-files lets this rank write 2: rank 0 stopped collecting" in line
     assert "; 5 tensors, " in line, "tensors without an event do not count"
 
@@ -173,7 +173,7 @@ def test_a_signal_is_nothing_to_keep_a_ring_for(tmp_path, caplog):
     configure(tmp_path, collect_ring=2)
     for _ in range(5):
         train()
-    session.close(aborted="SIGTERM", interrupted=True)
+    session_end.close(aborted="SIGTERM", interrupted=True)
     assert list(tmp_path.glob("*.pt")) == []
     (event,) = events(tmp_path)
     assert (event["event"], event["why"], event["iterations"]) == ("let_go", "SIGTERM", [4, 5])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.collection import collector, rank_checks, session
+from megatron.collection import collector, rank_checks, session, session_end
 from megatron.collection.background_writer import THREADS
 from megatron.collection.capture import global_shape
 from megatron.collection.module_identity import ModuleIdentity
@@ -41,7 +41,7 @@ def test_the_default_folder_is_named_after_the_type(tmp_path, monkeypatch):
     policy.configure(custom_quant_type="FA_mxfp4")
     session.configure(save_tensors=True)
     step(0)
-    session.flush()
+    session_end.flush()
     (path,) = (tmp_path / "enhanced_tensor_logs" / "FA_mxfp4").glob("*.pt")
     assert parse_filename(path.name)["quant_type"] == "FA_mxfp4"
 
@@ -155,7 +155,7 @@ def test_wrong_arguments_of_other_code_are_refused(wrong, error, message, tmp_pa
         session.save_tensor(**({"tensor": torch.ones(2, 3, 4)} | GOOD | {"dims": dims}))
     session.save_tensor(torch.ones(2, 3), "grad_output", layer_type="linear", dims="t o")
     session.end_iteration()
-    session.flush()
+    session_end.flush()
     saved = [record["operation"] for record in records(tmp_path)]
     assert sorted(saved) == ["backward", "forward", "forward", "forward"]
 
@@ -224,7 +224,7 @@ def test_two_runs_in_one_folder_in_the_same_second_overwrite_nothing(tmp_path, m
         clock.micro_batch = MicroBatch(1, 0)
         for _ in range(3):
             save(torch.full((1, 1, 1), value))
-        session.close()
+        session_end.close()
     found = records(tmp_path)
     assert len({r["file"] for r in found}) == 6
     assert len({r["run_id"] for r in found}) == 2
@@ -255,7 +255,7 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     for _ in range(8):
         save(torch.randn(64, 16, 64))  # 256 KiB each
     session.end_iteration()
-    message = session.close()  # until it returns, every other thread may write one more tensor
+    message = session_end.close()  # until it returns, every other thread may write one more tensor
     found = records(small_disk)
     assert 0 < len(found) < 8
     for record in found:
@@ -275,7 +275,7 @@ def test_the_run_card_says_how_the_run_ended(tmp_path):
     (path,) = tmp_path.glob("run_*.json")
     assert json.loads(path.read_text())["status"] == "running"
     step(0)
-    assert session.close() is None
+    assert session_end.close() is None
     card = json.loads(path.read_text())
     assert (card["status"], card["iterations"], card["seed"]) == ("finished", 1, 7)
     assert card["arguments"]["lr"] == 1e-3
@@ -294,14 +294,14 @@ def test_a_rank_without_selected_modules_may_collect_nothing(
     clock.micro_batch = MicroBatch(1, 0)
     session.capture(ModuleIdentity("linear_fc1", layer), "linear")
     session.end_iteration()
-    assert (session.reason_for_nothing() is not None) == fails
+    assert (session_end.reason_for_nothing() is not None) == fails
 
 
 def test_what_ends_the_collection_at_its_end_stands_in_the_run_card(tmp_path):
     session.configure(save_tensors=True, save_dir=str(tmp_path))
-    session.settle()
+    session_end.settle()
     session.current().give_up("nothing ran")
-    assert session.close().endswith("nothing ran")
+    assert session_end.close().endswith("nothing ran")
     (card,) = tmp_path.glob("run_*.json")
     card = json.loads(card.read_text())
     assert (card["status"], card["error"].rpartition(": ")[2]) == ("failed", "nothing ran")
@@ -343,12 +343,12 @@ def test_an_iteration_that_failed_stops_a_collection_and_leaves_a_ring(ring, tmp
         clock.micro_batch = MicroBatch(number, 0)
         save()
         if fails:
-            session.flush()  # a collection that fails drops what threads have not written yet
+            session_end.flush()  # a collection that fails drops what threads have not written yet
             session.abandon_iteration(number - 1)
         else:
             session.end_iteration()
             session.observe(1.0, 1.0)
-    failure = session.close(aborted="the end" if ring else None)
+    failure = session_end.close(aborted="the end" if ring else None)
     saved = [record["iteration"] for record in records(tmp_path)]
     if ring:
         assert (failure, saved) == (None, [1, 2, 3])

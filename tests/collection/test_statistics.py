@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.analysis.statistics_history import read_iterations, read_statistics
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.statistics import history, measure, parquet_files
 from megatron.collection.statistics.history import StatisticsSettings, TensorStatistics
@@ -247,4 +247,4 @@ def test_a_run_that_would_measure_nothing_is_refused(tmp_path, every, done, trai
     expected = nullcontext() if measures else pytest.raises(ValueError, match=message)
     with expected:
         session.configure({"train_iters": train_iters}, iteration=done, **flags)
-    session.close()
+    session_end.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron.collection import session
+from megatron.collection import session, session_end
 from megatron.collection.exit_status import call_at_exit, error_at_exit
 from megatron.collection.settings import enabled_by_environment
 from megatron.collection.training_clock import clock
@@ -203,7 +203,7 @@ def check_end() -> None:
     Python calls this function at its exit; a process that ends in a different way must call it.
     """
     if (message := failure()) is not None:
-        session.end_with_error(message)
+        session_end.end_with_error(message)
 
 
 def _failure_of_evaluations() -> str | None:
@@ -281,7 +281,7 @@ def _exit_if_no_model_ran(owner: int) -> None:
     requested = run_request.description()
     if requested is None or a_model_ran() or session.audited() or session.enabled():
         return
-    session.end_with_error(
+    session_end.end_with_error(
         f"{requested} was requested, and the program built a model but ran none; run it, or switch "
         "the format and the collection off"
     )
