@@ -135,7 +135,12 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.study.accumulator_errors import study_accumulators, summary
     from megatron.analysis.study.candidates import candidates_of
     from megatron.analysis.study.engine import study
-    from megatron.analysis.study.outputs import write_outputs, write_table
+    from megatron.analysis.study.outputs import (
+        check_recipes,
+        remove_earlier,
+        write_outputs,
+        write_table,
+    )
 
     if arguments.bits is not None and not arguments.bits > 0:
         raise ValueError(f"--bits is {arguments.bits:g}; give a number above 0")
@@ -150,8 +155,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run is not None:
         store = store.only(arguments.run)
     output: Path = arguments.output_dir
-    check_output(output)
+    check_recipes(arguments.recipes, output, bits=arguments.bits)
     chosen = select(store, arguments.select) if arguments.select else None
+    check_output(output)
     sums = None
     try:
         if arguments.accumulators:
@@ -183,6 +189,12 @@ def run(arguments: argparse.Namespace) -> int:
     if sums is not None:
         result.left_out |= sums.left_out
         result.problems += [each for each in sums.problems if each not in result.problems]
+    if (earlier := remove_earlier(output, recipe=arguments.bits is not None)) is not None:
+        print(
+            f"[NOTE] without --bits there is no recipe; renamed that of an earlier study to "
+            f"{shown(earlier)}",
+            file=sys.stderr,
+        )
     sentences, paths = write_outputs(result, output, dump=arguments.folder, bits=arguments.bits)
     if sums is not None:
         paths += write_table(sums.rows, output, "accumulators", left_out=result.left_out)

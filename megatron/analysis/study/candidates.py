@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.fake_quant.accumulate.accumulator import Accumulator
 from megatron.fake_quant.accumulate.format_checks import check_operands
 from megatron.fake_quant.accumulate.names import get_accumulator
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.inspect.format_properties import bits_a_value
+from megatron.fake_quant.inspect.format_properties import bits_in_matrix
 from megatron.fake_quant.matmul.gemm_formats import (
     ACCUMULATOR_FIELDS,
     GEMM_SLOTS,
@@ -32,7 +34,6 @@ from megatron.fake_quant.quant_type import (
 from megatron.fake_quant.recipe import Recipe, load_recipe
 
 HIGH_PRECISION = GemmFormats()  #: formats of a matmul whose operands are not quantized
-UNQUANTIZED_BITS = 16.0  #: bits per value of an operand that is not quantized, as in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def candidates_of(
 
     Raises:
         ValueError: if a format or accumulator is unknown, an accumulator fits none of the formats,
-            a recipe is invalid, or two recipes share a name.
+            a recipe is invalid, two recipes share a name, or a recipe has the name of a format.
     """
     candidates: dict[str, Candidate] = {}
     known = [None if name.lower() in UNQUANTIZED else get_format(name) for name in formats]
@@ -97,6 +98,11 @@ def candidates_of(
     loaded = [load_recipe(path) for path in dict.fromkeys(recipes)]
     names = Counter(recipe.name for recipe in loaded)
     for recipe in loaded:
+        if _is_format(recipe.name):
+            raise ValueError(
+                f"the recipe {recipe.path} has the name of a format; rename the file, because a "
+                "study names a recipe after its file"
+            )
         if names[recipe.name] > 1 or recipe.name in candidates:
             raise ValueError(
                 f"more than one candidate has the name {recipe.name!r}; a recipe has the name of "
@@ -106,6 +112,13 @@ def candidates_of(
     if not candidates:
         raise ValueError("nothing to study; give --formats, --recipes or both")
     return list(candidates.values())
+
+
+def _is_format(name: str) -> bool:
+    try:
+        return name.lower() in UNQUANTIZED or get_format(name) is not None
+    except ValueError:
+        return False
 
 
 def fitting_pairs(
@@ -139,9 +152,18 @@ def fitting_pairs(
 
 
 @functools.cache
-def operand_bits(operand: Operand) -> float:
-    """Return the bits per value of an operand, including block scales."""
-    return UNQUANTIZED_BITS if operand.format is None else bits_a_value(operand.format)
+def operand_bits(operand: Operand, rows: int, columns: int, dtype: torch.dtype) -> float:
+    """Return the bits per value of an operand, including block, row and column scales.
+
+    Args:
+        operand: how the operand is quantized.
+        rows: number of rows of a matrix of the operand.
+        columns: number of values in a row, which is the length of the reduction axis.
+        dtype: dtype of the operand if it is not quantized.
+    """
+    if operand.format is None:
+        return 8.0 * dtype.itemsize
+    return bits_in_matrix(operand.format, rows, columns)
 
 
 def describe(formats: GemmFormats, index: int) -> str:

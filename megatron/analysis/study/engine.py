@@ -20,7 +20,7 @@ from megatron.analysis.study.candidates import Candidate
 from megatron.analysis.study.gemm_errors import Settings, errors_of
 from megatron.analysis.study.kept_results import KeptResults, Rows
 from megatron.analysis.study.operands import matmuls
-from megatron.analysis.study.passes import Pass, beyond_memory, counted, find_passes
+from megatron.analysis.study.passes import OPERANDS, Pass, beyond_memory, counted, find_passes
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 
 #: Columns at the beginning of the table of errors; others follow.
@@ -38,6 +38,8 @@ COLUMNS = (
     "bias",
     "variance",
 )
+#: Columns that identify a GEMM result, whatever its candidate.
+_RESULT = ["run_id", "iteration", "micro_batch", "rank", "module", "operation", "gemm"]
 SHARE_OF_MEMORY = 0.5  #: default limit for the operands in memory, as a share of physical memory
 
 
@@ -148,6 +150,9 @@ def study(
         left_out["GEMM results that are zero in high precision, which have no relative error"] = (
             count
         )
+    if count := _nonfinite_results(rows):
+        reason = "GEMM results with NaN or Inf in high precision, because saved operands have them"
+        left_out[reason] = count
     return Study(
         rows,
         _table([row for _, budgets in tables for row in budgets]),
@@ -169,7 +174,7 @@ def _measure(
     try:
         keys = kept.keys(of_pass, candidates, settings)
         known = {name: rows for name, key in keys.items() if (rows := kept.get(key))}
-        outcome.reasons += _in_tiles(of_pass, candidates)
+        outcome.reasons += [*_in_tiles(of_pass, candidates), *_forward_only(of_pass)]
         outcome.rows += known.values()
         rest = [each for each in candidates if each.name not in known]
         if not rest:
@@ -213,13 +218,28 @@ def _in_tiles(of_pass: Pass, candidates: Sequence[Candidate]) -> list[str]:
     ]
 
 
+def _forward_only(of_pass: Pass) -> list[str]:
+    """Return the reason why the gradient GEMMs of a pass are left out, in a list; else nothing."""
+    needed = OPERANDS[of_pass.layer_type][2:]
+    names = set.intersection(*(set(by_name) for by_name in of_pass.ranks))
+    if lost := [name for name in needed if name not in names]:
+        return [f"gradients of passes without {' and '.join(lost)}"]
+    return []
+
+
 def _zero_results(rows: pd.DataFrame) -> int:
     """Return the number of GEMM results that are zero both with and without quantized operands."""
     if rows.empty:
         return 0
     zero = rows[rows["relative_error"].isna() & (rows["nonfinite"] == 0)]
-    keys = ["run_id", "iteration", "micro_batch", "rank", "module", "operation", "gemm"]
-    return len(zero.drop_duplicates(keys))
+    return len(zero.drop_duplicates(_RESULT))
+
+
+def _nonfinite_results(rows: pd.DataFrame) -> int:
+    """Return the number of GEMM results with NaN or Inf without quantized operands."""
+    if rows.empty:
+        return 0
+    return len(rows[rows["reference_nonfinite"] > 0].drop_duplicates(_RESULT))
 
 
 def _table(rows: list[dict[str, object]]) -> pd.DataFrame:

@@ -55,6 +55,7 @@ from megatron.analysis.stats.kernels.product_errors import (
 )
 from megatron.analysis.study.candidates import Candidate, describe, operand_bits
 from megatron.analysis.study.gemm_results import (
+    SIDES,
     SeparateGemm,
     independent,
     only,
@@ -141,12 +142,10 @@ def _of_formats(
         "rank": int(row.rank),
     }
     gemms = list(GEMMS[matmul.operation].items())[: len(reference)]
-    sizes = _sizes(matmul)
+    sizes = [_size(matmul, formats, index) for index in range(len(SIDES))]
+    whole = _Size(sum(each.values for each in sizes), sum(each.bits for each in sizes))
     rows = []
     for index, ((gemm, _), numbers) in enumerate(zip(gemms, measured, strict=True)):
-        slots = SLOTS[2 * index : 2 * index + 2]
-        values = [sizes[slot] for slot in slots]
-        bits = [operand_bits(formats.effective(slot)) for slot in slots]
         of_format = {
             "gemm": gemm,
             "format": _format_name(candidate, formats, index),
@@ -154,8 +153,11 @@ def _of_formats(
         }
         error = numbers["relative_error"] if not numbers["nonfinite"] else math.nan
         sizes_and_rule = {
-            "bits": float(np.dot(values, bits)) / sum(values),
-            "values": sum(values),
+            "bits": sizes[index].bits / sizes[index].values,
+            "values": sizes[index].values,
+            "matmul_bits": whole.bits / whole.values,
+            "matmul_values": whole.values,
+            "reference_nonfinite": int((~reference[index].isfinite()).sum()),
             "gradient_to_noise": gradient_to_noise(error) if index else math.nan,
         }
         rows.append(place | of_format | numbers | sizes_and_rule | more)
@@ -305,6 +307,8 @@ def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float
     """Return a GEMM's rows in the table of budgets; `row` is its row in the table of errors."""
     place = dict(itertools.islice(row.items(), 5))
     together = math.inf if row["nonfinite"] else row["relative_error"] ** 2
+    if row["reference_nonfinite"]:  # the saved operands are the cause, not the format
+        together, alone = math.nan, [math.nan] * len(alone)
     rest = {name: row[name] for name in _SHARED}
     return [
         place
@@ -322,8 +326,23 @@ def _budgets(row: Mapping[str, Any], names: Sequence[str], alone: Sequence[float
     ]
 
 
-def _sizes(matmul: Matmul) -> dict[str, int]:
-    """Return the number of values of each operand, by slot."""
-    of_c = matmul.a[..., 0].numel() * matmul.b.shape[-2]
-    sizes = {"a": matmul.a.numel(), "b": matmul.b.numel(), "c": of_c}
-    return {slot: sizes[slot[-1]] for slot in SLOTS}
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Size of the operands of a GEMM, or of all GEMMs of a matmul."""
+
+    values: int
+    bits: float  #: number of bits of all values, scales included
+
+
+def _size(matmul: Matmul, formats: GemmFormats, index: int) -> _Size:
+    """Return the size of both operands of GEMM `index`, whether or not its operands were saved."""
+    batch = math.prod(matmul.a.shape[:-2])
+    axes = {"M": matmul.a.shape[-2], "N": matmul.b.shape[-2], "K": matmul.a.shape[-1]}
+    shapes = {"a": ("M", "K"), "b": ("N", "K"), "c": ("M", "N")}
+    total = _Size(0, 0.0)
+    for (name, axis), slot in zip(SIDES[index], SLOTS[2 * index : 2 * index + 2], strict=True):
+        columns, rows = (axes[shapes[name][each]] for each in (axis, -3 - axis))
+        values = batch * rows * columns
+        bits = operand_bits(formats.effective(slot), rows, columns, matmul.a.dtype)
+        total = _Size(total.values + values, total.bits + values * bits)
+    return total

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
 
-from megatron.analysis.outputs.atomic_write import write, write_keeping
+from megatron.analysis.outputs.atomic_write import naming, set_aside, write, write_keeping
 from megatron.analysis.study.engine import Study
 from megatron.analysis.study.gradients import gradients_of
 from megatron.analysis.study.page import page
@@ -16,6 +16,39 @@ from megatron.analysis.study.pictures import draw_budget, draw_verdict
 from megatron.analysis.study.proposal import RECIPE_FILE, places_of, propose, recipe_text
 from megatron.analysis.study.verdict import cells, verdict
 from megatron.analysis.text_table import csv_cell
+
+#: Files that only some studies write.
+_OPTIONAL = (
+    *("budget.parquet", "budget.csv", "budget.png", "study.png"),
+    *("gradients.parquet", "gradients.csv", "accumulators.parquet", "accumulators.csv"),
+)
+
+
+def check_recipes(recipes: Iterable[Path], folder: Path, *, bits: float | None) -> None:
+    """Raise ValueError if a given recipe is the file to which the proposal will be written."""
+    for recipe in recipes if bits is not None else ():
+        if recipe.resolve() == (folder / RECIPE_FILE).resolve():
+            raise ValueError(
+                f"--bits would replace {recipe}, which is also given with --recipes; rename the "
+                "recipe, or choose another folder with --output-dir"
+            )
+
+
+def remove_earlier(folder: Path, *, recipe: bool) -> Path | None:
+    """Remove the files of an earlier study that the next one may not replace.
+
+    Args:
+        folder: output folder.
+        recipe: whether the next study writes a recipe. If not, an earlier one is renamed.
+
+    Returns:
+        New path of the earlier recipe; None if it was not renamed.
+    """
+    for name in _OPTIONAL:
+        path = folder / name
+        with naming(path):
+            path.unlink(missing_ok=True)
+    return None if recipe else set_aside(folder / RECIPE_FILE)
 
 
 def write_outputs(

@@ -42,8 +42,9 @@ class Place:
     layer: int
     module: str
     operation: str
-    values: float  #: number of values that its GEMMs read
+    values: float  #: number of values that its GEMMs read, forward and backward
     options: tuple[Option, ...]
+    forward_only: bool = False  #: whether its gradient GEMMs were not studied
 
 
 @dataclass(frozen=True)
@@ -69,37 +70,35 @@ class Proposal:
 def places_of(rows: pd.DataFrame) -> list[Place]:
     """Return the matmuls of all layers, each with the formats that it could have.
 
-    Rows with a simulated accumulator are left out. Errors are means over iterations, micro-batches
-    and ranks, without the results that are zero in high precision. A format with NaN or Inf in a
-    result of a matmul is not an option for it.
+    Rows with a simulated accumulator are left out. Bits and values are those of all three GEMMs,
+    because a recipe quantizes them all, even if only fprop could be studied. Errors are means over
+    iterations, micro-batches and ranks, without the results that are zero in high precision. A
+    format with NaN or Inf in a result of a matmul is not an option for it.
     """
     table = rows[rows["recipe"].isna() & (rows["layer_idx"] >= 0)]
     if "accumulator" in table:
         table = table[table["accumulator"].isna()]
     table = table.assign(
-        squared=table["relative_error"] ** 2, weighted=table["bits"] * table["values"]
+        squared=table["relative_error"] ** 2,
+        weighted=table["matmul_bits"] * table["matmul_values"],
     )
     table.loc[table["nonfinite"] > 0, "squared"] = math.inf
     places = []
     keys = ["layer_idx", "module", "operation"]
     for (layer, module, operation), part in table.groupby(keys, sort=False):
-        passes = part.groupby(["format", "gemm"], sort=False).agg(
-            squared=("squared", "mean"),
-            weighted=("weighted", "mean"),
-            values=("values", "mean"),
+        of_gemms = part.groupby(["format", "gemm"], sort=False)["squared"].mean()
+        by_format = part.groupby("format", sort=False).agg(
+            weighted=("weighted", "mean"), values=("matmul_values", "mean")
         )
-        by_format = passes.groupby("format", sort=False).agg(
-            squared=("squared", "sum"),
-            weighted=("weighted", "sum"),
-            values=("values", "sum"),
-        )
+        by_format["squared"] = of_gemms.groupby("format", sort=False).sum()
         options = tuple(
             Option(str(row.Index), row.weighted / row.values, row.squared)
             for row in by_format.itertuples()
             if math.isfinite(row.squared)
         )
         values = float(by_format["values"].iloc[0])
-        places.append(Place(int(layer), str(module), str(operation), values, options))
+        place = (int(layer), str(module), str(operation))
+        places.append(Place(*place, values, options, part["gemm"].nunique() == 1))
     return places
 
 

@@ -15,11 +15,10 @@ import pandas as pd
 
 from megatron.analysis.figures.figure_data import short_module
 from megatron.analysis.stats.errors import decibels
-from megatron.analysis.study.candidates import UNQUANTIZED_BITS
 from megatron.analysis.study.engine import Study
 from megatron.analysis.study.gradients import gradients_of, rule
 from megatron.analysis.study.proposal import Proposal, layers_text
-from megatron.fake_quant.quant_type import DEFAULT_TYPE
+from megatron.fake_quant.quant_type import DEFAULT_TYPE, UNQUANTIZED
 
 STANDS_OUT = 1.0  #: minimum distance from the median, in dB, of a result that stands out
 _NAMED = 3  #: maximum number of places that the verdict lists
@@ -66,16 +65,20 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
     Squared relative errors are means over modules of the same short name, iterations, micro-batches
     and ranks, and bits are means over the values of their operands. A result with NaN or Inf makes
-    the SQNR NaN and the column `spoiled` true. Results that are zero in high precision have no
-    relative error and are left out.
+    the SQNR NaN and the column `spoiled` true. The column `quantized` is true if any operand is
+    quantized. Results that are zero in high precision have no relative error, and those that have
+    NaN or Inf in high precision say nothing about a format; both are left out.
     """
     keys = ["candidate", "place", "layer_idx"]
+    rows = rows[rows["reference_nonfinite"] == 0] if len(rows) else rows
     if rows.empty:
-        return pd.DataFrame(columns=[*keys, "squared", "bits", "values", "spoiled", "sqnr_db"])
+        columns = [*keys, "squared", "bits", "values", "spoiled", "quantized", "sqnr_db"]
+        return pd.DataFrame(columns=columns)
     table = with_names(rows)
     table = table.assign(
         squared=table["relative_error"] ** 2,
         spoiled=table["nonfinite"] > 0,
+        quantized=~table["format"].isin(UNQUANTIZED),
         weighted=table["bits"] * table["values"],
     )
     merged = table.groupby(keys, sort=False).agg(
@@ -83,6 +86,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
         weighted=("weighted", "sum"),
         values=("values", "sum"),
         spoiled=("spoiled", "any"),
+        quantized=("quantized", "any"),
     )
     merged.insert(1, "bits", merged.pop("weighted") / merged["values"])
     merged = merged[merged["spoiled"] | merged["squared"].notna()].copy()
@@ -145,7 +149,9 @@ def verdict(result: Study, proposal: Proposal | None = None) -> list[str]:
         return ["No matmul of the dump could be studied."]
     table = cells(result.rows)
     if table.empty:
-        return ["All results are zero in high precision, so no relative error is defined."]
+        return [
+            "All results are zero, NaN or Inf in high precision, so no relative error is defined."
+        ]
     summary = by_candidate(table)
     name = weakest(summary)
     third = _front(summary) if proposal is None else proposed(proposal)
@@ -171,7 +177,7 @@ def ranking(table: pd.DataFrame, summary: pd.DataFrame, rows: pd.DataFrame) -> s
     what = f"{results} GEMM result{'s' * (results > 1)} in {layers} layer{'s' * (layers > 1)}"
     text = f"The median SQNR of {what} is {_listed(parts)}"
     spoiled = rows.assign(candidate=candidate_names(rows))
-    spoiled = spoiled[spoiled["nonfinite"] > 0]
+    spoiled = spoiled[(spoiled["nonfinite"] > 0) & (spoiled["reference_nonfinite"] == 0)]
     if len(spoiled):
         counts = spoiled.groupby("candidate", sort=False).size()
         plural = "s" * (int(counts.iloc[0]) > 1)
@@ -188,13 +194,15 @@ def _unquantized(table: pd.DataFrame, name: str) -> str:
     """Return a note that counts results of unquantized GEMMs and gives the others' median SQNR.
 
     The median of a recipe that quantizes only some matmuls says little about the quantized ones.
-    The text is empty if all results have quantized operands, or if none of them has.
+    The text is empty if all results have quantized operands.
     """
     own = table[table["candidate"] == name]
-    rest = own.loc[own["bits"] < UNQUANTIZED_BITS, "sqnr_db"]
+    rest = own.loc[own["quantized"], "sqnr_db"]
     count = len(own) - len(rest)
-    if not count or rest.empty:
+    if not count:
         return ""
+    if rest.empty:
+        return " (not quantized)" if name == DEFAULT_TYPE else " (which quantizes none of them)"
     median = in_decibels(float(rest.fillna(-math.inf).median()))
     verb = "is" if count == 1 else "are"
     return f" ({count} of {len(own)} results {verb} not quantized; the others: {median})"
@@ -280,6 +288,9 @@ def proposed(proposal: Proposal) -> str:
             f"; {count} matmul{'s' * (count > 1)} {verb} NaN or Inf in every format, so {they} in "
             "bf16 and outside of the budget"
         )
+    if count := sum(place.forward_only for place, _ in proposal.choices):
+        verb = "is" if count == 1 else "are"
+        text += f"; {count} of them {verb} judged by fprop alone, whose gradients were not studied"
     uniform = proposal.uniform
     if uniform is None or not uniform.error > 0:
         return text + "; no single format fits the budget." if uniform is None else text + "."

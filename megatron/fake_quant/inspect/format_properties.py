@@ -199,6 +199,22 @@ def bits_a_value(fmt: Format) -> float:
     return fmt.element.bits + bits / values
 
 
+def bits_in_matrix(fmt: Format, rows: int, columns: int) -> float:
+    """Return the stored bits per value of a matrix, including block, row and column scales.
+
+    Scales of the whole tensor are not included. Blocks extend along the rows of the matrix, each of
+    which has `columns` values.
+    """
+    bits = bits_a_value(fmt)
+    if fmt.block_size == WHOLE_AXIS and not fmt.one_block:
+        bits += 8 * fmt.scale_bytes / columns
+    if fmt.columns:
+        bits += 8 * fmt.scale_bytes / rows
+    if fmt.outer_size == WHOLE_AXIS:
+        bits += 32 / columns
+    return bits
+
+
 def effect(fmt: Format, special: float) -> str:
     """Describe what quantization does to `special`, a NaN or an Inf, and to its block."""
     block = [2 if side == WHOLE_AXIS else side for side in (fmt.height, fmt.block_size or 1)]

@@ -76,7 +76,8 @@ def test_training_loads_the_recipe_and_finds_the_chosen_formats(tmp_path, budget
 def row(**values):
     common = {"layer_idx": 0, "module": "m.layers.0.a", "operation": "linear", "gemm": "fprop"}
     numbers = {"relative_error": 0.1, "nonfinite": 0, "bits": 4.25, "values": 10, "recipe": None}
-    return common | numbers | {"format": "mxfp4"} | values
+    row = common | numbers | {"format": "mxfp4"} | values
+    return {"matmul_bits": row["bits"], "matmul_values": 2 * row["values"]} | row
 
 
 def test_places_average_passes_and_leave_out_what_is_not_finite():

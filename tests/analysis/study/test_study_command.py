@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 
 import pandas as pd
@@ -156,7 +158,7 @@ def test_a_dump_of_zeros_has_no_errors(folder, capsys):
     options = ("--formats", "mxfp8", "mxfp4", "--accumulators", "blackwell_mx")
     assert run(folder, *options) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("All results are zero in high precision")
+    assert printed.out.startswith("All results are zero, NaN or Inf in high precision")
     assert "blackwell_mx with mxfp8: all results are zero" in printed.out
     zero = "GEMM results that are zero in high precision, which have no relative error: 18"
     assert zero in printed.err
@@ -194,3 +196,122 @@ def test_the_page_explains_every_column(folder):
     assert set(result.rows) <= explained
     assert set(result.budgets) - set(result.rows) == own
     assert own - {"operand"} <= explained
+
+
+def remove(folder, name, layer):
+    for path in folder.glob(f"*_L{layer}_*_{name}.pt"):
+        path.unlink()
+    for index in folder.glob("index_*.jsonl"):
+        lines = index.read_text().splitlines(keepends=True)
+        index.write_text(
+            "".join(line for line in lines if (folder / json.loads(line)["file"]).exists())
+        )
+
+
+def test_a_missing_gradient_changes_no_bits_and_is_counted(folder, capsys):
+    """A recipe quantizes all three GEMMs, so its bits are those of all three."""
+    options = ("--formats", "mxfp8", "mxfp4", "--bits", "6", "--select", "layer_type=linear")
+    assert run(folder, *options) == 0
+    complete = pd.read_parquet(folder.parent / "out" / "study.parquet")
+    capsys.readouterr()
+    remove(folder, "grad_output", 1)
+    assert run(folder, *options) == 0
+    told = capsys.readouterr()
+    assert "left out: gradients of passes without grad_output: 1" in told.err
+    assert "1 of them is judged by fprop alone" in told.out
+    table = pd.read_parquet(folder.parent / "out" / "study.parquet")
+    assert list(table[table["layer_idx"] == 1]["gemm"].unique()) == ["fprop"]
+    columns = ["layer_idx", "format", "matmul_bits", "matmul_values"]
+    both = (
+        each[each["gemm"] == "fprop"][columns].reset_index(drop=True) for each in (table, complete)
+    )
+    pd.testing.assert_frame_equal(*both)
+    of_gemms = complete.groupby(["layer_idx", "format"], sort=False)
+    assert (of_gemms["values"].sum() == of_gemms["matmul_values"].first()).all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", "None"])
+def test_a_recipe_with_the_name_of_a_format_is_refused(folder, capsys, name):
+    recipe = folder.parent / f"{name}.yaml"
+    rule = "{config: mxfp4, type: glob, pattern: '*', enabled: true}"
+    recipe.write_text(f"configs: {{}}\nmatchers:\n  all: {rule}\n")
+    assert run(folder, "--formats", "mxfp8", "--recipes", str(recipe)) == 2
+    assert f"{name}.yaml has the name of a format; rename the file" in capsys.readouterr().err
+    assert not (folder.parent / "out").exists()
+
+
+def test_a_recipe_that_quantizes_nothing_is_called_that(folder, capsys):
+    recipe = folder.parent / "mine.yaml"
+    rule = "{config: mxfp4, type: glob, pattern: '*', iterations: 100-, enabled: true}"
+    recipe.write_text(f"configs: {{}}\nmatchers:\n  all: {rule}\n")
+    assert run(folder, "--formats", "mxfp4", "bf16", "--recipes", str(recipe), "--no-budget") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "dB in bf16 (not quantized)" in first
+    assert "dB in mine (which quantizes none of them)" in first
+
+
+def test_a_given_recipe_is_not_replaced(folder, capsys):
+    assert run(folder, "--formats", "mxfp4", "mxfp8", "--bits", "6") == 0
+    recipe = folder.parent / "out" / "recipe.yaml"
+    before = recipe.read_text()
+    options = ("--formats", "mxfp4", "mxfp8", "--bits", "5", "--recipes", str(recipe))
+    assert run(folder, *options) == 2
+    assert "--bits would replace" in capsys.readouterr().err
+    assert recipe.read_text() == before
+    assert run(folder, "--formats", "mxfp4", "mxfp8", "--bits", "5") == 0
+    assert before in [path.read_text() for path in recipe.parent.glob("recipe_*.yaml")]
+
+
+def test_no_file_of_an_earlier_study_stays(folder, capsys):
+    out = folder.parent / "out"
+    assert run(folder, "--formats", "mxfp4", "mxfp8", "--bits", "6") == 0
+    before, recipe = {path.name for path in out.iterdir()}, (out / "recipe.yaml").read_text()
+    assert run(folder, "--formats", "mxfp4", "--no-budget", "--select", "operation=forward") == 0
+    told = capsys.readouterr().err
+    [kept] = out.glob("recipe_*.yaml")
+    assert kept.read_text() == recipe
+    assert kept.name in told
+    gone = {"budget.parquet", "budget.csv", "budget.png", "gradients.parquet", "gradients.csv"}
+    assert before - {path.name for path in out.iterdir()} == {*gone, "recipe.yaml"}
+
+
+def test_results_of_saved_operands_with_nan_say_nothing_about_a_format(folder, capsys):
+    path = min(folder.glob("*_L1_*_weight.pt"))
+    content = torch.load(path, weights_only=True)
+    content["tensor"][3, 5] = math.nan
+    torch.save(content, path)
+    assert run(folder, "--formats", "mxfp4", "mxfp8") == 0
+    told = capsys.readouterr()
+    assert "left out: GEMM results with NaN or Inf in high precision" in told.err
+    assert "have them: 2\n" in told.err, "fprop and dgrad"
+    assert "not finite" not in told.out
+    assert "no format can be recommended" not in told.out
+    table = pd.read_parquet(folder.parent / "out" / "study.parquet")
+    assert (table["reference_nonfinite"] > 0).sum() == 2 * 2, "results and candidates"
+    budget = pd.read_parquet(folder.parent / "out" / "budget.parquet")
+    assert budget["together"].isna().sum() == 2 * 2 * 2
+
+
+def test_operands_that_are_not_quantized_have_the_bits_of_their_dtype(tmp_path):
+    folder = tmp_path / "fp32"
+    small_dump.write(folder, layers=1)
+    for path in folder.glob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        content["tensor"] = content["tensor"].float()
+        content["metadata"]["dtype"] = "float32"
+        torch.save(content, path)
+    rows = study(TensorStore(folder), candidates_of(["bf16", "fp16"], []), budget=False).rows
+    assert rows.groupby("format")["bits"].unique().map(list).to_dict() == {
+        "bf16": [32],
+        "fp16": [16],
+    }
+
+
+def test_scales_of_rows_count(folder):
+    """A row of the reduction axis has one float32 scale; nf4 has one per 64 values."""
+    rows = study(TensorStore(folder), candidates_of(["fp8_rowwise"], []), budget=False).rows
+    of_layer = rows[rows["layer_idx"] == 0].set_index(["operation", "gemm"])["bits"]
+    for operation, (a, b, _, _) in small_dump.operands(folder).items():
+        (m, k), n = a.shape[-2:], b.shape[-2]
+        for gemm, length in zip(small_dump.GEMMS[operation], (k, n, m), strict=True):
+            assert of_layer[operation, gemm] == pytest.approx(8 + 32 / length)

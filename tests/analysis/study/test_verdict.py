@@ -37,7 +37,10 @@ def result(errors, *, bits=None, nonfinite=0) -> Study:
             "relative_error": error,
             "bits": bits[fmt],
             "values": 100,
+            "matmul_bits": bits[fmt],
+            "matmul_values": 300,
             "nonfinite": nonfinite,
+            "reference_nonfinite": 0,
         }
         for fmt, modules in errors.items()
         for module, by_layer in modules.items()
@@ -117,7 +120,7 @@ def test_results_that_are_zero_in_high_precision_are_not_judged():
         "The median SQNR of 1 GEMM result in 1 layer is 40.0 dB in mxfp8 and 20.0 dB in mxfp4."
     )
     assert verdict(result({"mxfp8": {"fc1": [math.nan, math.nan]}})) == [
-        "All results are zero in high precision, so no relative error is defined."
+        "All results are zero, NaN or Inf in high precision, so no relative error is defined."
     ]
 
 
