@@ -231,14 +231,17 @@ class Collector:
             was empty.
         """
         assert self._ring is not None, "there is a ring"
-        before = self._ring.kept
+        before, held = self._ring.kept, self._ring.numbers
         iterations = self._ring.release(self._submit_if_it_fits, self._budget.leave_out)
         if self._ring.kept == before:
             return None
         self.flush_losses()
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
         how = "is kept" if iterations or not self._writes else "cannot be kept"
-        return f"{why}: the ring {how} (event {self._ring.kept} of {self._ring.settings.events})"
+        text = f"{why}: the ring {how} (event {self._ring.kept} of {self._ring.settings.events})"
+        if (now := clock.iteration) not in held:
+            text += f"; iteration {now} was not collected, so the ring ends with {held[-1]}"
+        return text
 
     def _discard(self, why: str) -> None:
         """Report in the log and the index that the tensors in the ring buffer are discarded."""

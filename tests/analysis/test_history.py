@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.bands import ENOUGH, WINDOW, excursions
+from megatron.analysis.cli.history_command import nothing_found
 from megatron.analysis.history_figure import history_figure
 from megatron.analysis.plots.style import in_style
 from megatron.analysis.statistics_history import gradients_of
@@ -142,21 +143,41 @@ def test_excursions_before_since_are_left_out(tmp_path, capsys):
     assert "linear_fc1 (mxfp4, rank 0), iteration 310: rms 30, band " in first
     assert main(["history", str(tmp_path), "--since", "311"]) == 0
     assert main(["history", str(tmp_path), "--since", "1000"]) == 2
-    assert "the last iteration is 400" in capsys.readouterr().err
+    assert "the last measured iteration is 400" in capsys.readouterr().err
 
 
 def test_the_command_says_that_nothing_was_unusual(tmp_path, capsys):
     written(tmp_path, made_up())
     output = tmp_path / "figures" / "a.png"
     assert main(["history", str(tmp_path / "statistics"), "--output", str(output)]) == 0
-    assert "No tensor left its band in 40 iterations." in capsys.readouterr().out
+    assert "No tensor left its band in 40 measured iterations." in capsys.readouterr().out
     assert output.exists()
 
 
 def test_the_command_says_that_too_few_iterations_were_measured(tmp_path, capsys):
     written(tmp_path, made_up(ENOUGH))
     assert main(["history", str(tmp_path)]) == 0
-    assert f"Only {ENOUGH} iterations were measured" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"No tensor left its band in {ENOUGH} measured iterations."
+    assert lines[1].startswith("All were searched for values that are not finite only, because")
+
+
+@pytest.mark.parametrize(
+    ("measured", "since", "lines"),
+    [
+        (range(2, 26, 2), 1, ("in 12 measured iterations.", "The first 8 were searched")),
+        (range(2, 26, 2), 10, ("in 8 measured iterations from iteration 10 on.", "The first 4 w")),
+        (range(2, 26, 2), 18, ("in 4 measured iterations from iteration 18 on.",)),
+        (range(2, 26, 2), 24, ("in 1 measured iteration from iteration 24 on.",)),
+        ([7], 1, ("in 1 measured iteration.", "It was searched")),
+    ],
+)
+def test_only_measured_iterations_count(measured, since, lines):
+    """Iterations 2, 4, ... are measured; from the ninth on, 8 earlier ones make a band."""
+    found = nothing_found([*measured], since)
+    assert len(found) == len(lines)
+    assert found[0].endswith(lines[0])
+    assert all(line.startswith(begin) for line, begin in zip(found[1:], lines[1:], strict=True))
 
 
 def gradients(sqnr_db) -> pd.DataFrame:
@@ -207,9 +228,9 @@ def test_a_trainer_that_reports_no_losses_has_a_history(tmp_path, capsys):
     assert (tmp_path / "statistics" / "history.png").read_bytes().startswith(b"\x89PNG")
     assert main(["history", str(tmp_path), "--since", "210"]) == 0
     text = capsys.readouterr().out
-    assert "No tensor left its band in 20 iterations from iteration 210 on." in text
+    assert "No tensor left its band in 20 measured iterations from iteration 210 on." in text
     assert main(["history", str(tmp_path), "--since", "401"]) == 2
-    assert "the last iteration is 400" in capsys.readouterr().err
+    assert "the last measured iteration is 400" in capsys.readouterr().err
 
 
 def history_of(table, losses=None) -> Figure:

@@ -60,6 +60,15 @@ def test_what_came_before_a_loss_spike_survives(tmp_path):
     assert not session.finished(), "training continues"
 
 
+@pytest.mark.parametrize(("every", "says"), [(1, False), (2, True)])
+def test_a_jump_in_an_iteration_that_is_not_collected_is_said(tmp_path, every, says):
+    configure(tmp_path, collect_ring=2, collect_every=every)
+    for _ in range(19):
+        train()
+    assert ("iteration 20 was not collected, so the ring ends with 19" in train(loss=9.0)) == says
+    assert saved_iterations(tmp_path) == ([17, 19] if says else [19, 20])
+
+
 @pytest.mark.parametrize(
     "numbers",
     [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.nan}, {"grad_norm": 101.0}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -59,7 +60,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the first tensors outside their bands, draw the figure and return the exit status."""
-    from megatron.analysis.bands import ENOUGH, excursions
+    from megatron.analysis.bands import excursions
     from megatron.analysis.history_figure import drawn
     from megatron.analysis.outputs.atomic_write import write
     from megatron.analysis.statistics_history import (
@@ -78,14 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
         folder /= "statistics"
     table = read_statistics(folder)
     losses = read_iterations(folder) if has_iterations(folder) else None
-    iterations = table.iteration if losses is None else losses.iteration
-    if arguments.since > (last := max(iterations.max(), table.iteration.max())):
-        raise ValueError(f"--since is {arguments.since}, but the last iteration is {last}")
+    measured = table.iteration.unique()
+    if arguments.since > (last := measured.max()):
+        raise ValueError(f"--since is {arguments.since}, but the last measured iteration is {last}")
     found = excursions(table)
     found = found[found.iteration >= arguments.since]
     gradients = gradients_of(table[table.iteration >= arguments.since])
     output = arguments.output or folder / "history.png"
-    measured = table.iteration.unique()
     write(output, drawn(losses, found, gradients, measured, arguments.since))
     lines = described(found)
     if lines:
@@ -95,18 +95,35 @@ def run(arguments: argparse.Namespace) -> int:
     if len(lines) > arguments.most:
         print(f"  and {len(lines) - arguments.most} more")
     if not lines:
-        judged = iterations[iterations >= arguments.since].nunique()
-        since = f" from iteration {arguments.since} on" if judged < iterations.nunique() else ""
-        print(f"No tensor left its band in {judged} iterations{since}.")
-        if len(measured) <= ENOUGH:
-            print(
-                f"Only {len(measured)} iterations were measured, but a band needs {ENOUGH} earlier "
-                "iterations: only values that are not finite can be found."
-            )
+        print("\n".join(nothing_found(measured.tolist(), arguments.since)))
     for line in noisy(gradients, arguments.most):
         print(line)
     print(f"The figure is {output}")
     return 1 if lines else 0
+
+
+def nothing_found(measured: Sequence[int], since: int) -> list[str]:
+    """Return the lines for a run in which no tensor left its band.
+
+    Args:
+        measured: iterations whose statistics were measured.
+        since: first iteration that was searched.
+    """
+    from megatron.analysis.bands import ENOUGH
+
+    count = sum(iteration >= since for iteration in measured)
+    plural = "s" * (count > 1)
+    place = f" from iteration {since} on" if count < len(measured) else ""
+    lines = [f"No tensor left its band in {count} measured iteration{plural}{place}."]
+    without = count - sum(iteration >= since for iteration in sorted(measured)[ENOUGH:])
+    if without:
+        which = "It" if count == 1 else "All" if without == count else f"The first {without}"
+        verb = "was" if without == 1 else "were"
+        lines.append(
+            f"{which} {verb} searched for values that are not finite only, because a band needs "
+            f"{ENOUGH} earlier measured iterations."
+        )
+    return lines
 
 
 def described(found: pd.DataFrame) -> list[str]:
