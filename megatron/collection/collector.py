@@ -70,6 +70,7 @@ class Collector:
         self.coordinates = dict(coordinates or rank_coordinates())
         self.run_id = run_id
         self.collected = 0  #: number of completed iterations that were collected
+        self._few_said = False  #: True once a warning about too few micro-batches was logged
         self.blocked = 0.0  #: time that training has spent in `save`, in seconds
         self._counter = 0
         self._any_saved = False  #: True if `save` was called in the current iteration
@@ -179,9 +180,20 @@ class Collector:
         """Count the completed iteration if it was collected. Must be called on all ranks."""
         if self.collects(clock.iteration):
             self.collected += 1
+            self._check_micro_batches()
             if not (self._any_rank_collects or self.has_ring or self._flag):
                 here = self._writes and any(self._wanted.values())
                 self._any_rank_collects = any(from_all_ranks(here))
+
+    def _check_micro_batches(self) -> None:
+        """Warn once if an iteration has fewer micro-batches than the selection asks for."""
+        asked, there = self.settings.selection.micro_batches, clock.micro_batches
+        if self.is_first and not self._few_said and 0 < there < asked:
+            self._few_said = True
+            logger.warning(
+                "iteration %d has %d micro-batch%s, fewer than --collect-micro-batches %d",
+                *(clock.iteration, there, "es" * (there > 1), asked),
+            )
 
     def abandon_iteration(self, number: int) -> None:
         """Note that an iteration ended with an exception, which may or may not end the program."""

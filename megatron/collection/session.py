@@ -198,6 +198,7 @@ def begin_iteration(number: int | None = None) -> None:
         number: number of the iteration, as in the log; None for the one after the previous one.
     """
     clock.iteration = clock.iteration + 1 if number is None else number
+    clock.micro_batches = 0
     if state.collector is not None:
         if state.collector.has_ring and clock.completed > state.observed:
             raise ValueError(completeness.RING_WITHOUT_LOSSES)

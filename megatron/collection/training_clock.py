@@ -28,6 +28,7 @@ class Clock:
     def __init__(self) -> None:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
+        self.micro_batches = 0  #: number of micro-batches that the current iteration has begun
         self._micro_batch: MicroBatch | None = None
         #: True in a `training_iteration` while no forward pass of a whole model runs.
         self.between_passes = False
@@ -49,6 +50,8 @@ class Clock:
     @micro_batch.setter
     def micro_batch(self, value: MicroBatch | None) -> None:
         self._micro_batch = value
+        if value is not None:
+            self.micro_batches = max(self.micro_batches, value.index + 1)
 
     @property
     def evaluating(self) -> bool:

@@ -117,12 +117,6 @@ def configure_collection(
         return
     if not args.collect_plan:
         print_rank_0(f"> saving tensors to {saver.settings.directory} (run {saver.run_id})")
-    available = get_num_microbatches()
-    if args.rampup_batch_size is None and args.collect_micro_batches > available:
-        print_rank_0(
-            f"> --collect-micro-batches {args.collect_micro_batches} takes all micro-batches: "
-            f"{available} per iteration"
-        )
 
 
 def print_plan(

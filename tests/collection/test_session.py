@@ -80,6 +80,17 @@ def test_how_much_is_collected(tmp_path, control_iter, micro_batches, expected):
     assert done == [0 < control_iter <= n for n in (1, 2, 3)]
 
 
+@pytest.mark.parametrize(("asked", "says"), [(0, False), (2, False), (3, False), (4, True)])
+def test_fewer_micro_batches_than_asked_for_are_reported_once(tmp_path, caplog, asked, says):
+    session.configure(
+        save_tensors=True, save_dir=str(tmp_path), control_iter=2, collect_micro_batches=asked
+    )
+    step(2, 0, 1)
+    step(0, 1, 2)
+    text = "iteration 1 has 3 micro-batches, fewer than --collect-micro-batches 4"
+    assert [text in line for line in caplog.messages if "has" in line] == [True] * says
+
+
 def test_a_resumed_run_counts_on(tmp_path):
     session.configure(save_tensors=True, save_dir=str(tmp_path), iteration=40)
     step(0)
