@@ -240,7 +240,7 @@ def test_places_come_forward_first_and_experts_are_one_place(figure_data):
     assert figure_data.places[:3] == ["qkv input", "qkv weight", "qkv output"]
     assert figure_data.places[-1] == "qkv grad_weight"
     assert short_module("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1") == (
-        "experts.experts.fc1"
+        "experts.fc1"
     )
 
 

@@ -23,7 +23,7 @@ def conditions_of(texts: Sequence[str]) -> dict[str, list[Any]]:
     and values are those that `TensorStore.select` accepts.
 
     Raises:
-        ValueError: if a condition has none of these forms.
+        ValueError: if a condition has none of these forms, or its range is empty.
     """
     wanted: dict[str, list[Any]] = {}
     for text in texts:
@@ -33,7 +33,7 @@ def conditions_of(texts: Sequence[str]) -> dict[str, list[Any]]:
                 f"--select {text!r} is not a condition; give column=value, as in layer=0,1 or "
                 "tensor_name=input"
             )
-        parts = [value for part in values.split(",") for value in _values(part)]
+        parts = [value for part in values.split(",") for value in _values(part, text)]
         wanted[name] = [*wanted.get(name, []), *parts]
     return wanted
 
@@ -47,9 +47,12 @@ def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
     return selected(store, conditions_of(conditions))
 
 
-def _values(text: str) -> list[Any]:
+def _values(text: str, condition: str) -> list[Any]:
     if match := _RANGE.fullmatch(text):
-        return list(range(int(match[1]), int(match[2]) + 1))
+        first, last = int(match[1]), int(match[2])
+        if first > last:
+            raise ValueError(f"--select {condition!r}: {text} is empty; give {last}-{first}")
+        return list(range(first, last + 1))
     if text.lower() in ("true", "false"):
         return [text.lower() == "true"]
     return [int(text)] if re.fullmatch(r"-?\d+", text) else [text]

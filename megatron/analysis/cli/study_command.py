@@ -195,6 +195,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{shown(earlier)}",
             file=sys.stderr,
         )
+    if len(result.rows) and (runs := result.rows["run_id"].nunique()) > 1:
+        print(
+            f"[NOTE] {shown(arguments.folder)} has {runs} runs, and the verdict averages over "
+            "them; choose one with --run",
+            file=sys.stderr,
+        )
     sentences, paths = write_outputs(result, output, dump=arguments.folder, bits=arguments.bits)
     if sums is not None:
         paths += write_table(sums.rows, output, "accumulators", left_out=result.left_out)

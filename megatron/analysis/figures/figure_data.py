@@ -34,7 +34,7 @@ KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 #: for the first of them.
 USES = ("fprop", "dgrad", "wgrad")
 _LAYER = re.compile(r"^(.*\blayers\.\d+\.)")
-_EXPERT = re.compile(r"\blocal_experts\.\d+\b")
+_EXPERT = re.compile(r"\b(experts\.)?local_experts\.\d+\b")
 #: Parts of a module's name that carry no information and are removed from its short name.
 _NOISE = ("self_attention.", "mlp.", "linear_")
 

@@ -128,6 +128,8 @@ def study(
             f"no operands of a matmul in {store.folder}{reasons}; collect input, weight and "
             "grad_output of linear layers, or query, key, value and grad_output of attention"
         )
+    if len(store.missing):
+        left_out["files that an index lists but that do not exist"] = len(store.missing)
     kept, gate = KeptResults(folder), _Gate(limit)
 
     def measure(of_pass: Pass) -> _Outcome:

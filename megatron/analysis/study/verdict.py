@@ -70,11 +70,13 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     NaN or Inf in high precision say nothing about a format; both are left out.
     """
     keys = ["candidate", "place", "layer_idx"]
-    rows = rows[rows["reference_nonfinite"] == 0] if len(rows) else rows
-    if rows.empty:
+    left = rows[rows["reference_nonfinite"] == 0] if len(rows) else rows
+    if left.empty:
         columns = [*keys, "squared", "bits", "values", "spoiled", "quantized", "sqnr_db"]
         return pd.DataFrame(columns=columns)
     table = with_names(rows)
+    places = list(dict.fromkeys(table["place"]))  # a dropped row may be the first of its place
+    table = table.loc[left.index]
     table = table.assign(
         squared=table["relative_error"] ** 2,
         spoiled=table["nonfinite"] > 0,
@@ -92,7 +94,10 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     merged = merged[merged["spoiled"] | merged["squared"].notna()].copy()
     merged.loc[merged["spoiled"], "squared"] = math.nan
     merged["sqnr_db"] = [decibels(1.0, squared) for squared in merged["squared"]]
-    return merged.reset_index()
+    merged = merged.reset_index()
+    if list(dict.fromkeys(merged["place"])) != places:
+        merged = merged.sort_values("place", key=lambda each: each.map(places.index), kind="stable")
+    return merged.reset_index(drop=True)
 
 
 def by_candidate(table: pd.DataFrame) -> pd.DataFrame:

@@ -236,6 +236,7 @@ def test_a_part_of_a_dump(dump, tmp_path):
         (["--formats", "mxfp9"], "unknown format 'mxfp9'"),
         (["--select", "layer"], "is not a condition; give column=value"),
         (["--select", "layer=99"], "no tensor in .* meets layer=99"),
+        (["--select", "layer=5-2"], "--select 'layer=5-2': 5-2 is empty; give 2-5"),
         (["--select", "color=1"], "no condition 'color'"),
         (["--output", "stats.xml"], r"must end in .csv, .json, .txt"),
         (["--output", "missing/stats.csv"], "there is no folder missing"),

@@ -315,3 +315,14 @@ def test_scales_of_rows_count(folder):
         (m, k), n = a.shape[-2:], b.shape[-2]
         for gemm, length in zip(small_dump.GEMMS[operation], (k, n, m), strict=True):
             assert of_layer[operation, gemm] == pytest.approx(8 + 32 / length)
+
+
+def test_missing_files_and_several_runs_are_said(folder, capsys):
+    small_dump.write_dump(folder, quant_type="mxfp8", run_id="20260101_000000_0000aa", layers=2)
+    min(folder.glob("*_L1_*_weight.pt")).unlink()
+    assert run(folder, "--formats", "mxfp4", "--no-budget") == 0
+    told = capsys.readouterr().err
+    assert "left out: files that an index lists but that do not exist: 1\n" in told
+    assert f"[NOTE] {folder} has 2 runs, and the verdict averages over them; " in told
+    assert run(folder, "--formats", "mxfp4", "--no-budget", "--run", "latest") == 0
+    assert "averages over" not in capsys.readouterr().err
