@@ -143,7 +143,9 @@ def propose(places: Sequence[Place], budget: float) -> Proposal:
 def rows_of(proposal: Proposal, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a study in which the matmul has the format that a proposal chose for it.
 
-    The column `recipe` has the name of the proposal's file.
+    The column `recipe` has the name of the proposal's file. Each row has the bits of the whole
+    matmul and an equal share of its values, so that the mean is `proposal.bits` even if only some
+    GEMMs were studied.
     """
     columns = ["layer_idx", "module", "operation", "format"]
     chosen = pd.DataFrame(
@@ -153,7 +155,10 @@ def rows_of(proposal: Proposal, rows: pd.DataFrame) -> pd.DataFrame:
     plain = rows[rows["recipe"].isna()]
     if "accumulator" in plain:
         plain = plain[plain["accumulator"].isna()]
-    return plain.merge(chosen, on=columns).assign(recipe=RECIPE_FILE)
+    own = plain.merge(chosen, on=columns)
+    gemms = own.groupby(columns)["gemm"].transform("nunique")
+    values = own["matmul_values"] / gemms
+    return own.assign(recipe=RECIPE_FILE, bits=own["matmul_bits"], values=values)
 
 
 def _mean_bits(choices: Sequence[tuple[Place, Option]]) -> float:

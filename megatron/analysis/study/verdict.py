@@ -295,7 +295,7 @@ def proposed(proposal: Proposal) -> str:
         )
     if count := sum(place.forward_only for place, _ in proposal.choices):
         verb = "is" if count == 1 else "are"
-        text += f"; {count} of them {verb} judged by fprop alone, whose gradients were not studied"
+        text += f"; {count} of them {verb} judged by fprop alone, because gradients are missing"
     uniform = proposal.uniform
     if uniform is None or not uniform.error > 0:
         return text + "; no single format fits the budget." if uniform is None else text + "."

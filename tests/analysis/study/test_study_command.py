@@ -15,6 +15,8 @@ from megatron.analysis.store import TensorStore
 from megatron.analysis.study import candidates_of, engine, study
 from megatron.analysis.study.engine import COLUMNS
 from megatron.analysis.study.kept_results import NAME
+from megatron.analysis.study.pictures import points_of
+from megatron.analysis.study.proposal import places_of, propose
 from megatron.fake_quant.recipe import load_recipe
 from tests.analysis.study import small_dump
 from tests.subprocesses import REPO
@@ -226,6 +228,10 @@ def test_a_missing_gradient_changes_no_bits_and_is_counted(folder, capsys):
         each[each["gemm"] == "fprop"][columns].reset_index(drop=True) for each in (table, complete)
     )
     pd.testing.assert_frame_equal(*both)
+    result = study(TensorStore(folder), candidates_of(["mxfp8", "mxfp4"], []), budget=False)
+    proposal = propose(places_of(result.rows), 6)
+    point = points_of(result, proposal).set_index("candidate").loc["recipe.yaml"]
+    assert point["bits"] == pytest.approx(proposal.bits)
     of_gemms = complete.groupby(["layer_idx", "format"], sort=False)
     assert (of_gemms["values"].sum() == of_gemms["matmul_values"].first()).all()
 
