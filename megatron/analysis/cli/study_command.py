@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.study.engine import study
     from megatron.analysis.study.outputs import (
         check_recipes,
-        remove_earlier,
+        remove_others,
         write_outputs,
         write_table,
     )
@@ -189,12 +189,6 @@ def run(arguments: argparse.Namespace) -> int:
     if sums is not None:
         result.left_out |= sums.left_out
         result.problems += [each for each in sums.problems if each not in result.problems]
-    if (earlier := remove_earlier(output, recipe=arguments.bits is not None)) is not None:
-        print(
-            f"[NOTE] without --bits there is no recipe; renamed that of an earlier study to "
-            f"{shown(earlier)}",
-            file=sys.stderr,
-        )
     if len(result.rows) and (runs := result.rows["run_id"].nunique()) > 1:
         print(
             f"[NOTE] {shown(arguments.folder)} has {runs} runs, and the verdict averages over "
@@ -205,9 +199,15 @@ def run(arguments: argparse.Namespace) -> int:
     if sums is not None:
         paths += write_table(sums.rows, output, "accumulators", left_out=result.left_out)
         sentences = [*sentences, *summary(sums.rows)]
+    earlier_recipe = remove_others(output, paths)
     print("\n".join(shown(sentence) for sentence in sentences))
     for path in paths:
         print(f"Wrote {shown(path)}")
+    if earlier_recipe:
+        print(
+            f"[NOTE] {shown(output)} also holds recipe.yaml from an earlier study",
+            file=sys.stderr,
+        )
     return _print_left_out(result)
 
 

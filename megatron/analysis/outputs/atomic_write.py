@@ -48,31 +48,21 @@ def naming(path: Path) -> Iterator[None]:
 def write_keeping(path: Path, content: bytes) -> list[Path]:
     """Write a file; first rename an earlier file with this name if its content differs.
 
+    The new name contains the modification time of the earlier file. If a file with the new name
+    already exists, the earlier file is replaced instead.
+
     Returns:
         The new path of the earlier file, in a list; the list is empty if no file was renamed.
     """
-    kept = None
+    kept = []
     if path.exists() and not _holds(path, content):
-        kept = set_aside(path)
+        written = datetime.fromtimestamp(path.stat().st_mtime)
+        aside = path.with_name(f"{path.stem}_{written:%Y%m%d_%H%M%S}{path.suffix}")
+        if not aside.exists():
+            path.replace(aside)
+            kept.append(aside)
     write(path, content)
-    return [] if kept is None else [kept]
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a file so that its name contains its modification time, and return the new path.
-
-    If there is no such file, or a file with the new name already exists, nothing is renamed and the
-    result is None.
-    """
-    if not path.is_file():
-        return None
-    written = datetime.fromtimestamp(path.stat().st_mtime)
-    aside = path.with_name(f"{path.stem}_{written:%Y%m%d_%H%M%S}{path.suffix}")
-    if aside.exists():
-        return None
-    with naming(path):
-        path.replace(aside)
-    return aside
+    return kept
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -152,12 +152,13 @@ def _of_formats(
             "recipe": None if candidate.recipe is None else candidate.name,
         }
         error = numbers["relative_error"] if not numbers["nonfinite"] else math.nan
+        spoiled = int((~reference[index].isfinite()).sum()) if numbers["nonfinite"] else 0
         sizes_and_rule = {
             "bits": sizes[index].bits / sizes[index].values,
             "values": sizes[index].values,
             "matmul_bits": whole.bits / whole.values,
             "matmul_values": whole.values,
-            "reference_nonfinite": int((~reference[index].isfinite()).sum()),
+            "reference_nonfinite": spoiled,
             "gradient_to_noise": gradient_to_noise(error) if index else math.nan,
         }
         rows.append(place | of_format | numbers | sizes_and_rule | more)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from megatron.analysis.outputs.atomic_write import naming, set_aside, write, write_keeping
+from megatron.analysis.outputs.atomic_write import naming, write, write_keeping
 from megatron.analysis.study.engine import Study
 from megatron.analysis.study.gradients import gradients_of
 from megatron.analysis.study.page import page
@@ -34,21 +34,22 @@ def check_recipes(recipes: Iterable[Path], folder: Path, *, bits: float | None) 
             )
 
 
-def remove_earlier(folder: Path, *, recipe: bool) -> Path | None:
-    """Remove the files of an earlier study that the next one may not replace.
+def remove_others(folder: Path, written: Iterable[Path]) -> bool:
+    """Remove the tables and pictures of an earlier study that the last one has not replaced.
 
     Args:
         folder: output folder.
-        recipe: whether the next study writes a recipe. If not, an earlier one is renamed.
+        written: paths of the files of the last study.
 
     Returns:
-        New path of the earlier recipe; None if it was not renamed.
+        Whether the recipe of an earlier study is in the folder; it is not removed.
     """
+    new = {path.name for path in written}
     for name in _OPTIONAL:
-        path = folder / name
-        with naming(path):
-            path.unlink(missing_ok=True)
-    return None if recipe else set_aside(folder / RECIPE_FILE)
+        if name not in new:
+            with naming(folder / name):
+                (folder / name).unlink(missing_ok=True)
+    return RECIPE_FILE not in new and (folder / RECIPE_FILE).exists()
 
 
 def write_outputs(
