@@ -5,6 +5,7 @@ format's name, and the modules in `scalings/` compute them.
 """
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -118,6 +119,9 @@ class BlockScaling:
     alternative: ClassVar[None] = None
 
     def __post_init__(self) -> None:
+        for side in (self.height, self.size):
+            if not isinstance(side, int):
+                raise ValueError(f"a block of {side!r} values; choose an integer")
         check_block(*(1 if side == WHOLE_AXIS else side for side in (self.height, self.size)))
         check_choice("scale type", self.scale, get_args(ScaleType))
         check_choice("outer scale", self.outer, get_args(Outer))
@@ -265,6 +269,8 @@ def _check_whole_axes(scaling: BlockScaling) -> None:
 
 def check_headroom(fraction: str) -> None:
     """Raise ValueError for a headroom outside of the range from 2^-32 to 1."""
+    if not (isinstance(fraction, str) and re.fullmatch(r"[0-9]+(/0*[1-9][0-9]*)?", fraction)):
+        raise ValueError(f"a headroom of {fraction!r}; choose a fraction as text, such as '16/17'")
     whole, _, part = fraction.partition("/")
     # Integers are compared first, because their quotient can be too large for a float.
     if int(whole) > int(part or 1) or share(fraction) < SMALLEST_NUMBER:

@@ -50,6 +50,21 @@ class ElementFormat:
     saturates: ClassVar[bool] = True
     source: ClassVar[None] = None
 
+    def __post_init__(self) -> None:
+        check_choice("rule for ties", self.ties, get_args(Ties))
+        if self.exponent_bits < 0 or self.mantissa_bits < 0:
+            raise ValueError(
+                f"element type {self.name!r} has {self.exponent_bits} exponent and "
+                f"{self.mantissa_bits} mantissa bits; give 0 or more of each"
+            )
+
+    @property
+    def has_max(self) -> bool:
+        """True if `max` is one of the numbers of this type, as it must be in a format."""
+        if not 0 < self.max < math.inf:
+            return False
+        return math.ldexp(self.max, self.mantissa_bits - max(self.emax, self.emin)).is_integer()
+
     @property
     def emin(self) -> int:
         """Exponent of the smallest normal number, below which the spacing is constant."""
@@ -131,6 +146,10 @@ class Cast:
     variants: ClassVar[tuple[str, ...]] = ()
     ties: ClassVar[Ties] = "even"
     saturates: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"{self.dtype} is no floating-point dtype; choose one for a Cast")
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 
@@ -80,6 +80,7 @@ class Format:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "known_name", None)
+        _check_types(self)
         check_choice("rounding", self.rounding, ROUNDINGS)
         if self.block_size is not None and not self.element.takes_block_scales:
             raise ValueError(
@@ -252,6 +253,41 @@ class Format:
     def corrects_scales(self) -> bool:
         """True if block scales are changed after the values are rounded."""
         return ROUNDINGS[self.rounding].corrects_scales
+
+
+_ELEMENTS, _SCALINGS = get_args(Element), get_args(Scaling)
+
+
+def _check_types(fmt: Format) -> None:
+    """Raise ValueError if a part of a format has the wrong type or no codes of its own.
+
+    Raises:
+        ValueError: if a part is refused; the message says what is accepted.
+    """
+    element, scaling = fmt.element, fmt.scaling
+    if not isinstance(element, _ELEMENTS):
+        raise ValueError(
+            f"format {fmt.name!r} has the element {element!r}; give an ElementFormat, such as "
+            "elements.E4M3, or another element type"
+        )
+    if scaling is not None and not isinstance(scaling, _SCALINGS):
+        raise ValueError(
+            f"format {fmt.name!r} has the scaling {scaling!r}; give None or a scaling, such as "
+            "formats.OCP"
+        )
+    # torch.compile would put the calls of the math module into the graph.
+    checks_max = isinstance(element, ElementFormat) and not torch.compiler.is_dynamo_compiling()
+    if checks_max and not element.has_max:
+        raise ValueError(
+            f"format {fmt.name!r} has elements up to {element.max:g}, which is no number with "
+            f"{element.mantissa_bits} mantissa bits; give one of their numbers"
+        )
+    if isinstance(element, ElementFormat) and not (element.signed and element.bits <= 8):
+        raise ValueError(
+            f"format {fmt.name!r} has elements of {element.bits} bits, "
+            f"{'with' if element.signed else 'without'} a sign; give a signed element type of at "
+            "most 8 bits"
+        )
 
 
 def _set_state(fmt: Format, state: list[Any]) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from megatron import cpu_backend
 from megatron.fake_quant import policy
-from megatron.fake_quant.policy.variables import OF_SCRIPTS
 from megatron.overlay import children, execution, module_sources, replacements
 from megatron.overlay.command_line import Request, parse
 from megatron.overlay.missing_packages import missing_packages
@@ -84,9 +83,6 @@ def _set_up(request: Request, sources: Sources) -> None:
         script = [] if request.is_module else [Path(request.script).resolve().parent]
         cpu_backend.activate_for_scripts(*script, *sources.trees())
     children.prepare_children(request)
-    for name in OF_SCRIPTS:
-        if os.environ.get(name):
-            _refuse(f"environment variable {name} is not read here; set {policy.TYPE_VARIABLE}")
     try:
         policy.configure(**request.formats)
     except ValueError as error:

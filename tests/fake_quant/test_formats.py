@@ -1,9 +1,10 @@
 """The registry of formats, and names that spell a format out."""
 
 import ast
+import math
 import pickle
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import megatron.fake_quant
 from megatron.fake_quant import FORMATS, Format, get_format
 from megatron.fake_quant.block_scaling import BlockScaling
-from megatron.fake_quant.elements import E2M1, E4M3, ELEMENTS, Cast, HiFloat8
+from megatron.fake_quant.elements import E2M1, E4M3, ELEMENTS, Cast, ElementFormat, HiFloat8
+from megatron.fake_quant.formats import OCP
 from megatron.fake_quant.names import get_element
 
 FOLDER = Path(megatron.fake_quant.__file__).parent
@@ -170,3 +172,26 @@ def test_no_function_that_is_inexact_near_powers_of_two(path):
         assert name not in banned, f"{path.name}:{node.lineno}: {name}"
         if path.name != "gradient_rule.py":  # it converts decibels
             assert not isinstance(node, ast.Pow), f"{path.name}: the operator **"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Format("a", replace(E4M3, max=447.0)), "up to 447, which is no number with 3"),
+        (lambda: Format("a", replace(E4M3, max=math.inf)), "up to inf, which is no number"),
+        (lambda: ElementFormat("a", 4, 3, 7, 448.0, ties="foo"), "unknown rule for ties 'foo'"),
+        (lambda: ElementFormat("a", 4, -1, 7, 1.0), "-1 mantissa bits; give 0 or more"),
+        (lambda: Format("a", ElementFormat("b", 5, 10, 15, 65504.0)), "of 16 bits, with a sign"),
+        (lambda: Format("a", replace(E4M3, signed=False)), "of 7 bits, without a sign"),
+        (lambda: Format("a", "e4m3", OCP), "has the element 'e4m3'; give an ElementFormat"),
+        (lambda: Format("a", E4M3, "floor"), "has the scaling 'floor'; give None or a scaling"),
+        (lambda: Cast(torch.int8), "torch.int8 is no floating-point dtype"),
+        (lambda: BlockScaling(3.0, "floor"), "a block of 3.0 values; choose an integer"),
+        (lambda: BlockScaling(32, "floor", headroom=0.5), "a headroom of 0.5; choose a fraction"),
+        (lambda: BlockScaling(32, "floor", headroom="abc"), "a headroom of 'abc'; choose a"),
+        (lambda: BlockScaling(32, "floor", headroom="1/0"), "a headroom of '1/0'; choose a"),
+    ],
+)
+def test_parts_of_a_format_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()

@@ -198,6 +198,7 @@ def test_the_type_that_environment_and_settings_file_set(capsys, monkeypatch, tm
     ("name", "meant"),
     [
         ("CUSTOM_QUANT_TYP", "CUSTOM_QUANT_TYPE"),
+        ("QUANT_TYPE", "CUSTOM_QUANT_TYPE"),
         ("TENSOR_SAVE_DIRR", "TENSOR_SAVE_DIR"),
         ("TENSOR_SAVE_ENABLE", "TENSOR_SAVE_ENABLED"),
         ("QUANT_RECIPES", "QUANT_RECIPE"),

@@ -350,8 +350,8 @@ def test_a_collection_is_complete_if_the_script_leaves_python(tmp_path):
     assert not verify(TensorStore(tmp_path / "dump")).errors
 
 
-def test_a_variable_of_the_shell_scripts_is_refused():
+def test_a_variable_that_nothing_reads_is_refused():
     env = environment(PYTHONPATH=REPO, QUANT_TYPE="mxfp8")
     result = forks.run("-m", "megatron.overlay", SCRIPT, cwd=TREE, env=env)
     assert result.returncode == 2
-    assert "QUANT_TYPE is not read here; set CUSTOM_QUANT_TYPE" in result.stderr
+    assert "variable QUANT_TYPE is unknown; did you mean CUSTOM_QUANT_TYPE?" in result.stderr

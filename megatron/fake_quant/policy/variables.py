@@ -8,7 +8,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 TENSOR_SAVE = ("TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "TENSOR_SAVE_LAUNCH")
-OF_SCRIPTS = ("QUANT_TYPE",)  #: variables that only the shell scripts read
+#: Short names that users expect, and that nothing reads, with the variables that are read.
+EXPECTED = {"QUANT_TYPE": "CUSTOM_QUANT_TYPE"}
 #: Beginnings of names that no other program uses.
 _OWN = ("CUSTOM_QUANT", "TENSOR_SAVE")
 _SIMILAR = 0.88  #: least similarity of a misspelled name, as `difflib` measures it
@@ -21,11 +22,11 @@ def check_names(environ: Mapping[str, str], known: tuple[str, ...]) -> None:
         environ: environment variables; empty ones are ignored.
         known: names of the variables that set formats.
     """
-    names = (*known, *TENSOR_SAVE, *OF_SCRIPTS)
+    names = (*known, *TENSOR_SAVE)
     for name, value in environ.items():
         if not value or name in names:
             continue
-        meant = _meant(name.upper(), names)
+        meant = EXPECTED.get(name) or _meant(name.upper(), names)
         if meant is not None or name.upper().startswith(_OWN):
             advice = (
                 f"choose from {', '.join(names)}" if meant is None else f"did you mean {meant}?"
@@ -43,6 +44,6 @@ def _meant(name: str, names: Sequence[str]) -> str | None:
         return similar[0]
     for variable in names:
         shorter = "_" in name and variable.startswith(f"{name}_")
-        if shorter or (name.startswith(f"{variable}_") and variable not in OF_SCRIPTS):
+        if shorter or name.startswith(f"{variable}_"):
             return variable
     return None

@@ -317,7 +317,7 @@ def _source(scaling: BlockScaling, element: ElementFormat) -> str:
 def _found(fmt: Format, scaling: BlockScaling) -> list[tuple[str, str]]:
     assert isinstance(fmt.element, ElementFormat)
     largest = scaling.top or fmt.element.max
-    reached = f"{largest:g}" + ("" if scaling.headroom == "1" else f" x {scaling.headroom}")
+    reached = f"{largest:g}" if scaling.headroom == "1" else f"({largest:g} x {scaling.headroom})"
     rounded = f"rounded to {scaling.block_scale}"
     search = []
     if scaling.search != "none":
